@@ -1,0 +1,234 @@
+"""What is added to a score, tile by tile.
+
+A bias is asked for a rectangle of queries and keys and answers with numbers that broadcast to
+[batch, heads, rows, columns]; the whole of it is never built. Distances are between positions, with the same offset as
+in `regard.masks`. A plain tensor is a bias too: it is wrapped in `Given`. A bias of -inf hides the key, as a mask does.
+Biases add up: ``Alibi(8) + table``.
+"""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from regard.masks import Indices, Offset, check_device, check_rows, indices, pick, position_of_query_0, positive
+from regard.shapes import Grid, ShapeError
+
+
+class Bias:
+    """Numbers added to scores after scale and softcap, before the mask."""
+
+    def bind(self, grid: Grid) -> "Bias":
+        """This bias for one call: shapes and devices checked, default offset settled.
+
+        Raises:
+            ShapeError: it is for another batch, number of heads or length.
+            ValueError: it lies on another device.
+        """
+        raise NotImplementedError
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        """The numbers for a rectangle. Shapes: broadcastable to [batch, heads, rows, columns]."""
+        raise NotImplementedError
+
+    def __add__(self, other: "Bias | Tensor") -> "Bias":
+        return Sum(self, as_bias(other))
+
+
+def as_bias(bias: Bias | Tensor) -> Bias:
+    """A bias as it is; a tensor as `Given`."""
+    if isinstance(bias, Bias):
+        return bias
+    if isinstance(bias, Tensor):
+        return Given(bias)
+    raise TypeError(f"attention: bias must be a tensor or a regard bias, got {type(bias).__name__}")
+
+
+class Given(Bias):
+    """A tensor of numbers, differentiable. Holds as many numbers as it is given.
+
+    Args:
+        numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        if not numbers.is_floating_point():
+            hint = "; a bool tensor is a mask: mask=Dense(tensor)" if numbers.dtype == torch.bool else ""
+            raise TypeError(f"attention: bias must be a floating tensor, got {numbers.dtype}{hint}")
+        if numbers.dim() > 4:
+            raise ShapeError(f"bias has more axes than [batch, heads, query_len, key_len]: {list(numbers.shape)}")
+        self.numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
+
+    def bind(self, grid: Grid) -> "Given":
+        if any(size not in (1, wanted) for size, wanted in zip(self.numbers.shape, grid[:4], strict=True)):
+            raise ShapeError(f"bias {list(self.numbers.shape)} does not broadcast to the scores {grid}")
+        if self.numbers.device != grid.device:
+            raise ValueError(f"bias is on {self.numbers.device}, the call runs on {grid.device}")
+        return self
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        return pick(self.numbers, indices(queries), indices(keys))
+
+    def __repr__(self) -> str:
+        return f"Given(<{list(self.numbers.shape)}>)"
+
+
+class Sum(Bias):
+    """Two biases added."""
+
+    def __init__(self, left: Bias, right: Bias) -> None:
+        self.left, self.right = left, right
+
+    def bind(self, grid: Grid) -> "Sum":
+        return Sum(self.left.bind(grid), self.right.bind(grid))
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        return self.left.values(queries, keys) + self.right.values(queries, keys)
+
+    def __repr__(self) -> str:
+        return f"{self.left!r} + {self.right!r}"
+
+
+class _Relative(Bias):
+    """A bias that depends on ``key_position - query_position``."""
+
+    def __init__(self, offset: Offset = None) -> None:
+        self.offset = position_of_query_0(offset, type(self).__name__)
+
+    def _at(self, grid: Grid) -> Self:
+        if isinstance(self.offset, Tensor):
+            check_rows(self, "offset", self.offset, grid)
+        bound = object.__new__(type(self))
+        offset = grid.key_len - grid.query_len if self.offset is None else self.offset
+        bound.__dict__.update(self.__dict__, offset=offset)
+        return bound
+
+    def _ahead(self, queries: Indices, keys: Indices, device: torch.device) -> Tensor:
+        """``key_position - query_position``: int [1 or batch, 1, rows, columns]."""
+        rows = indices(queries, device).to(device)[None, None, :, None]
+        offset: int | Tensor = self.offset or 0 if not isinstance(self.offset, Tensor) else self.offset
+        if isinstance(offset, Tensor):
+            offset = offset.to(device)[:, None, None, None]
+        return indices(keys, device).to(device) - (rows + offset)
+
+
+class Alibi(_Relative):
+    """Attention with linear biases: a fixed penalty on distance, steeper in some heads than in others.
+
+        bias = -slope_h * |query_position - key_position|
+        slope_h = 2^(-8 h / heads),  h = 1 .. heads
+
+    For a number of heads that is no power of two, the slopes are those of the next lower power followed by every
+    second slope of the next higher one, as in the authors' code. Under a causal mask this is the paper's bias.
+
+    Args:
+        heads: how many heads, for the paper's slopes.
+        slopes: or the slopes themselves [heads], differentiable; exactly one of the two is given.
+        offset: position of query 0; default ``key_len - query_len``.
+
+    References:
+        Press, Smith, Lewis 2021, "Train Short, Test Long", section 3.
+
+    >>> Alibi(4).slopes
+    tensor([0.2500, 0.0625, 0.0156, 0.0039])
+    """
+
+    def __init__(self, heads: int | None = None, *, slopes: Tensor | None = None, offset: Offset = None) -> None:
+        super().__init__(offset)
+        if (heads is None) == (slopes is None):
+            raise TypeError("Alibi: give heads (the paper's slopes) or slopes, one of the two")
+        if slopes is None:
+            assert heads is not None
+            slopes = torch.tensor(_slopes(positive(heads, "Alibi: heads")))
+        elif not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
+            raise TypeError(f"Alibi: slopes must be a floating tensor [heads], got {_kind(slopes)}")
+        self.slopes = slopes
+
+    def bind(self, grid: Grid) -> "Alibi":
+        if len(self.slopes) != grid.heads:
+            raise ShapeError(f"Alibi: {len(self.slopes)} slopes, the scores are {grid}")
+        bound = self._at(grid)
+        # a handful of numbers: moved, not refused; and widened, because half precision cannot hold a distance
+        bound.slopes = self.slopes.to(grid.device, torch.promote_types(self.slopes.dtype, torch.float32))
+        return bound
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        distance = self._ahead(queries, keys, self.slopes.device).abs()
+        return -self.slopes[:, None, None] * distance
+
+    def __repr__(self) -> str:
+        return f"Alibi({len(self.slopes)})"
+
+
+class RelativeBias(_Relative):
+    """T5's learned bias: one number per head and bucket of distance.
+
+        bias = table[bucket(key_position - query_position), head]
+
+    Half of the buckets hold one distance each, the other half grow logarithmically up to `max_distance`; beyond it
+    everything shares the last. With `bidirectional` half of the buckets are for keys behind the query and half for keys
+    ahead; without it, all keys ahead share bucket 0.
+
+    Args:
+        table: floating [buckets, heads], usually a parameter; differentiable.
+        bidirectional: True in encoders, False in decoders.
+        max_distance: where the last bucket begins, in tokens.
+        offset: position of query 0; default ``key_len - query_len``.
+
+    References:
+        Raffel et al. 2019, "Exploring the Limits of Transfer Learning", section 2.1.
+    """
+
+    def __init__(
+        self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128, offset: Offset = None
+    ) -> None:
+        super().__init__(offset)
+        if not isinstance(table, Tensor) or table.dim() != 2 or not table.is_floating_point():
+            raise TypeError(f"RelativeBias: table must be a floating tensor [buckets, heads], got {_kind(table)}")
+        self.table, self.bidirectional = table, bidirectional
+        self.max_distance = positive(max_distance, "RelativeBias: max_distance")
+        exact = len(table) // (4 if bidirectional else 2)
+        if exact < 1 or max_distance <= exact:
+            raise ValueError(
+                f"RelativeBias: {len(table)} buckets hold {exact} single distances on a side; that must be at least 1 "
+                f"and less than max_distance={max_distance}"
+            )
+
+    def bind(self, grid: Grid) -> "RelativeBias":
+        if self.table.shape[1] != grid.heads:
+            raise ShapeError(f"RelativeBias: the table has heads={self.table.shape[1]}, the scores are {grid}")
+        check_device(self, "table", self.table, grid)
+        return self._at(grid)
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        bucket = self._bucket(self._ahead(queries, keys, self.table.device))
+        return self.table[bucket[:, 0]].permute(0, 3, 1, 2)
+
+    def _bucket(self, ahead: Tensor) -> Tensor:
+        buckets = len(self.table)
+        if self.bidirectional:
+            buckets //= 2
+            first = (ahead > 0) * buckets
+            distance = ahead.abs()
+        else:
+            first = torch.zeros_like(ahead)
+            distance = (-ahead).clamp(min=0)
+        exact = buckets // 2
+        # float32, as in every published checkpoint: the edges of the logarithmic buckets depend on the rounding
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
+        return first + torch.where(distance < exact, distance, far)
+
+    def __repr__(self) -> str:
+        return f"RelativeBias(<{list(self.table.shape)}>, bidirectional={self.bidirectional})"
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _slopes(heads: int) -> list[float]:
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * (heads - power), 2)]

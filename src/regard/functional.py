@@ -1,0 +1,327 @@
+"""`attention`: check the call, choose a kernel, run it. And `plan`: the same, told instead of run."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.biases import Bias, as_bias
+from regard.kernels import KERNELS, Call, choose
+from regard.masks import EVERYTHING, Mask, Tile, positive
+from regard.reference import AttentionOutput
+from regard.scores import Additive, Dropout, Scoring
+from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, shape_error
+
+LARGE = 1 << 28
+"""From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
+
+
+class SquareWarning(UserWarning):
+    """A call is about to hold query_len x key_len numbers, and they are many."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    additive: Additive | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Every query's average of the values, weighted by how well its key fits.
+
+        scores  = softcap(scale * query @ key^T) + bias,   -inf where the mask does not allow
+        weights = softmax(scores), with exp(sink) added to the denominator where a sink is given
+        output  = dropout(weights) @ value
+
+    Shapes:
+        query [batch, heads, query_len, head_dim], key [batch, kv_heads, key_len, head_dim],
+        value [batch, kv_heads, key_len, value_dim] -> output [batch, heads, query_len, value_dim] in query's dtype.
+        kv_heads divides heads; query head h uses kv head ``h // (heads // kv_heads)``.
+    Args:
+        mask: who may attend to whom (`regard.masks`); None: everybody to everybody.
+        bias: added to the scores: a tensor that broadcasts to [batch, heads, query_len, key_len], or a lazy one
+            (`regard.biases`); may hold -inf. None for none.
+        scale: factor on query @ key^T; None: 1/sqrt(head_dim) (1 with `additive`).
+        softcap: c in ``c * tanh(s / c)``, applied before bias and mask (Gemma 2); None for none.
+        sink: [heads], a logit that takes weight and gives no value (gpt-oss); None for none.
+        additive: Bahdanau's similarity in place of the product; None for the product.
+        dropout: probability that a weight is dropped, in this call: pass 0.0 outside training.
+        generator: where the seed of dropout comes from; None: torch's default generator.
+        kernel: "auto" or the name of one; a named kernel never falls back to another.
+    Raises:
+        ShapeError: axes, mask or bias that do not fit each other.
+        TypeError, ValueError: something of the wrong type or out of range.
+        KernelError: the named kernel cannot do this call.
+    Notes:
+        A query that may attend to nothing gets output 0 and gradient 0. NaN or inf in a key or value that no query
+        may see reaches nothing.
+    References:
+        Vaswani et al. 2017, "Attention Is All You Need", section 3.2.
+
+    >>> query = torch.tensor([[[[1., 0.], [0., 1.]]]])
+    >>> attention(query, query, query, mask=Causal(), scale=1.0)
+    tensor([[[[1.0000, 0.0000],
+              [0.2689, 0.7311]]]])
+    """
+    call = check_call(
+        "attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
+    )
+    return _run(call, kernel).output
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    additive: Additive | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    kernel: str = "auto",
+) -> AttentionOutput:
+    """`attention`, and the one number per query from which any weight can be had again.
+
+        lse[b, h, i] = log sum_j exp(score[b, h, i, j])   (and exp(sink[h]));   weight = exp(score - lse)
+
+    Shapes: lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a query that sees nothing.
+    Arguments and errors as in `attention`.
+    """
+    call = check_call(
+        "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
+    )
+    return _run(call, kernel)
+
+
+def check_call(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    additive: Additive | None,
+    dropout: float,
+    generator: torch.Generator | None,
+    wants_lse: bool,
+) -> Call:
+    """The gate: every argument of a call checked, mask and bias bound to its lengths."""
+    grid = check_attention(function, query, key, value)
+    if scale is None:
+        scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
+    elif not _is_number(scale) or not math.isfinite(scale):
+        raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {_kind(scale)}")
+    if softcap is not None and (not _is_number(softcap) or not 0 < softcap < math.inf):
+        raise ValueError(f"{function}: softcap must be a positive number or None for none, got {_kind(softcap)}")
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"{function}: mask must be a regard mask such as Causal(), got {_kind(mask)}; "
+            "a bool tensor (True = may attend) is Dense(tensor), numbers to add are a bias"
+        )
+    try:
+        bound_mask = None if mask is None else mask.bind(grid)
+        bound_bias = None if bias is None else as_bias(bias).bind(grid)
+    except ShapeError as error:
+        raise shape_error(function, str(error), ATTENTION, {"query": query, "key": key, "value": value}) from None
+    if sink is not None:
+        _check_learned(function, "sink", sink, {"heads": grid.heads}, grid)
+    if additive is not None:
+        if not isinstance(additive, Additive):
+            raise TypeError(f"{function}: additive must be an Additive(v), got {_kind(additive)}")
+        _check_learned(function, "additive.v", additive.v, {"heads": grid.heads, "head_dim": query.shape[3]}, grid)
+    if not _is_number(dropout) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {_kind(dropout)}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"{function}: generator must be a torch.Generator or None, got {_kind(generator)}")
+    dropped = Dropout(dropout, _seed(generator)) if dropout else None
+    scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
+    return Call(query, key, value, scoring, dropped, wants_lse)
+
+
+def _run(call: Call, name: str) -> AttentionOutput:
+    kernel = choose(call, name)
+    grid = call.scoring.grid
+    if grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE and kernel.square(call) >= LARGE:
+        warnings.warn(
+            f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
+            f"the scores {grid}; regard.plan(...) tells why",
+            SquareWarning,
+            stacklevel=3,
+        )
+    device = grid.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):  # the dtype of query decides, and no score is rounded on the way
+            return kernel.run(call)
+    return kernel.run(call)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call would be computed, and what that costs. Prints as a short report.
+
+    Attributes:
+        kernel: the kernel that would run.
+        why: why this one; `others` says why not each of the others.
+        tiles: how many tiles of `tile_size` x `tile_size` scores the mask calls empty, partial and full.
+        flops_needed: multiply-adds counted as two, for the scores that the mask allows (whole tiles).
+        flops_computed: the same for the scores that the kernel computes.
+        bytes_moved: query, key and value read once, output written once.
+        square_numbers: numbers of query_len x key_len that the kernel holds; 0 where it needs none.
+    """
+
+    kernel: str
+    why: str
+    others: dict[str, str]
+    mask: str
+    grid: str
+    tile_size: int
+    tiles: dict[Tile, int]
+    flops_needed: int
+    flops_computed: int
+    bytes_moved: int
+    square_numbers: int
+    square_bytes: int
+
+    def __str__(self) -> str:
+        total = max(1, sum(self.tiles.values()))
+        lines = [
+            f"scores  {self.grid}, mask {self.mask}",
+            f"kernel  {self.kernel}: {self.why}",
+            *(f"        not {name}: {why}" for name, why in self.others.items()),
+            f"tiles   {', '.join(f'{n} {tile.value} ({n / total:.0%})' for tile, n in self.tiles.items())}"
+            f" of {self.tile_size} x {self.tile_size}",
+            f"FLOPs   {self.flops_needed:.3g} needed, {self.flops_computed:.3g} computed",
+            f"memory  {_bytes(self.bytes_moved)} read and written; "
+            + (f"{_bytes(self.square_bytes)} of query_len x key_len" if self.square_numbers else "nothing square"),
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    additive: Additive | None = None,
+    dropout: float = 0.0,
+    lse: bool = False,
+    kernel: str = "auto",
+    tile_size: int = 128,
+) -> Plan:
+    """Which kernel `attention` would take for this call, why, and what it costs; nothing is computed.
+
+        FLOPs of a score: 2 * head_dim for the product with the key, 2 * value_dim for its share of the value
+
+    Args:
+        lse: ask for `attention_with_lse` instead of `attention`.
+        tile_size: rows and columns of the tiles that are counted.
+        The rest as in `attention`.
+    Raises:
+        What `attention` raises.
+
+    >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
+    scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
+    kernel  dense: the first that can do the call
+            not reference: it can, but holds every score
+    tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
+    FLOPs   3.99e+06 needed, 5.76e+06 computed
+    memory  75.0 KiB read and written; nothing square
+    """
+    generator = torch.Generator()  # nothing is dropped here, so torch's own generator stays where it is
+    call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
+    positive(tile_size, "plan: tile_size")
+    chosen = choose(call, kernel)
+    grid = call.scoring.grid
+    others = {
+        k.name: k.cannot(call) or f"it can, but {'holds every score' if k.name == 'reference' else 'comes later'}"
+        for k in KERNELS
+        if k is not chosen
+    }
+    bound = call.scoring.mask or EVERYTHING
+    tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
+    per_score = 2 * (query.shape[3] + value.shape[3]) * grid.batch * grid.heads
+    output = query.numel() // max(1, query.shape[3]) * value.shape[3]
+    square = chosen.square(call)
+    return Plan(
+        kernel=chosen.name,
+        why="asked for by name" if kernel != "auto" else "the first that can do the call",
+        others=others,
+        mask=repr(bound),
+        grid=str(grid),
+        tile_size=tile_size,
+        tiles=tiles,
+        flops_needed=cells * per_score,
+        flops_computed=grid.query_len * grid.key_len * per_score,
+        bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
+        square_numbers=square,
+        square_bytes=square * max(4, query.element_size()),
+    )
+
+
+def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:
+    """How many tiles are empty, partial and full, and how many scores lie in those that are not empty."""
+    counts, cells = dict.fromkeys(Tile, 0), 0
+    for row in range(0, query_len, size):
+        rows = range(row, min(row + size, query_len))
+        for column in range(0, key_len, size):
+            columns = range(column, min(column + size, key_len))
+            tile = mask.tile(rows, columns)
+            counts[tile] += 1
+            cells += len(rows) * len(columns) * (tile is not Tile.EMPTY)
+    return counts, cells
+
+
+def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, int], grid: Grid) -> None:
+    """A sink, or the v of an additive similarity: floating, of one size, where the call runs."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    wanted = f"{function}: {name} must be a floating tensor [{axes}], got {_kind(tensor)}"
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise TypeError(wanted)
+    if tensor.shape != tuple(sizes.values()):
+        raise ShapeError(wanted)
+    if tensor.device != grid.device:
+        raise ValueError(f"{function}: {name} is on {tensor.device}, the call runs on {grid.device}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.1f} {unit}"

@@ -1,0 +1,156 @@
+"""The gate: axis names, one shape table per public function, and the errors that everybody raises.
+
+Every tensor axis in regard has a name, and an axis that appears twice in a table has one size:
+
+    query  [batch, heads,    query_len, head_dim]
+    key    [batch, kv_heads, key_len,   head_dim]
+    value  [batch, kv_heads, key_len,   value_dim]
+
+A call is checked here once, before any kernel sees it, so all kernels answer bad input with the same words. An error
+says what is wrong, then everything that was passed by name and axis, then a hint where the cause is recognisable.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ShapeError(ValueError):
+    """Tensors whose axes do not fit each other, or a mask or bias that does not fit the call."""
+
+
+class Grid(NamedTuple):
+    """The scores of one call: how many rows and columns there are, per batch row and head, and on which device."""
+
+    batch: int
+    heads: int
+    query_len: int
+    key_len: int
+    device: torch.device = torch.device("cpu")
+
+    def __str__(self) -> str:
+        return f"[batch={self.batch}, heads={self.heads}, query_len={self.query_len}, key_len={self.key_len}]"
+
+
+Table = Mapping[str, tuple[str, ...]]
+
+ATTENTION: Table = {
+    "query": ("batch", "heads", "query_len", "head_dim"),
+    "key": ("batch", "kv_heads", "key_len", "head_dim"),
+    "value": ("batch", "kv_heads", "key_len", "value_dim"),
+}
+LAYER: Table = {
+    "query": ("batch", "query_len", "dim"),
+    "key": ("batch", "key_len", "key_input"),
+    "value": ("batch", "key_len", "value_input"),
+}
+TOKENS: Table = {"tokens": ("batch", "length")}
+CACHE: Table = {
+    "key": ("batch", "kv_heads", "length", "head_dim"),
+    "value": ("batch", "kv_heads", "length", "value_dim"),
+}
+
+FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+# Mistakes in a call of attention that are common enough to be named: the axis that disagrees -> what probably happened.
+_HINTS = {
+    "key_len": "after a cache, pass the keys and values that append() returned, both of them",
+    "batch": "nothing is broadcast; use .expand(batch, -1, -1, -1) to share a tensor between rows",
+    "kv_heads": "key and value come in pairs; only query may have more heads",
+    "head_dim": "query and key are multiplied feature by feature; only value may be of another size",
+}
+
+
+def describe(name: str, tensor: Tensor, axes: tuple[str, ...]) -> str:
+    """One line of an error: the tensor by name, its axes with their sizes."""
+    if tensor.dim() == len(axes):
+        inside = ", ".join(f"{axis}={size}" for axis, size in zip(axes, tensor.shape, strict=True))
+    else:
+        inside = ", ".join(map(str, tensor.shape))
+    return f"  {name:<5} [{inside}]"
+
+
+def shape_error(
+    function: str, what: str, table: Table, tensors: Mapping[str, Tensor], hint: str | None = None
+) -> ShapeError:
+    """The error in the house's form: what, everything that was passed, a hint."""
+    lines = [f"{function}: {what}"]
+    lines += [describe(name, tensors[name], axes) for name, axes in table.items() if name in tensors]
+    if hint:
+        lines.append(f"  hint: {hint}")
+    return ShapeError("\n".join(lines))
+
+
+def check(function: str, table: Table, **tensors: Tensor) -> dict[str, int]:
+    """Holds every tensor against its row of the table and returns the size of each axis by name.
+
+    Raises:
+        TypeError: something is not a tensor.
+        ShapeError: the number of axes is wrong, or one axis has two sizes.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{function}: {name} must be a tensor [{', '.join(table[name])}], got {type(tensor).__name__}"
+            )
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        axes, shape = table[name], tensor.shape
+        if len(shape) != len(axes):
+            raise shape_error(
+                function,
+                f"{name} must have {len(axes)} axes [{', '.join(axes)}], got {len(shape)}",
+                table,
+                tensors,
+                _axes_hint(len(shape), axes),
+            )
+        for axis, size in zip(axes, shape):  # noqa: B905  (the lengths are equal; strict= costs time on every call)
+            if sizes.setdefault(axis, size) != size:
+                other = next(n for n in tensors if n != name and axis in table[n])
+                raise shape_error(
+                    function,
+                    f"{other} and {name} must have the same {axis}, got {sizes[axis]} and {size}",
+                    table,
+                    tensors,
+                    _HINTS.get(axis) if table is ATTENTION else None,
+                )
+    return sizes
+
+
+def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) -> Grid:
+    """The gate for query, key and value: shapes, heads that divide, one floating dtype, one device.
+
+    Returns:
+        The grid of scores of this call.
+    """
+    sizes = check(function, ATTENTION, query=query, key=key, value=value)
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise shape_error(
+            function,
+            f"kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}",
+            ATTENTION,
+            {"query": query, "key": key, "value": value},
+            "the layout is [batch, heads, length, head_dim]; was length put before heads?",
+        )
+    dtype, device = query.dtype, query.device
+    if dtype not in FLOATING or key.dtype != dtype or value.dtype != dtype:
+        raise TypeError(
+            f"{function}: query, key and value must share one of float64, float32, bfloat16, float16, "
+            f"got {query.dtype}, {key.dtype}, {value.dtype}"
+        )
+    if key.device != device or value.device != device:
+        raise ValueError(
+            f"{function}: query, key and value must be on one device, got {query.device}, {key.device}, {value.device}"
+        )
+    return Grid(sizes["batch"], heads, sizes["query_len"], sizes["key_len"], device)
+
+
+def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:
+    if count == 3 and axes[1] in ("heads", "kv_heads"):
+        return "split the heads first: x.unflatten(-1, (heads, head_dim)).transpose(1, 2)"
+    if count == len(axes) - 1 and axes[0] == "batch":
+        return "one row alone still has a batch axis: x.unsqueeze(0)"
+    return None

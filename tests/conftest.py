@@ -1,0 +1,18 @@
+"""What all tests share: one thread (tiny tensors gain nothing from more), one seed per test, one hypothesis profile."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# "steady" draws the same examples every time, so that a red test is red for everybody; to look further:
+#   python -m pytest --hypothesis-profile=searching
+settings.register_profile("steady", deadline=None, max_examples=100, derandomize=True, database=None)
+settings.register_profile("searching", deadline=None, max_examples=1000, database=None)
+settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True)
+def _one_seed_per_test():
+    torch.manual_seed(20170612)

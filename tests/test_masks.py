@@ -1,0 +1,447 @@
+"""Masks: by hand, every mask against its rule cell by cell, `tile` against `allowed`, the algebra, the errors."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import GRID, composed_masks, fixed_masks, grids, single_masks
+from comparing import assert_same_cells
+from regard.masks import (
+    EVERYTHING,
+    And,
+    Band,
+    Causal,
+    Chunk,
+    Dense,
+    Document,
+    Everything,
+    Mask,
+    Not,
+    Or,
+    Padding,
+    Prefix,
+    Strided,
+    Tile,
+    Where,
+    Window,
+)
+from regard.shapes import Grid, ShapeError
+
+
+def whole(mask: Mask, grid: Grid) -> torch.Tensor:
+    """What a mask allows in a call, every cell: [batch, heads, query_len, key_len]."""
+    return mask.bind(grid).allowed(range(grid.query_len), range(grid.key_len)).expand(grid[:4])
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+def test_two_new_tokens_after_three_in_the_cache_see_all_that_came_before():
+    assert Causal().draw(2, 5) == "# # # # .\n# # # # #"
+    assert Causal(offset=0).draw(2, 5) == "# . . . .\n# # . . ."
+    assert Causal().draw(5, 2) == ". .\n. .\n. .\n# .\n# #"
+
+
+def test_a_causal_window_sees_exactly_w_keys_itself_included():
+    assert (Causal() & Window(3)).draw(5, 5) == "# . . . .\n# # . . .\n# # # . .\n. # # # .\n. . # # #"
+    assert whole(Causal() & Window(3), Grid(1, 1, 9, 20)).sum(-1).flatten().tolist() == [3] * 9
+
+
+def test_the_structured_masks_by_hand():
+    assert Window(2).draw(3, 4) == "# # # .\n. # # #\n. . # #"
+    assert Band(1, 0).draw(3, 3) == "# . .\n# # .\n. # #"
+    assert Band(-1, None).draw(3, 3) == ". # #\n. . #\n. . ."
+    assert (Causal() | Prefix(2)).draw(3, 3) == "# # .\n# # .\n# # #"
+    assert Strided(2).draw(2, 5) == ". # . # .\n# . # . #"
+    assert Chunk(2).draw(3, 4) == "# # . .\n. . # #\n. . # #"
+    assert Chunk(2, offset=-1).draw(3, 4) == ". . . .\n# # . .\n# # . ."
+    assert Padding([2, 3]).draw(1, 4, batch=2) == "# # . ."
+    assert Document.from_lengths([1, 2]).draw(3, 3) == "# . .\n. # #\n. # #"
+    assert (~Causal()).draw(2, 2) == ". #\n. ."
+
+
+def test_documents_from_lengths_one_list_per_row_or_one_for_all():
+    assert Document.from_lengths([2, 0, 1]).query_ids.tolist() == [[0, 0, 2]]
+    assert Document.from_lengths([[2, 1], [1, 2]]).query_ids.tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert Document.from_lengths(torch.tensor([[3], [3]])).query_ids.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_masks_print_as_the_expression_that_makes_them():
+    mask = Causal() & (Window(256) | Prefix(4)) & ~Chunk(8)
+    assert repr(mask) == "Causal() & (Window(256) | Prefix(4)) & ~Chunk(8)"
+    assert repr(~(Causal() | Padding([3, 4]))) == "~(Causal() | Padding([3, 4]))"
+    assert repr(Causal(offset=[0, 3])) == "Causal(offset=[0, 3])"
+    assert repr(Band(None, 2, offset=1)) == "Band(None, 2, offset=1)"
+    assert repr(Strided(3, offset=-1) | Chunk(2, offset=5)) == "Strided(3, offset=-1) | Chunk(2, offset=5)"
+    assert repr(Document(torch.tensor([0, 0, 1]))) == "Document([[0, 0, 1]])"
+    assert repr(Document(torch.zeros(2, 99, dtype=torch.int64))) == "Document(<[2, 99]>)"
+    assert repr(Dense(torch.ones(2, 3, dtype=torch.bool))) == "Dense(<bool [1, 1, 2, 3]>)"
+    assert repr(Padding(torch.ones(2, 3, dtype=torch.bool))) == "Padding(<bool [2, 3]>)"
+    assert repr(Prefix([1, 2]) & EVERYTHING) == "Prefix([1, 2]) & Everything()"
+
+    def diagonal(batch, head, query, key):
+        return query == key
+
+    assert repr(Where(diagonal)) == "Where(diagonal)"
+
+
+# --- against the rule, cell by cell -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", fixed_masks())
+def test_every_mask_allows_what_its_rule_says(name):
+    ruled = fixed_masks()[name]
+    assert_same_cells(whole(ruled.mask, GRID), ruled.cells(GRID), name)
+
+
+@given(st.data())
+def test_random_masks_and_compositions_allow_what_their_rules_say(data):
+    grid = data.draw(grids())
+    ruled = data.draw(composed_masks(grid))
+    assert_same_cells(whole(ruled.mask, grid), ruled.cells(grid), repr(ruled.mask))
+
+
+@given(st.data())
+def test_a_rectangle_is_a_slice_of_the_whole_in_whatever_way_it_is_asked_for(data):
+    grid = data.draw(grids())
+    mask = data.draw(composed_masks(grid)).mask.bind(grid)
+    expected = mask.allowed(range(grid.query_len), range(grid.key_len)).expand(grid[:4])
+    rows, columns = data.draw(rectangles(grid))
+    part = expected[:, :, rows.start : rows.stop, columns.start : columns.stop]
+    assert_same_cells(mask.allowed(rows, columns).expand(part.shape), part)
+    slices = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    assert_same_cells(mask.allowed(*slices).expand(part.shape), part)
+    queries = torch.tensor(data.draw(st.lists(st.integers(0, grid.query_len - 1))), dtype=torch.int64)
+    keys = torch.tensor(data.draw(st.lists(st.integers(0, grid.key_len - 1))), dtype=torch.int32)
+    scattered = expected[:, :, queries][:, :, :, keys.long()]
+    assert_same_cells(mask.allowed(queries, keys).expand(scattered.shape), scattered)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_indices_of_any_integer_dtype_mean_the_same(dtype):
+    mask = Document(torch.tensor([0, 0, 1, 1]))
+    at = torch.tensor([0, 1], dtype=dtype)
+    assert mask.allowed(at, torch.tensor([0, 1, 2], dtype=dtype)).tolist() == [[[[True, True, False]] * 2]]
+
+
+# --- tile against allowed -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def rectangles(draw, grid):
+    def piece(length):
+        start = draw(st.integers(0, length - 1))
+        return range(start, draw(st.integers(start + 1, length)))
+
+    return piece(grid.query_len), piece(grid.key_len)
+
+
+def said_of(cells: torch.Tensor) -> Tile:
+    return Tile.FULL if cells.all() else Tile.PARTIAL if cells.any() else Tile.EMPTY
+
+
+@pytest.mark.parametrize("name", fixed_masks())
+def test_every_rectangle_of_every_mask(name):
+    ruled = fixed_masks()[name]
+    cells, bound = ruled.cells(GRID), ruled.mask.bind(GRID)
+    is_single = not isinstance(ruled.mask, And | Or | Not)
+    for top, bottom in combinations(range(GRID.query_len + 1), 2):
+        for left, right in combinations(range(GRID.key_len + 1), 2):
+            said = bound.tile(range(top, bottom), range(left, right))
+            if is_single or said is not Tile.PARTIAL:
+                assert said is said_of(cells[:, :, top:bottom, left:right]), (top, bottom, left, right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "joined", "either"),
+    [
+        (Tile.EMPTY, Tile.EMPTY, Tile.EMPTY, Tile.EMPTY),
+        (Tile.EMPTY, Tile.PARTIAL, Tile.EMPTY, Tile.PARTIAL),
+        (Tile.EMPTY, Tile.FULL, Tile.EMPTY, Tile.FULL),
+        (Tile.PARTIAL, Tile.PARTIAL, Tile.PARTIAL, Tile.PARTIAL),
+        (Tile.PARTIAL, Tile.FULL, Tile.PARTIAL, Tile.FULL),
+        (Tile.FULL, Tile.FULL, Tile.FULL, Tile.FULL),
+    ],
+)
+def test_the_tile_of_a_composition_follows_from_its_parts(left, right, joined, either):
+    class Says(Mask):
+        def __init__(self, tile):
+            self.says = tile
+
+        def _tile(self, rows, columns):
+            return self.says
+
+    for one, other in ((left, right), (right, left)):
+        assert (Says(one) & Says(other)).tile(range(2), range(2)) is joined
+        assert (Says(one) | Says(other)).tile(range(2), range(2)) is either
+    opposite = {Tile.EMPTY: Tile.FULL, Tile.PARTIAL: Tile.PARTIAL, Tile.FULL: Tile.EMPTY}
+    assert (~Says(left)).tile(range(2), range(2)) is opposite[left]
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_tile_of_a_single_mask_is_exact(data):
+    grid = data.draw(grids())
+    ruled = data.draw(single_masks(grid))
+    rows, columns = data.draw(rectangles(grid))
+    assert ruled.mask.bind(grid).tile(rows, columns) is said_of(ruled.cells(grid, rows, columns)), repr(ruled.mask)
+
+
+@given(st.data())
+def test_empty_and_full_are_true_of_every_composition(data):
+    grid = data.draw(grids())
+    ruled = data.draw(composed_masks(grid))
+    rows, columns = data.draw(rectangles(grid))
+    said = ruled.mask.bind(grid).tile(slice(rows.start, rows.stop), columns)
+    if said is not Tile.PARTIAL:
+        assert said is said_of(ruled.cells(grid, rows, columns)), repr(ruled.mask)
+
+
+@given(st.data())
+def test_a_mask_that_was_never_bound_stands_at_offset_0(data):
+    square = data.draw(st.integers(1, 9).map(lambda n: Grid(1, 1, n, n)))
+    ruled = data.draw(single_masks(square))
+    if isinstance(ruled.mask, Where):
+        return
+    rows, columns = data.draw(rectangles(square))
+    expected = ruled.cells(square, rows, columns)
+    assert_same_cells(ruled.mask.allowed(rows, columns), expected)
+    assert ruled.mask.tile(rows, columns) is said_of(expected)
+
+
+def test_a_rectangle_without_cells_is_empty():
+    for rows, columns in ((range(0), range(3)), (range(3), range(2, 2))):
+        assert EVERYTHING.tile(rows, columns) is Tile.EMPTY
+        assert (~Causal()).tile(rows, columns) is Tile.EMPTY
+
+
+def test_where_looks_at_every_cell_even_if_it_must_ask_several_times(monkeypatch):
+    monkeypatch.setattr(Where, "_CELLS", 10)
+    grid = Grid(2, 3, 5, 7)
+    last = Where(lambda b, h, i, j: (b == 1) & (h == 2) & (i == 4) & (j == 6)).bind(grid)
+    assert last.tile(range(5), range(7)) is Tile.PARTIAL
+    assert last.tile(range(4), range(7)) is Tile.EMPTY
+    assert last.tile(range(4, 5), range(6, 7)) is Tile.PARTIAL  # one batch row and head of several
+    assert Where(lambda b, h, i, j: i >= 0).bind(grid).tile(range(5), range(7)) is Tile.FULL
+
+
+def test_a_tile_of_a_structured_mask_costs_nothing_at_any_length():
+    far = 1 << 40
+    mask = (Causal() & (Window(256) | Prefix(4))).bind(Grid(1, 1, far, far))
+    assert mask.tile(range(far - 128, far), range(4, 1 << 20)) is Tile.EMPTY
+    assert mask.tile(range(far - 128, far), range(far - 200, far - 150)) is Tile.FULL
+    assert mask.tile(range(far - 128, far), range(far - 128, far)) is Tile.PARTIAL
+    assert mask.allowed(range(far - 1, far), range(far - 257, far - 254)).tolist() == [[[[False, True, True]]]]
+
+
+# --- the algebra --------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_masks_are_a_boolean_algebra(data):
+    grid = data.draw(grids())
+    a, b, c = (data.draw(single_masks(grid)).mask for _ in range(3))
+    for left, right in (
+        (~(a & b), ~a | ~b),
+        (~(a | b), ~a & ~b),
+        (~~a, a),
+        (a & (b | c), (a & b) | (a & c)),
+        (a | (b & c), (a | b) & (a | c)),
+        (a & b, b & a),
+        (a | b, b | a),
+        (a & a, a),
+        (a | a, a),
+        (a & EVERYTHING, a),
+        (a | EVERYTHING, EVERYTHING),
+        (a & ~a, ~EVERYTHING),
+        (a | ~a, EVERYTHING),
+    ):
+        assert_same_cells(whole(left, grid), whole(right, grid), f"{left!r} and {right!r}")
+
+
+def test_binding_simplifies_where_that_is_free():
+    grid = Grid(2, 3, 5, 7)
+    assert Causal().bind(Grid(2, 3, 1, 7)) is EVERYTHING  # the last token of a cache sees all of it
+    assert Window(7).bind(grid) is EVERYTHING
+    assert Padding([7, 7]).bind(grid) is EVERYTHING
+    assert (Causal() & Window(7)).bind(Grid(2, 3, 1, 7)) is EVERYTHING
+    assert (Causal() | Prefix(7)).bind(grid) is EVERYTHING
+    assert isinstance((Padding([7, 7]) & Causal()).bind(grid), Causal)
+    assert repr((Causal() & Window(3)).bind(grid)) == "Band(2, 0, offset=2)"
+    assert repr((~~Chunk(2)).bind(grid)) == "Chunk(2, offset=2)"
+    assert repr((Causal(offset=[0, 1]) & Window(2)).bind(grid)) == "Causal(offset=[0, 1]) & Window(2, offset=2)"
+
+
+def test_binding_leaves_the_mask_itself_alone():
+    mask = Causal()
+    mask.bind(Grid(1, 1, 2, 5))
+    assert mask.offset is None
+    assert repr(mask) == "Causal()"
+    assert mask.draw(2, 2) == "# .\n# #"
+
+
+def test_a_mask_joins_only_masks():
+    for wrong in (None, True, torch.ones(2, 2, dtype=torch.bool)):
+        with pytest.raises(TypeError):
+            Causal() & wrong
+        with pytest.raises(TypeError):
+            Causal() | wrong
+
+
+@pytest.mark.parametrize("name", fixed_masks())
+def test_every_mask_lives_with_a_batch_of_none(name):
+    grid = Grid(0, 6, 7, 11)
+    mask = {
+        "causal offset per row": Causal(torch.empty(0, dtype=torch.int64)),
+        "window without any key": Window(2, torch.empty(0, dtype=torch.int64)),
+        "prefix per row": Prefix(torch.empty(0, dtype=torch.int64)),
+        "padding": Padding(torch.empty(0, dtype=torch.int64)),
+        "padding of a whole row": Padding(torch.empty(0, dtype=torch.int64)),
+        "padding on the left": Padding(torch.empty(0, 11, dtype=torch.bool)),
+        "document": Document(torch.empty(0, 7, dtype=torch.int64), torch.empty(0, 11, dtype=torch.int64)),
+        "dense per row and head": Dense(torch.empty(0, 6, 7, 11, dtype=torch.bool)),
+        "dense keys": Dense(torch.empty(0, 1, 1, 11, dtype=torch.bool)),
+    }.get(name) or fixed_masks()[name].mask
+    bound = mask.bind(grid)
+    assert isinstance(bound.tile(range(7), range(11)), Tile)
+    assert bound.allowed(range(7), range(11)).expand(0, 6, 7, 11).numel() == 0
+
+
+# --- wrong use ----------------------------------------------------------------------------------------------------
+
+TEN = torch.zeros(2, 10, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Window(0), ValueError, "Window: w must be a whole number, 1 or more, got 0"),
+        (lambda: Window(2.5), ValueError, "Window: w must be a whole number, 1 or more, got 2.5"),
+        (lambda: Window(True), ValueError, "Window: w .* got True"),
+        (lambda: Strided(0), ValueError, "Strided: step .* got 0"),
+        (lambda: Chunk(-3), ValueError, "Chunk: size .* got -3"),
+        (lambda: Band(1.0, 2), TypeError, "Band: before must be an int or None .*, got 1.0"),
+        (lambda: Band(1, True), TypeError, "Band: after must be an int or None .*, got True"),
+        (lambda: Prefix(-1), ValueError, "Prefix: n must be 0 or more, got -1"),
+        (lambda: Prefix([2, -1]), ValueError, r"Prefix: n must be 0 or more, got \[2, -1\]"),
+        (lambda: Prefix(2.0), TypeError, "Prefix: n must be an int, or one int per batch row, got 2.0"),
+        (
+            lambda: Causal(offset="left"),
+            TypeError,
+            "Causal: offset must be an int, or one int per batch row, got 'left'",
+        ),
+        (lambda: Causal(offset=True), TypeError, "Causal: offset .* got True"),
+        (lambda: Causal(offset=[1.5]), TypeError, "Causal: offset .* got torch.float32"),
+        (lambda: Causal(offset=TEN), TypeError, r"Causal: offset .* got torch.int64 \[2, 10\]"),
+        (lambda: Causal(offset=[[1], [2, 3]]), TypeError, r"Causal: offset .* got \[\[1\], \[2, 3\]\]"),
+        (lambda: Document([0, 1]), TypeError, "Document: query_ids must be an int tensor .*, got list"),
+        (lambda: Document(TEN.float()), TypeError, r"Document: query_ids .* got torch.float32 \[2, 10\]"),
+        (lambda: Document(TEN.bool()), TypeError, "Document: query_ids .* got torch.bool"),
+        (lambda: Document(TEN[None]), TypeError, r"Document: query_ids .* got torch.int64 \[1, 2, 10\]"),
+        (lambda: Document(TEN, TEN.float()), TypeError, "Document: key_ids .* got torch.float32"),
+        (
+            lambda: Document(TEN, TEN.to("meta")),
+            ValueError,
+            "query_ids and key_ids must be on one device, got cpu and meta",
+        ),
+        (lambda: Document.from_lengths([[2, 2], [2, 3]]), ValueError, r"same number of tokens, got \[4, 5\]"),
+        (lambda: Document.from_lengths([2, -1]), ValueError, r"whole numbers, 0 or more, got \[2, -1\]"),
+        (lambda: Document.from_lengths([]), ValueError, r"whole numbers, 0 or more, got \[\]"),
+        (lambda: Document.from_lengths([2.5, 1]), ValueError, "whole numbers, 0 or more, got"),
+        (lambda: Document.from_lengths(5), TypeError, "Document.from_lengths: lengths must be .*, got 5"),
+        (lambda: Padding([3, -1]), ValueError, r"Padding: lengths must be 0 or more, got \[3, -1\]"),
+        (lambda: Padding(TEN), TypeError, r"Padding: keys must be .* got torch.int64 \[2, 10\]; use .bool\(\)"),
+        (lambda: Padding(TEN.float()), TypeError, "Padding: keys must be .* got torch.float32"),
+        (lambda: Padding(TEN[0].bool()), ShapeError, r"Padding: a bool mask must be \[batch, key_len\], got \[10\]"),
+        (lambda: Padding(7), TypeError, "Padding: keys .* got 7"),
+        (lambda: Dense(TEN), TypeError, "Dense: mask must be a bool tensor .*, got torch.int64; numbers go into bias"),
+        (lambda: Dense([[True]]), TypeError, "Dense: mask must be a bool tensor .*, got list"),
+        (
+            lambda: Dense(TEN.bool()[None, None, None]),
+            ShapeError,
+            r"Dense: mask has more axes than .*: \[1, 1, 1, 2, 10\]",
+        ),
+        (lambda: Where(3), TypeError, "Where: fn must be a function of .*, got int"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_refused_when_it_is_made(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "says"),
+    [
+        (Causal(offset=[1, 2, 3]), ShapeError, "Causal: offset is for batch=3, the scores are .batch=2, heads=3"),
+        (Prefix([1, 2, 3]), ShapeError, "Prefix: n is for batch=3"),
+        (Padding([1, 2, 3]), ShapeError, "Padding: lengths is for batch=3"),
+        (Padding([1, 8]), ShapeError, "Padding: a row has 8 real keys, but the scores are .*key_len=7"),
+        (
+            Padding(torch.ones(2, 6, dtype=torch.bool)),
+            ShapeError,
+            "Padding: the mask is .batch=2, key_len=6., the scores",
+        ),
+        (Padding(torch.ones(3, 7, dtype=torch.bool)), ShapeError, "Padding: the mask is .batch=3, key_len=7."),
+        (Padding(torch.ones(2, 7, dtype=torch.bool, device="meta")), ValueError, "Padding: keys is on meta, .* cpu"),
+        (Document(TEN[:, :5]), ShapeError, "Document: key_ids is for .batch=2, length=5., .*; give key_ids too"),
+        (Document(TEN[:, :4], TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=2, length=4."),
+        (Document(TEN[:1, :5].expand(3, 5), TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=3, length=5."),
+        (Document(TEN[:, :5].to("meta"), TEN[:, :7].to("meta")), ValueError, "Document: query_ids is on meta"),
+        (Dense(torch.ones(5, 6, dtype=torch.bool)), ShapeError, r"Dense: mask \[1, 1, 5, 6\] does not broadcast"),
+        (Dense(torch.ones(2, 5, 7, dtype=torch.bool)), ShapeError, r"Dense: mask \[1, 2, 5, 7\] does not broadcast"),
+        (Dense(torch.ones(5, 7, dtype=torch.bool, device="meta")), ValueError, "Dense: mask is on meta"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Mask) else "",
+)
+def test_a_mask_for_another_call_is_refused_when_it_is_bound_also_inside_others(mask, error, says):
+    grid = Grid(2, 3, 5, 7)
+    for wrong in (mask, ~mask, mask & Causal(), Causal() | mask):
+        with pytest.raises(error, match=says):
+            wrong.bind(grid)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "says"),
+    [
+        (lambda b, h, i, j: i - j, TypeError, "Where: fn must return a bool tensor .*, got torch.int64"),
+        (lambda b, h, i, j: True, TypeError, "Where: fn must return a bool tensor .*, got bool"),
+        (lambda b, h, i, j: None, TypeError, "Where: fn must return a bool tensor .*, got NoneType"),
+        (lambda b, h, i, j: torch.ones(4, 7).bool(), ShapeError, r"Where: fn returned \[4, 7\], .* \[2, 3, 5, 7\]"),
+        (lambda b, h, i, j: torch.ones(1, 1, 1, 1, 1).bool(), ShapeError, r"Where: fn returned \[1, 1, 1, 1, 1\]"),
+    ],
+)
+def test_where_says_what_its_function_should_have_returned(fn, error, says):
+    with pytest.raises(error, match=says):
+        Where(fn).bind(Grid(2, 3, 5, 7)).allowed(range(5), range(7))
+
+
+def test_where_takes_any_answer_that_broadcasts():
+    grid = Grid(2, 3, 5, 7)
+    for shape in ((), (7,), (5, 1), (3, 5, 7), (2, 1, 1, 7), (1, 1, 1, 1)):
+        mask = Where(lambda b, h, i, j, shape=shape: torch.ones(shape, dtype=torch.bool)).bind(grid)
+        assert mask.allowed(range(5), range(7)).expand(grid[:4]).all()
+        assert mask.tile(range(5), range(7)) is Tile.FULL
+
+
+@pytest.mark.parametrize(
+    "which", [slice(3, None), 5, None, torch.tensor([0.5]), torch.tensor([[1]]), torch.tensor([True])]
+)
+def test_queries_and_keys_are_ranges_slices_with_a_stop_or_integers(which):
+    with pytest.raises(TypeError, match="got"):
+        Causal().allowed(which, range(3))
+    with pytest.raises(TypeError, match="got"):
+        (Causal() & Window(2)).allowed(range(3), which)
+
+
+def test_a_tile_has_no_gaps():
+    with pytest.raises(ValueError, match="a rectangle has no gaps"):
+        Causal().tile(range(0, 4, 2), range(3))
+
+
+def test_everything_is_one_object():
+    assert isinstance(EVERYTHING, Everything)
+    assert EVERYTHING.bind(GRID) is EVERYTHING
+    assert EVERYTHING.draw(2, 3) == "# # #\n# # #"
