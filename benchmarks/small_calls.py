@@ -1,0 +1,89 @@
+"""What a small call of `regard.attention` costs beyond `torch.nn.functional.scaled_dot_product_attention`.
+
+    python benchmarks/small_calls.py [--repeats 2000] [--output benchmarks/results/small_calls.json]
+
+Small calls are where a library's own checking and choosing shows. Both functions are called in turn, pair by pair, on
+the same tensors, and the medians of all pairs are compared; the difference is the price of regard's gate and choice.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from regard import Causal, Padding, Window
+
+Shape = tuple[int, int, int, int]
+
+
+def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Name, shape [batch, heads, length, head_dim], dtype, torch's call and regard's."""
+    causal, window, lengths = Causal(), Causal() & Window(4096), Padding([128])
+    sdpa = F.scaled_dot_product_attention
+    small: Shape = (1, 12, 128, 64)
+    return [
+        ("causal", small, torch.float32, lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
+        ("causal", small, torch.bfloat16, lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
+        ("full", small, torch.float32, sdpa, regard.attention),
+        ("causal, window wider than the text", small, torch.float32,
+         lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=window)),
+        ("padding without any", small, torch.float32, sdpa, lambda *t: regard.attention(*t, mask=lengths)),
+        ("causal, tiny", (1, 2, 8, 16), torch.float32,
+         lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
+    ]  # fmt: skip
+
+
+def measure(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], repeats: int) -> dict[str, float]:
+    """Medians in microseconds of calls made in turn, and the median of the differences pair by pair."""
+    times: dict[str, list[float]] = {"regard": [], "torch": []}
+    for repeat in range(repeats + 50):
+        for name, call in (("torch", theirs), ("regard", ours)):
+            start = time.perf_counter()
+            call()
+            if repeat >= 50:  # the first ones warm up
+                times[name].append((time.perf_counter() - start) * 1e6)
+    pairs = [ours - theirs for ours, theirs in zip(times["regard"], times["torch"], strict=True)]
+    return {
+        "torch_us": round(statistics.median(times["torch"]), 2),
+        "regard_us": round(statistics.median(times["regard"]), 2),
+        "extra_us": round(statistics.median(pairs), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "small_calls.json")
+    options = parser.parse_args()
+    rows = []
+    with torch.inference_mode():
+        for name, shape, dtype, theirs, ours in cases():
+            tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+            torch.testing.assert_close(ours(*tensors), theirs(*tensors))
+            row = {"case": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
+            row |= measure(lambda t=tensors, f=ours: f(*t), lambda t=tensors, f=theirs: f(*t), options.repeats)
+            rows.append(row)
+            print(f"{name:<36}{row['dtype']:<10}{row['torch_us']:>9} us  +{row['extra_us']:>6} us", flush=True)
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "regard": regard.__version__,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(
+        json.dumps({"machine": machine, "repeats": options.repeats, "rows": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

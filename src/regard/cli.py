@@ -1,0 +1,451 @@
+"""The command line: regard look | explain | generate | train.
+
+Output that is piped is plain text, and ``--json`` gives numbers. Whatever is wrong with the input is one message and
+exit code 2.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError:  # pragma: no cover
+    sys.exit("regard: the command line needs typer and rich: pip install regard[cli]")
+
+if TYPE_CHECKING:
+    from regard.terminal import Look
+    from regard.training.checkpoint import Loaded
+    from regard.training.data import Corpus
+
+app = typer.Typer(
+    name="regard",
+    help="Look into attention: what each head of a language model attends to, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+TextArgument = Annotated[
+    str, typer.Argument(metavar='FILE|"TEXT"', help="A text file, the text itself in quotes, or - for standard input.")
+]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME|PATH", help="A model in the package, or a folder that regard train wrote."),
+]
+LayerOption = Annotated[
+    int | None, typer.Option("--layer", help="Layer, 0 for the first. Default: where most is to be seen.")
+]
+HeadOption = Annotated[int | None, typer.Option("--head", help="Head, 0 for the first.")]
+QueryOption = Annotated[
+    int | None, typer.Option("--query", help="The token that looks; 0 is the one that opens the text.")
+]
+StartOption = Annotated[int, typer.Option("--start", help="Show the text from this token on.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Numbers instead of a picture.")]
+
+
+@app.command()
+def look(
+    text: TextArgument,
+    model: ModelOption = "stdlib",
+    layer: LayerOption = None,
+    head: HeadOption = None,
+    query: QueryOption = None,
+    start: StartOption = 0,
+    as_json: JsonOption = False,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Show it here, in the terminal (the default).")] = True,
+) -> None:
+    """What each head of a language model attends to in a text.
+
+    [bold]Examples[/bold]
+
+      regard look examples/library_desk.py
+
+      regard look "the cat sat on the mat because the cat was tired" --query 11
+
+      regard look notes.txt --layer 3 --head 1 --query 200
+
+      cat notes.txt | regard look - --json
+    """
+    from regard.terminal import look_as_data, print_look
+
+    del terminal  # the only view so far
+    view = _view(text, model, layer, head, query, start)
+    if as_json:
+        print(json.dumps(look_as_data(view), ensure_ascii=False))
+    else:
+        print_look(_console(), view)
+
+
+@app.command()
+def explain(
+    text: Annotated[
+        str | None, typer.Argument(metavar='[FILE|"TEXT"]', help="As in regard look; or --example.", show_default=False)
+    ] = None,
+    example: Annotated[
+        Literal["three-tokens"] | None,
+        typer.Option("--example", help="A worked example: three tokens, every number of every step."),
+    ] = None,
+    model: ModelOption = "stdlib",
+    layer: LayerOption = None,
+    head: HeadOption = None,
+    query: QueryOption = None,
+    start: StartOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """How one head comes to its output, step by step, with the real numbers.
+
+    [bold]Examples[/bold]
+
+      regard explain --example three-tokens
+
+      regard explain examples/library_desk.py --layer 3 --head 1 --query 200
+    """
+    from regard.terminal import explain_token, print_explained, print_three_tokens, steps_as_data, three_tokens_as_data
+
+    if (text is None) == (example is None):
+        raise ValueError("explain: give a text or --example three-tokens, one of the two")
+    if text is None:
+        if as_json:
+            print(json.dumps(three_tokens_as_data()))
+        else:
+            print_three_tokens(_console())
+        return
+    loaded = _load(model)
+    view = _view(text, loaded, layer, head, query, start)
+    shown = explain_token(loaded.model, view)
+    if as_json:
+        print(json.dumps(steps_as_data(view, shown), ensure_ascii=False))
+    else:
+        print_explained(_console(), view, shown)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar='"TEXT"', help="What the text begins with.")] = "",
+    model: ModelOption = "stdlib",
+    count: Annotated[int, typer.Option("--count", min=1, help="Tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Only from the k likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Only from the likeliest p of the probability.")
+    ] = 0.95,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed writes the same text.")] = None,
+) -> None:
+    """Text from a language model.
+
+    [bold]Examples[/bold]
+
+      regard generate "def main():" --count 60 --seed 1
+    """
+    import torch
+
+    from regard.generation import generate as tokens
+
+    loaded = _load(model)
+    tokenizer = loaded.tokenizer
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    ids = tokenizer.encode(prompt)
+    written = ""
+    stream = tokens(
+        loaded.model,
+        [tokenizer.end_id, *ids],
+        count,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        end_id=tokenizer.end_id,
+        generator=generator,
+    )
+    first = next(stream, None)  # what is wrong with the arguments shows here, before anything is printed
+    print(prompt, end="", flush=True)
+    new: list[int] = []
+    for token in () if first is None else chain([first], stream):
+        new.append(token)
+        text = tokenizer.decode(new)
+        if not text.endswith("\ufffd"):  # a character of several tokens is not whole yet
+            print(text[len(written) :], end="", flush=True)
+            written = text
+    print()
+
+
+@app.command()
+def train(
+    folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
+    data: Annotated[
+        str,
+        typer.Option("--data", metavar="stdlib|FOLDER|FILE", help="Python's standard library, or texts of your own."),
+    ] = "stdlib",
+    pattern: Annotated[str, typer.Option("--pattern", help="Which files of a folder.")] = "**/*.txt",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="How often the weights change.")] = 5000,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="At its highest.")] = 3e-3,
+    vocab_size: Annotated[int, typer.Option("--vocab-size", min=257)] = 4096,
+    context_length: Annotated[int, typer.Option("--context-length", min=8)] = 512,
+    dim: Annotated[int, typer.Option("--dim", min=8)] = 192,
+    layers: Annotated[int, typer.Option("--layers", min=1)] = 6,
+    heads: Annotated[int, typer.Option("--heads", min=1)] = 6,
+    hidden_dim: Annotated[int | None, typer.Option("--hidden-dim", help="Default: 8/3 of dim.")] = None,
+    repeats: Annotated[float, typer.Option("--repeats", help="Share of rows of repeated random tokens.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    precision: Annotated[Literal["auto", "bf16", "no"], typer.Option("--precision")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in FOLDER.")] = False,
+) -> None:
+    """Train a language model on Python's standard library, or on texts of your own.
+
+    Ctrl-C saves; --resume goes on, with the same command. Held-out files tell how good the model is: about one file in
+    twenty, never trained on, against what xz -9e needs for them.
+
+    [bold]Examples[/bold]
+
+      regard train runs/mine --steps 200
+
+      regard train runs/mine --steps 200 --resume
+
+      regard train runs/letters --data letters/ --pattern "*.md" --layers 4 --dim 128
+    """
+    import torch
+
+    from regard.models import Decoder, ModelConfig
+    from regard.training import checkpoint, loop
+    from regard.training.data import Packed
+    from regard.training.text import Tokenizer, train_tokenizer
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if resume and not (folder / "progress.safetensors").is_file():
+        raise ValueError(f"--resume: there is no {folder / 'progress.safetensors'}; without --resume a new run begins")
+    if not resume and (folder / "progress.safetensors").is_file():
+        raise ValueError(f"{folder}: holds a run already; --resume goes on with it, another folder begins anew")
+    settings = loop.Settings(
+        steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed, precision=precision
+    )
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        context_length=context_length,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        hidden_dim=hidden_dim if hidden_dim is not None else -(-8 * dim // 3 // 8) * 8,
+    )
+    console = _console(stderr=True)
+    corpus = _corpus(data, pattern)
+    if not corpus.held_out:
+        raise ValueError(f"--data: {data} is too little to hold some of it out; give more than one line")
+    texts = [file.text for file in corpus.training]
+    size = sum(len(text.encode()) for text in texts)
+    console.print(f"{len(texts):,} files, {size / 1e6:.1f} MB to train on; {len(corpus.held_out)} files held out")
+    if resume:
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    else:
+        with console.status("learning the vocabulary"):
+            tokenizer = Tokenizer(train_tokenizer(texts, vocab_size))
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder / "tokenizer.json")
+    if tokenizer.vocab_size != vocab_size:
+        config = ModelConfig.from_dict({**config.to_dict(), "vocab_size": tokenizer.vocab_size})
+    with _progress(console) as bar:
+        task = bar.add_task("cutting into tokens", total=len(texts))
+        rows = Packed.from_texts(
+            texts,
+            tokenizer,
+            context_length=context_length,
+            seed=seed,
+            repeats=repeats,
+            progress=lambda done, all: bar.update(task, completed=done, total=all),
+        )
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"{parameters:,} parameters, {rows.size:,} tokens in an epoch; {steps:,} steps of "
+        f"{batch_size * context_length:,} tokens are {steps * batch_size * context_length / rows.size:.2f} epochs"
+    )
+    try:
+        with _progress(console, "{task.fields[note]}") as bar:
+            task = bar.add_task("training", total=steps, note="")
+            smooth = Smooth()
+            watch = _watcher(console, steps)
+
+            def report(r: loop.Report) -> None:
+                loss = smooth(r.loss)
+                bar.update(task, completed=r.step, note=f"loss {loss:.3f}  {r.tokens_per_second:,.0f} tokens/s")
+                watch(r, loss)
+
+            seconds = loop.train(model, rows, settings, folder, resume=resume, report=report)
+    except KeyboardInterrupt:
+        console.print(f"stopped and saved; go on with the same command and --resume (in {folder})")
+        raise
+    checkpoint.save_model(folder, model, dtype=torch.float16)
+    model = checkpoint.load(folder).model  # measured as stored
+    with _progress(console) as bar:
+        task = bar.add_task("measuring on held-out files", total=None)
+        measures = loop.measure(
+            model,
+            tokenizer,
+            corpus,
+            progress=lambda done, all: bar.update(task, completed=done, total=all),
+        )
+    command = "regard " + " ".join(sys.argv[1:]).replace(" --resume", "")
+    (folder / "card.md").write_text(
+        loop.card(measures, model, rows, settings, corpus, command=command, seconds=seconds), encoding="utf-8"
+    )
+    console.print(
+        f"held out: {measures.bits_per_byte:.3f} bits per byte (xz -9e: {measures.xz_each:.3f} file by file, "
+        f"{measures.xz_joined:.3f} joined)\n"
+        f"random tokens, then again: loss {measures.copy_first:.2f}, then {measures.copy_second:.2f}"
+    )
+    console.print(f"written: {folder}; look at it: regard look FILE --model {folder}")
+
+
+class Smooth:
+    """A running mean of the loss, over about fifty steps."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def __call__(self, loss: float) -> float:
+        self.value = loss if self.value is None else 0.98 * self.value + 0.02 * loss
+        return self.value
+
+
+def main() -> None:
+    """Runs the command line; bad input is one message and exit code 2."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        code = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, head or less, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:
+        console.print(f"regard: {error}", style="red", markup=False)
+        sys.exit(2)
+    except Exception as error:
+        show: Callable[[], None] | None = getattr(error, "show", None)  # usage errors of the command line library
+        if show is None:
+            raise
+        show()
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _view(
+    text: str, model: "str | Loaded", layer: int | None, head: int | None, query: int | None, start: int
+) -> "Look":
+    from regard.terminal import look as view
+
+    loaded = _load(model) if isinstance(model, str) else model
+    words, source = _read(text)
+    with _console(stderr=True).status("reading"):
+        return view(
+            loaded.model,
+            loaded.tokenizer,
+            words,
+            name=loaded.folder.name,
+            source=source,
+            start=start,
+            query=query,
+            layer=layer,
+            head=head,
+        )
+
+
+def _read(text: str) -> tuple[str, str]:
+    """The words to look at, and what to call them: a file's, standard input's, or the argument itself."""
+    from regard.training.text import LARGEST_FILE, read_text
+
+    if text == "-":
+        data = sys.stdin.buffer.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ValueError(f"standard input: more than {LARGEST_FILE:,} bytes")
+        try:
+            words = data.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
+        if not words or "\0" in words:
+            raise ValueError("standard input: empty" if not words else "standard input: a binary file, not text")
+        return words, "standard input"
+    if _names_a_file(text):
+        return read_text(text), text
+    if not text.strip():
+        raise ValueError('text: empty; give a file or a text in quotes, as in regard look "the cat sat"')
+    return text, "your text"
+
+
+def _names_a_file(text: str) -> bool:
+    """A path that exists, or one word that looks like a path."""
+    try:
+        if Path(text).exists():
+            return True
+    except OSError:  # too long for a name
+        return False
+    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text or bool(Path(text).suffix))
+
+
+def _load(name: str) -> "Loaded":
+    from regard.training.checkpoint import load
+
+    return load(name)
+
+
+def _corpus(data: str, pattern: str) -> "Corpus":
+    from regard.training import data as sources
+
+    if data == "stdlib":
+        return sources.standard_library()
+    return sources.folder(data, pattern) if Path(data).is_dir() else sources.files([data])
+
+
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    # piped text has no width of its own; wide enough for the map of a dozen heads
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, soft_wrap=False)
+
+
+def _progress(console: Console, *extra: str) -> Any:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    return Progress(*columns, *(TextColumn(text) for text in extra), console=console, disable=not console.is_terminal)
+
+
+def _watcher(console: Console, steps: int) -> Callable[[Any, float], None]:
+    """Without a terminal there is no bar: a line every half minute, and at the end."""
+    last = time.monotonic()
+
+    def watch(r: Any, loss: float) -> None:
+        nonlocal last
+        if not console.is_terminal and (time.monotonic() - last > 30 or r.step in (1, steps)):
+            last = time.monotonic()
+            console.print(f"step {r.step:,} of {steps:,}  loss {loss:.3f}  {r.tokens_per_second:,.0f} tokens/s")
+
+    return watch

@@ -1,0 +1,162 @@
+"""A model on disk: a folder of three files, and a fourth while it is being trained.
+
+    model.safetensors      the weights; the configuration is in its header, as JSON
+    tokenizer.json         what cuts text into the model's tokens
+    card.md                what it was trained on, how, and how good it is (written by `regard train`)
+    progress.safetensors   the optimizers' state and the place in the data, to go on from
+
+Nothing is pickled. Every file is written beside its place and moved there when it is whole, so that an interruption
+leaves the old one. Models that come with regard lie in the package, in `pretrained/`, and are loaded by name.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from regard.models import Decoder, ModelConfig
+from regard.training.text import Tokenizer
+
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
+DEFAULT_MODEL = "stdlib"
+FORMAT = "regard.decoder.1"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to use, its tokenizer, and the folder they came from."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def bundled() -> list[str]:
+    """Names of the models in the package."""
+    return sorted(folder.name for folder in PRETRAINED.glob("*") if (folder / "model.safetensors").is_file())
+
+
+def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
+    """A language model and its tokenizer, by name or from a folder.
+
+    Args:
+        name: a model in the package (`bundled()` lists them), or the folder that `regard train` wrote.
+    Raises:
+        ValueError: there is no such model, or its files are damaged; the message says which.
+
+    >>> loaded = load("stdlib")
+    >>> loaded.model.config.layers
+    6
+    """
+    folder = find(name)
+    path = folder / "model.safetensors"
+    metadata, tensors = read(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a regard model (format {metadata.get('format')!r}, expected {FORMAT!r})")
+    model = Decoder(ModelConfig.from_dict(json.loads(metadata["config"])))
+    wanted = model.state_dict()
+    if model.config.tied:
+        tensors["logits.weight"] = tensors.get("embedding.weight", torch.empty(0))
+    wrong = set(wanted) ^ set(tensors) | {n for n in set(wanted) & set(tensors) if wanted[n].shape != tensors[n].shape}
+    if wrong:
+        raise ValueError(
+            f"{path}: the weights do not fit the configuration in its header: {', '.join(sorted(wrong)[:3])}"
+        )
+    model.load_state_dict(tensors)  # copies into float32
+    return Loaded(model.eval(), Tokenizer.load(folder / "tokenizer.json"), folder)
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder of a model."""
+    for folder in (Path(name), PRETRAINED / name):
+        if (folder / "model.safetensors").is_file():
+            return folder
+    known = ", ".join(bundled()) or "none"
+    raise ValueError(
+        f"model: no model {str(name)!r}; expected a name (in the package: {known}) "
+        "or a folder with model.safetensors and tokenizer.json"
+    )
+
+
+def save_model(folder: Path, model: Decoder, *, dtype: torch.dtype | None = None) -> None:
+    """Writes model.safetensors; `dtype` None keeps the weights' own."""
+    tensors = {
+        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+        if not (model.config.tied and name == "logits.weight")
+    }
+    write(folder / "model.safetensors", tensors, {"format": FORMAT, "config": json.dumps(model.config.to_dict())})
+
+
+def save_progress(
+    path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
+) -> None:
+    """Writes everything that going on needs: weights, the optimizers' tensors, and `header` (plain data)."""
+    tensors = {f"model.{name}": t for name, t in model.state_dict().items() if t is not model.embedding.weight or True}
+    if model.config.tied:
+        del tensors["model.logits.weight"]
+    numbers: dict[str, float] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for name, entry in state.items():
+                place = f"optimizer.{number}.{index}.{name}"
+                if isinstance(entry, Tensor):
+                    tensors[place] = entry
+                else:
+                    numbers[place] = entry
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write(path, whole, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
+
+
+def load_progress(path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Puts back what `save_progress` wrote."""
+    metadata, tensors = read(path)
+    weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    if model.config.tied:
+        weights["logits.weight"] = weights["embedding.weight"]
+    model.load_state_dict(weights)
+    entries = {**tensors, **json.loads(metadata["numbers"])}
+    for number, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Any]] = {}
+        for place, entry in entries.items():
+            if place.startswith(f"optimizer.{number}."):
+                _, _, index, name = place.split(".", 3)
+                state.setdefault(int(index), {})[name] = entry
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def progress_header(path: Path) -> dict[str, Any]:
+    """The plain data of `save_progress`, without reading the tensors."""
+    try:
+        with safe_open(path, "pt") as file:
+            header: dict[str, Any] = json.loads((file.metadata() or {})["header"])
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a training run that can be resumed ({error})") from None
+    return header
+
+
+def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Header and tensors of a safetensors file."""
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
+
+
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, beside, metadata)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,257 @@
+"""The command line as a user meets it: what it prints, and what it says to bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from regard import Decoder, ModelConfig, attention, steps
+from regard.cli import main
+from regard.training.checkpoint import load, save_model
+from regard.training.text import Tokenizer, train_tokenizer
+
+TEXT = "the cat sat on the mat because the cat was tired, and the mat was warm\n"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model whose heads differ: random weights, large enough to make attention uneven."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(train_tokenizer([TEXT * 20], vocab_size=290))
+    tokenizer.save(folder / "tokenizer.json")
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, context_length=48, dim=24, layers=2, heads=3, kv_heads=1, hidden_dim=40
+    )
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    save_model(folder, decoder)
+    return folder
+
+
+class Run:
+    """What a command printed, and how it ended."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        before = sys.argv
+        sys.argv = ["regard", *map(str, arguments)]
+        try:
+            with pytest.raises(SystemExit) as stop:
+                main()
+        finally:
+            sys.argv = before
+        self.code = stop.value.code
+        self.out, self.err = capsys.readouterr()
+
+
+def test_look_shows_the_tokens_the_map_and_what_a_token_attends_to_as_plain_text(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(capsys, "look", TEXT, "--model", model, "--query", 9)
+    assert run.code == 0, run.err
+    assert "\x1b" not in run.out
+    assert TEXT.strip() in run.out
+    loaded = load(model)
+    pieces = loaded.tokenizer.pieces([loaded.tokenizer.end_id, *loaded.tokenizer.encode(TEXT)])
+    assert f"What token 9 '{pieces[9]}' attends to" in run.out
+    for place in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
+        assert f" {place} " in run.out
+    assert all(f"head {head}" in run.out for head in range(3))
+
+
+def test_look_as_json_gives_the_weights_that_attention_used(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(capsys, "look", TEXT, "--model", model, "--query", 7, "--json")
+    data = json.loads(run.out)
+    loaded = load(model)
+    tokens = torch.tensor([[token["id"] for token in data["tokens"]]])
+    assert tokens[0, 1:].tolist() == loaded.tokenizer.encode(TEXT)
+    given = []
+    for number in range(2):
+        layer = loaded.model.layers[number].attention
+        layer.observer = lambda heads, scoring: given.append((heads, scoring))
+    with torch.no_grad():
+        loaded.model(tokens)
+    for entry in data["attends"]:
+        heads, scoring = given[entry["layer"]]
+        eye = torch.eye(tokens.shape[1]).expand(1, heads.value.shape[1], -1, -1)
+        weights = attention(heads.query, heads.key, eye.contiguous(), **scoring)[0, entry["head"], 7]  # weights @ 1
+        for key in entry["keys"]:
+            assert key["weight"] == pytest.approx(float(weights[key["key"]]), abs=1e-6)
+        assert entry["keys"][0]["weight"] == pytest.approx(float(weights.max()), abs=1e-6)
+
+
+def test_look_chooses_the_query_and_head_that_are_not_given(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    free = json.loads(Run(capsys, "look", TEXT, "--model", model, "--json").out)
+    fixed = json.loads(Run(capsys, "look", TEXT, "--model", model, "--json", "--layer", 1, "--head", 2).out)
+    assert 0 <= free["query"] < len(free["tokens"])
+    assert (fixed["layer"], fixed["head"]) == (1, 2)
+
+
+def test_a_text_longer_than_the_context_is_shown_in_parts_and_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text(TEXT * 10)
+    first = Run(capsys, "look", path, "--model", model)
+    assert "as many as the model's context holds" in first.out
+    assert "the next: --start 47" in first.out
+    ids = load(model).tokenizer.encode(TEXT * 10)
+    second = json.loads(Run(capsys, "look", path, "--model", model, "--start", 47, "--json").out)
+    assert [token["id"] for token in second["tokens"]][1:] == ids[47 : 47 + 47]
+
+
+def test_standard_input_is_read(model: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from regard.cli import main; main()",
+        "look",
+        "-",
+        "--model",
+        str(model),
+        "--json",
+    ]
+    done = subprocess.run(command, input=TEXT.encode(), capture_output=True, check=True)
+    assert json.loads(done.stdout)["source"] == "standard input"
+
+
+def test_explain_shows_every_number_of_the_three_token_example(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(capsys, "explain", "--example", "three-tokens")
+    assert run.code == 0, run.err
+    rows = {" ".join(line.split()) for line in run.out.splitlines()}
+    shown = "\n".join(rows)
+    for row in (
+        "1 0 1 0", "0 2 0 2", "1 1 1 1",  # x
+        "1 0 2", "2 2 2", "2 1 3",  # queries
+        "0 1 1", "4 4 0", "2 3 1",  # keys
+        "1 2 3", "2 8 0", "2 6 3",  # values
+        "2 4 4", "4 16 12", "4 12 10",  # scores
+        "0.063379 0.46831 0.46831", "6.0337e-06 0.98201 0.017986", "0.00029539 0.88054 0.11917",  # weights
+        "1.9366 6.6831 1.5951", "2 7.964 0.053976", "1.9997 7.7599 0.35839",  # output
+        "0 0.5 0.5", "0 1 0", "0 0.9 0.1",  # weights in tenths
+        "2 7 1.5", "2 8 0", "2 7.8 0.3",  # what they give
+    ):  # fmt: skip
+        assert row in shown, row
+    data = json.loads(Run(capsys, "explain", "--example", "three-tokens", "--json").out)
+    assert data["rounded"]["output"][0] == pytest.approx([2, 7, 1.5])
+
+
+def test_explain_ends_in_the_layers_own_output(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(capsys, "explain", TEXT, "--model", model, "--layer", 1, "--head", 2, "--query", 5, "--json")
+    data = json.loads(run.out)
+    names = [step["name"] for step in data["steps"]]
+    assert names[-5:] == ["mask", "softmax", "weigh", "join", "project output"]
+    weights = next(step["numbers"] for step in data["steps"] if step["name"] == "softmax")
+    assert sum(weights[0]) == pytest.approx(1, abs=1e-6)
+    assert weights[0][6:] == [0.0] * len(weights[0][6:])  # causal
+    loaded = load(model)
+    tokens = torch.tensor([[loaded.tokenizer.end_id, *loaded.tokenizer.encode(TEXT)]])
+    outputs = []
+    loaded.model.layers[1].attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with torch.no_grad():
+        loaded.model(tokens)
+    assert data["steps"][-1]["numbers"][0] == pytest.approx(outputs[0][0, 5].tolist(), abs=1e-5)
+    text = Run(capsys, "explain", TEXT, "--model", model, "--layer", 1, "--head", 2, "--query", 5).out
+    assert "keys it may see hold" in text
+
+
+def test_generation_is_reproducible_from_a_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "the cat", "--model", model, "--count", 30, "--seed")
+    first, again, other = (Run(capsys, *arguments, seed).out for seed in (1, 1, 2))
+    assert first == again != other
+    assert first.startswith("the cat")
+
+
+def test_train_writes_a_model_that_look_can_show_and_refuses_to_begin_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(30):
+        (texts / f"{number}.txt").write_text(f"{number}: {TEXT}" * 5)
+    sizes = ("--steps", 3, "--dim", 16, "--layers", 1, "--heads", 2, "--context-length", 32, "--vocab-size", 280)
+    arguments = ("train", tmp_path / "run", "--data", texts, *sizes, "--precision", "no")
+    run = Run(capsys, *arguments)
+    assert run.code == 0, run.err
+    card = (tmp_path / "run" / "card.md").read_text()
+    for word in ("regard train", "seed", "bits per byte", "xz -9e", "## Held-out files", "digest"):
+        assert word in card
+    assert Run(capsys, "look", TEXT, "--model", tmp_path / "run").code == 0
+    again = Run(capsys, *arguments)
+    assert again.code == 2
+    assert "--resume" in again.err
+    other = Run(capsys, *arguments, "--resume", "--learning-rate", 0.001)
+    assert other.code == 2
+    assert "other settings: learning_rate" in " ".join(other.err.split())
+
+
+BAD = {
+    "no such file": (["look", "no/such/file.txt"], "no/such/file.txt: there is no such file"),
+    "a folder": (["look", "{tmp}"], "got a folder"),
+    "an empty file": (["look", "{tmp}/empty.txt"], "the file is empty"),
+    "a binary file": (["look", "{tmp}/binary.bin"], "this looks like a binary file"),
+    "not UTF-8": (["look", "{tmp}/latin.txt"], "expected UTF-8"),
+    "an enormous file": (["look", "{tmp}/enormous.txt"], "expected at most 16,777,216 bytes"),
+    "an empty text": (["look", " "], "text: empty"),
+    "an unknown model": (["look", "hello", "--model", "gpt17"], "no model 'gpt17'"),
+    "a damaged model": (["look", "hello", "--model", "{tmp}/damaged"], "not a whole safetensors file"),
+    "a foreign model": (["look", "hello", "--model", "{tmp}/foreign"], "not a regard model"),
+    "a query out of range": (["look", "hello", "--query", "99"], "--query must be 0 to"),
+    "a layer out of range": (["look", "hello", "--layer", "2"], "--layer must be 0 to 1, got 2"),
+    "a head out of range": (["explain", "hello", "--head", "-1"], "--head must be 0 to 2, got -1"),
+    "a start out of range": (["look", "hello", "--start", "400"], "--start must be 0 to"),
+    "not a number": (["look", "hello", "--layer", "two"], "--layer"),
+    "no command": (["gaze", "hello"], "gaze"),
+    "explain without a text": (["explain"], "give a text or --example three-tokens"),
+    "an unknown example": (["explain", "--example", "four-tokens"], "three-tokens"),
+    "nothing to resume": (["train", "{tmp}/nowhere", "--resume"], "without --resume a new run begins"),
+    "no texts to train on": (["train", "{tmp}/run", "--data", "{tmp}/damaged", "--pattern", "*.md"], "*.md"),
+    "a probability above one": (["generate", "the", "--top-p", "1.5"], "top_p must be"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_clear_message_and_exit_code_2(
+    arguments: list[str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "binary.bin").write_bytes(b"ELF\0\1\2")
+    (tmp_path / "latin.txt").write_bytes("señor".encode("latin-1"))
+    with (tmp_path / "enormous.txt").open("wb") as file:
+        file.truncate(17 * 2**20)
+    for name in ("damaged", "foreign"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"\x10\0\0")
+    save_file({"weight": torch.zeros(3)}, tmp_path / "foreign" / "model.safetensors")
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    if arguments[0] in ("look", "explain", "generate") and "--model" not in arguments and len(arguments) > 1:
+        arguments += ["--model", str(model)]
+    run = Run(capsys, *arguments)
+    assert run.code == 2
+    assert run.out == ""
+    assert "Traceback" not in run.err
+    assert words in " ".join(run.err.split())
+    assert len(run.err.splitlines()) <= 24
+
+
+@pytest.mark.parametrize("command", ["look", "explain", "generate", "train"])
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(capsys, command, "--help")
+    assert run.code == 0
+    assert "Examples" in run.out
+    assert f"regard {command}" in run.out
+
+
+def test_the_steps_of_the_bundled_example_are_the_layers_own() -> None:
+    from regard.steps import three_tokens
+
+    layer, x = three_tokens()
+    torch.testing.assert_close(steps(layer, x).output, layer(x))
