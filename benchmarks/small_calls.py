@@ -26,19 +26,22 @@ Shape = tuple[int, int, int, int]
 
 def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callable[..., Tensor]]]:
     """Name, shape [batch, heads, length, head_dim], dtype, torch's call and regard's."""
-    causal, window, lengths = Causal(), Causal() & Window(4096), Padding([128])
-    sdpa = F.scaled_dot_product_attention
     small: Shape = (1, 12, 128, 64)
+
+    def torch_causal(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+    def ours(mask: regard.Mask) -> Callable[..., Tensor]:
+        return lambda *tensors: regard.attention(*tensors, mask=mask)
+
     return [
-        ("causal", small, torch.float32, lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
-        ("causal", small, torch.bfloat16, lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
-        ("full", small, torch.float32, sdpa, regard.attention),
-        ("causal, window wider than the text", small, torch.float32,
-         lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=window)),
-        ("padding without any", small, torch.float32, sdpa, lambda *t: regard.attention(*t, mask=lengths)),
-        ("causal, tiny", (1, 2, 8, 16), torch.float32,
-         lambda *t: sdpa(*t, is_causal=True), lambda *t: regard.attention(*t, mask=causal)),
-    ]  # fmt: skip
+        ("causal", small, torch.float32, torch_causal, ours(Causal())),
+        ("causal", small, torch.bfloat16, torch_causal, ours(Causal())),
+        ("full", small, torch.float32, F.scaled_dot_product_attention, regard.attention),
+        ("causal, window wider than the text", small, torch.float32, torch_causal, ours(Causal() & Window(4096))),
+        ("padding without any", small, torch.float32, F.scaled_dot_product_attention, ours(Padding([128]))),
+        ("causal, tiny", (1, 2, 8, 16), torch.float32, torch_causal, ours(Causal())),
+    ]
 
 
 def measure(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], repeats: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ class Desk:
 
     def take_back(self, book):
         """Takes a book back and returns the reader who had it."""
-        reader, due = self.loans.pop(book)
+        reader, _ = self.loans.pop(book)
         return reader
 
     def overdue(self, today=None):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from cases import (
     BATCH,
@@ -30,7 +31,7 @@ from cases import (
 from comparing import assert_close, assert_within_budget, assert_zero
 from regard.biases import Alibi, RelativeBias
 from regard.functional import attention, attention_with_lse, check_call
-from regard.kernels import KERNELS, KernelError, choose
+from regard.kernels import KERNELS, KernelError, choose, dense
 from regard.masks import Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Where, Window
 from regard.scores import Additive
 from regard.shapes import Grid
@@ -346,6 +347,10 @@ HIDDEN = {  # parts of a call, and which keys nobody sees: [kv_heads or 1, key_l
         {"mask": Document(torch.tensor([0] * 7), torch.tensor([0] * 5 + [1] * 3 + [0] * 3))},
         lambda b, g: _first(8) & ~_first(5),
     ),
+    "bias -inf under a mask": (
+        {"bias": torch.zeros(11).masked_fill(_first(3), -math.inf), "mask": Causal(0)},
+        lambda b, g: _first(3) | ~_first(7),
+    ),
     "causal & alibi": ({"mask": Causal(0), "bias": Alibi(HEADS)}, lambda b, g: ~_first(7)),
     "softcap": ({"mask": Padding([9, 4]), "softcap": 2.0}, lambda b, g: ~_first([9, 4][b])),
     "additive": ({"mask": Padding([9, 4]), "additive": Additive(torch.ones(HEADS, HEAD_DIM))},
@@ -509,14 +514,14 @@ def test_heads_that_share_a_key_equal_heads_with_copies_of_it(kernel, name):
                                   "mask: causal offset per row", "bias: tensor with -inf", "sink"])  # fmt: skip
 def test_the_rows_of_a_batch_do_not_see_each_other(kernel, name):
     inputs, parts, leaves = CALLS[name](torch.float64)
-    before = answers(kernel, inputs, parts, leaves)
-    if before is None:
+    if answers(kernel, inputs, parts, leaves) is None:
         return
-    right = torch.autograd.grad(ask(attention, kernel, inputs, parts)[0].sum(), inputs)
+    before = ask(attention, kernel, inputs, parts)
+    right = torch.autograd.grad(before[0].sum(), inputs)
     for number in (3.0, math.nan):
         changed = [torch.cat([x.detach()[:1], torch.full_like(x[1:], number)]).requires_grad_() for x in inputs]
         after = ask(attention, kernel, changed, parts)
-        assert_close(after[0], before.output[0], tolerance=0)
+        assert_close(after[0], before[0], tolerance=0)
         gradients = torch.autograd.grad(after[0].sum(), changed)
         for gradient, expected in zip(gradients, right, strict=True):
             assert_close(gradient[0], expected[0], tolerance=0)
@@ -631,3 +636,50 @@ def test_a_kernel_tells_how_many_square_numbers_it_holds(kernel):
         assert numbers == 0 or numbers >= QUERY_LEN * KEY_LEN
     if kernel == "reference":
         assert found.square(call_of()) >= 2 * BATCH * HEADS * QUERY_LEN * KEY_LEN  # scores and weights
+
+
+@pytest.mark.parametrize("same_dim", [False, True], ids=["", "value_dim as head_dim"])
+@pytest.mark.parametrize("strided", [False, True], ids=["", "strided"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith(("plain", "mask: ", "bias"))])
+def test_dense_tells_of_every_square_that_torch_is_given_or_makes(name, same_dim, strided, monkeypatch):
+    seen = {}
+
+    def spy(query, key, value, attn_mask, dropout, causal, **options):
+        choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout, causal, **options)
+        seen["scores"] = 0 if choice == SDPBackend.FLASH_ATTENTION.value else BATCH * HEADS * QUERY_LEN * KEY_LEN
+        # what an expanded mask holds is what it was before it was expanded
+        sizes = [] if attn_mask is None else zip(attn_mask.shape, attn_mask.stride(), strict=True)
+        seen["mask"] = 0 if attn_mask is None else math.prod(n for n, stride in sizes if stride)
+        return torch_sdpa(query, key, value, attn_mask, dropout, causal, **options)
+
+    torch_sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    _, parts, _ = CALLS[name](torch.float32)
+    inputs = tensors(torch.float32, value_dim=HEAD_DIM if same_dim else VALUE_DIM)
+    inputs = [_every_second_feature(x) for x in inputs] if strided else inputs
+    attention(*inputs, **parts, kernel="dense")
+    given = {"dropout": 0.0} | dict.fromkeys(("mask", "bias", "scale", "softcap", "sink", "additive")) | parts
+    told = dense.square(check_call("test", *inputs, **given, generator=None, wants_lse=False))
+    assert told >= seen["mask"] + 2 * seen["scores"]
+    assert told <= 2 * QUERY_LEN * KEY_LEN * BATCH * HEADS + 2 * seen["scores"]
+    assert (told == 0) == (seen["mask"] == 0 == seen["scores"])
+
+
+@every_kernel
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("parts", [{"mask": Causal(offset=-3)}, {"mask": Padding([0, 5])}, {"mask": Document(
+    torch.tensor([7, 7, 7, 0, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 1, 1]))}], ids=repr)  # fmt: skip
+def test_nan_in_a_query_that_sees_nothing_reaches_nothing(kernel, parts, number):
+    query, key, value = tensors(query_len=8, key_len=5)
+    blind = ~parts["mask"].bind(Grid(2, 6, 8, 5)).allowed(range(8), range(5)).any(-1).expand(2, 1, 8)
+    assert blind.any()
+    spoiled = query.detach().masked_fill(blind[..., None], number).requires_grad_()
+    clean = attention(query, key, value, kernel=kernel, **parts)
+    output = attention(spoiled, key, value, kernel=kernel, **parts)
+    assert_close(output, clean, tolerance=0)
+    for gradient, right in zip(
+        torch.autograd.grad(output.sum(), (spoiled, key, value)),
+        torch.autograd.grad(clean.sum(), (query, key, value)),
+        strict=True,
+    ):
+        assert_close(gradient, right, tolerance=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import GRID, composed_masks, fixed_masks, grids, single_masks
+from cases import GRID, composed_masks, document, fixed_masks, grids, single_masks
 from comparing import assert_same_cells
 from regard.masks import (
     EVERYTHING,
@@ -155,6 +155,16 @@ def test_every_rectangle_of_every_mask(name):
                 assert said is said_of(cells[:, :, top:bottom, left:right]), (top, bottom, left, right)
 
 
+def test_every_rectangle_of_packed_documents():
+    for ids in ([[0, 0, 0, 1, 2, 2, 2]], [[3, 3, 3, 3, 3, 3, 9], [-1, 0, 0, 4, 4, 4, 4]], [[0, 1, 1, 0, 0, 2, 2]]):
+        grid, ruled = Grid(2, 1, 7, 7), document(ids)
+        cells, bound = ruled.cells(grid), ruled.mask.bind(grid)
+        for top, bottom in combinations(range(8), 2):
+            for left, right in combinations(range(8), 2):
+                said = bound.tile(range(top, bottom), range(left, right))
+                assert said is said_of(cells[:, :, top:bottom, left:right]), (ids, top, bottom, left, right)
+
+
 @pytest.mark.parametrize(
     ("left", "right", "joined", "either"),
     [
@@ -218,14 +228,17 @@ def test_a_rectangle_without_cells_is_empty():
         assert (~Causal()).tile(rows, columns) is Tile.EMPTY
 
 
-def test_where_looks_at_every_cell_even_if_it_must_ask_several_times(monkeypatch):
-    monkeypatch.setattr(Where, "_CELLS", 10)
+def test_where_looks_at_every_cell_of_a_tile_and_says_partial_of_one_too_large_to_look_at(monkeypatch):
     grid = Grid(2, 3, 5, 7)
     last = Where(lambda b, h, i, j: (b == 1) & (h == 2) & (i == 4) & (j == 6)).bind(grid)
     assert last.tile(range(5), range(7)) is Tile.PARTIAL
     assert last.tile(range(4), range(7)) is Tile.EMPTY
     assert last.tile(range(4, 5), range(6, 7)) is Tile.PARTIAL  # one batch row and head of several
-    assert Where(lambda b, h, i, j: i >= 0).bind(grid).tile(range(5), range(7)) is Tile.FULL
+    everywhere = Where(lambda b, h, i, j: i >= 0).bind(grid)
+    assert everywhere.tile(range(5), range(7)) is Tile.FULL
+    monkeypatch.setattr(Where, "_CELLS", 2 * 3 * 5 * 6)
+    assert everywhere.tile(range(5), range(6)) is Tile.FULL
+    assert everywhere.tile(range(5), range(7)) is Tile.PARTIAL
 
 
 def test_a_tile_of_a_structured_mask_costs_nothing_at_any_length():

@@ -10,6 +10,7 @@ regard.layouts                          other libraries' weights in regard's lay
 regard.training                         tokenizer, data, loop and files of a language model
 """
 
+from regard import layouts as layouts
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import Cache, LayerCache
 from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan

@@ -32,6 +32,10 @@ class Bias:
         """The numbers for a rectangle. Shapes: broadcastable to [batch, heads, rows, columns]."""
         raise NotImplementedError
 
+    def of_row(self, row: int) -> "Bias":
+        """The bias of one batch row, for a call with batch=1."""
+        return self
+
     def __add__(self, other: "Bias | Tensor") -> "Bias":
         return Sum(self, as_bias(other))
 
@@ -67,6 +71,9 @@ class Given(Bias):
             raise ValueError(f"bias is on {self.numbers.device}, the call runs on {grid.device}")
         return self
 
+    def of_row(self, row: int) -> "Given":
+        return self if len(self.numbers) == 1 else Given(self.numbers[row : row + 1])
+
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return pick(self.numbers, indices(queries), indices(keys))
 
@@ -82,6 +89,9 @@ class Sum(Bias):
 
     def bind(self, grid: Grid) -> "Sum":
         return Sum(self.left.bind(grid), self.right.bind(grid))
+
+    def of_row(self, row: int) -> "Sum":
+        return Sum(self.left.of_row(row), self.right.of_row(row))
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return self.left.values(queries, keys) + self.right.values(queries, keys)
@@ -102,6 +112,13 @@ class _Relative(Bias):
         bound = object.__new__(type(self))
         offset = grid.key_len - grid.query_len if self.offset is None else self.offset
         bound.__dict__.update(self.__dict__, offset=offset)
+        return bound
+
+    def of_row(self, row: int) -> Self:
+        if not isinstance(self.offset, Tensor):
+            return self
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__, offset=int(self.offset[row]))
         return bound
 
     def _ahead(self, queries: Indices, keys: Indices, device: torch.device) -> Tensor:

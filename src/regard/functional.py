@@ -77,7 +77,7 @@ def attention(
     call = check_call(
         "attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
     )
-    return _run(call, kernel).output
+    return _run(call, kernel)[0]
 
 
 def attention_with_lse(
@@ -105,7 +105,9 @@ def attention_with_lse(
     call = check_call(
         "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
     )
-    return _run(call, kernel)
+    output, lse = _run(call, kernel)
+    assert lse is not None  # the call wants it, and a kernel that has none says that it cannot
+    return AttentionOutput(output, lse)
 
 
 def check_call(
@@ -156,7 +158,7 @@ def check_call(
     return Call(query, key, value, scoring, dropped, wants_lse)
 
 
-def _run(call: Call, name: str) -> AttentionOutput:
+def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     kernel = choose(call, name)
     grid = call.scoring.grid
     if grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE and kernel.square(call) >= LARGE:
@@ -245,6 +247,7 @@ def plan(
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
     kernel  dense: the first that can do the call
+            not tiled: it can, but comes later
             not reference: it can, but holds every score
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
     FLOPs   3.99e+06 needed, 5.76e+06 computed
@@ -274,7 +277,7 @@ def plan(
         tile_size=tile_size,
         tiles=tiles,
         flops_needed=cells * per_score,
-        flops_computed=grid.query_len * grid.key_len * per_score,
+        flops_computed=chosen.cells(call) * 2 * (query.shape[3] + value.shape[3]),
         bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
         square_numbers=square,
         square_bytes=square * max(4, query.element_size()),
@@ -282,15 +285,25 @@ def plan(
 
 
 def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:
-    """How many tiles are empty, partial and full, and how many scores lie in those that are not empty."""
+    """How many tiles are empty, partial and full, and how many scores lie in those that are not empty.
+
+    A rectangle that is empty or full is counted whole; only partial ones are halved and looked into.
+    """
     counts, cells = dict.fromkeys(Tile, 0), 0
-    for row in range(0, query_len, size):
-        rows = range(row, min(row + size, query_len))
-        for column in range(0, key_len, size):
-            columns = range(column, min(column + size, key_len))
-            tile = mask.tile(rows, columns)
-            counts[tile] += 1
+    todo = [(range(query_len), range(key_len))] if query_len and key_len else []
+    while todo:
+        rows, columns = todo.pop()
+        across, down = -(-len(columns) // size), -(-len(rows) // size)
+        tile = mask.tile(rows, columns)
+        if tile is not Tile.PARTIAL or across == down == 1:
+            counts[tile] += across * down
             cells += len(rows) * len(columns) * (tile is not Tile.EMPTY)
+        elif across >= down:
+            half = columns.start + across // 2 * size
+            todo += [(rows, range(columns.start, half)), (rows, range(half, columns.stop))]
+        else:
+            half = rows.start + down // 2 * size
+            todo += [(range(rows.start, half), columns), (range(half, rows.stop), columns)]
     return counts, cells
 
 

@@ -367,7 +367,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_first = norm_first
         self.attention_norm, self.attention = norm(attention.dim), attention
-        self.cross_norm, self.cross = (None, None) if cross is None else (norm(cross.dim), cross)
+        self.cross_norm, self.cross = None if cross is None else norm(cross.dim), cross
         self.feed_forward_norm, self.feed_forward = norm(attention.dim), feed_forward
 
     def forward(
@@ -408,7 +408,7 @@ class Block(nn.Module):
 
 def split(x: Tensor, heads: int) -> Tensor:
     """[batch, length, heads * size] -> [batch, heads, length, size]: head h has the features from h * size on."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def join(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -85,6 +86,15 @@ class Mask:
         if not rows or not columns:
             return Tile.EMPTY
         return self._tile(rows, columns)
+
+    @property
+    def by_row(self) -> bool:
+        """Whether it carries data that differs between batch rows."""
+        return False
+
+    def of_row(self, row: int) -> "Mask":
+        """The mask of one batch row, for a call with batch=1. Bind it before use."""
+        return self
 
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
         """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""
@@ -158,6 +168,13 @@ class Positioned(Structured):
         settled = object.__new__(type(self))
         settled.__dict__.update(self.__dict__, offset=offset)
         return settled
+
+    @property
+    def by_row(self) -> bool:
+        return isinstance(self.offset, Tensor)
+
+    def of_row(self, row: int) -> Self:
+        return self._at(int(self.offset[row])) if isinstance(self.offset, Tensor) else self
 
     def _positions(self, queries: Tensor) -> Tensor:
         """Positions of queries [rows, 1]: [rows, 1], or [batch, 1, rows, 1] where each batch row has its offset."""
@@ -301,6 +318,13 @@ class Prefix(Structured):
             check_rows(self, "n", self.n, grid)
         return self
 
+    @property
+    def by_row(self) -> bool:
+        return isinstance(self.n, Tensor)
+
+    def of_row(self, row: int) -> "Prefix":
+        return Prefix(int(self.n[row])) if isinstance(self.n, Tensor) else self
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         n = self.n.to(keys.device)[:, None, None, None] if isinstance(self.n, Tensor) else self.n
         return keys < n
@@ -403,6 +427,12 @@ class Document(Mask):
                 f"got {self.query_ids.device} and {self.key_ids.device}"
             )
 
+    @cached_property
+    def _ordered(self) -> bool:
+        """Whether queries and keys are the same tokens, with ids that never fall: packed documents, nearly always."""
+        ids = self.query_ids
+        return self.key_ids is ids and bool((ids[:, 1:] >= ids[:, :-1]).all())
+
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> "Document":
         """Documents of these lengths, one after another; a list per batch row, or one list for all rows."""
@@ -433,11 +463,27 @@ class Document(Mask):
             check_device(self, name, ids, grid)
         return self
 
+    @property
+    def by_row(self) -> bool:
+        return len(self.query_ids) > 1 or len(self.key_ids) > 1
+
+    def of_row(self, row: int) -> "Document":
+        queries = self.query_ids[row % len(self.query_ids)]
+        return Document(queries, None if self.key_ids is self.query_ids else self.key_ids[row % len(self.key_ids)])
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         rows, columns = self.query_ids[:, queries[:, 0]], self.key_ids[:, keys[0]]
         return (rows[:, :, None] == columns[:, None, :])[:, None]
 
     def _tile(self, rows: range, columns: range) -> Tile:
+        if self._ordered:
+            # Every document is one run, so what two ranges share lies between the larger of their first ids and the
+            # smaller of their last: nothing inside needs to be read.
+            ends = self.query_ids[:, [rows[0], rows[-1], columns[0], columns[-1]]].tolist()
+            return together(
+                Tile.FULL if a == b == c == d else Tile.PARTIAL if max(a, c) <= min(b, d) else Tile.EMPTY
+                for a, b, c, d in ends
+            )
         queries, keys = self.query_ids[:, rows[0] : rows[-1] + 1], self.key_ids[:, columns[0] : columns[-1] + 1]
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
@@ -496,6 +542,14 @@ class Padding(Structured):
         check_device(self, "keys", self.keys, grid)
         return self
 
+    @property
+    def by_row(self) -> bool:
+        return len(self.keys) > 1
+
+    def of_row(self, row: int) -> "Padding":
+        row %= len(self.keys)
+        return Padding(self.keys[row : row + 1])
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         if self.keys.dtype == torch.bool:
             return self.keys[:, keys[0]][:, None, None, :]
@@ -538,6 +592,14 @@ class Dense(Mask):
         check_device(self, "mask", self.mask, grid)
         return self
 
+    @property
+    def by_row(self) -> bool:
+        return self.mask.shape[0] > 1
+
+    def of_row(self, row: int) -> "Dense":
+        row %= self.mask.shape[0]
+        return Dense(self.mask[row : row + 1])
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return pick(self.mask, queries[:, 0], keys[0])
 
@@ -555,7 +617,7 @@ class Where(Mask):
         fn: receives int tensors [batch, 1, 1, 1], [1, heads, 1, 1], [1, 1, rows, 1], [1, 1, 1, columns] and returns a
             bool tensor that broadcasts to [batch, heads, rows, columns]. `query` and `key` are indices into the call.
 
-    Its `tile` has no closed form: it asks `fn` about every cell, a bounded number of rows at a time.
+    Its `tile` has no closed form: it asks `fn` about every cell, and says PARTIAL of a rectangle with too many.
 
     >>> print(Where(lambda batch, head, query, key: (query + key) % 3 == 0).draw(3, 3))
     # . .
@@ -563,7 +625,7 @@ class Where(Mask):
     . # .
     """
 
-    _CELLS = 1 << 22  # cells of one question while `tile` looks: 4 MiB of bools
+    _CELLS = 1 << 22  # the most cells that `tile` looks at: 4 MiB of bools
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
@@ -591,10 +653,13 @@ class Where(Mask):
         return allowed.expand(*allowed.shape[:-2], *whole[-2:]) if allowed.dim() >= 2 else allowed.expand(whole[-2:])
 
     def _tile(self, rows: range, columns: range) -> Tile:
-        step = max(1, self._CELLS // max(1, self._batch * self._heads * len(columns)))
-        keys = indices(columns, self._device)  # where the call runs: `fn` may look into tensors there
-        parts = (indices(rows[at : at + step], self._device) for at in range(0, len(rows), step))
-        return together(_of(self.allowed(part, keys)) for part in parts)
+        if self._batch * self._heads * len(rows) * len(columns) > self._CELLS:
+            return Tile.PARTIAL
+        # where the call runs: `fn` may look into tensors there
+        return _of(self.allowed(indices(rows, self._device), indices(columns, self._device)))
+
+    def of_row(self, row: int) -> "Where":
+        return Where(lambda batch, head, query, key: self.fn(batch + row, head, query, key))
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.fn, '__name__', type(self.fn).__name__)})"
@@ -607,6 +672,10 @@ class _Pair(Mask):
 
     def __init__(self, left: Mask, right: Mask) -> None:
         self.left, self.right = left, right
+
+    @property
+    def by_row(self) -> bool:
+        return self.left.by_row or self.right.by_row
 
     def __repr__(self) -> str:
         parts = (
@@ -631,6 +700,9 @@ class And(_Pair):
             return left.intersection(right) or And(left, right)
         return And(left, right)
 
+    def of_row(self, row: int) -> "And":
+        return And(self.left.of_row(row), self.right.of_row(row))
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self.left.allowed(queries[:, 0], keys[0]) & self.right.allowed(queries[:, 0], keys[0])
 
@@ -650,6 +722,9 @@ class Or(_Pair):
     def bind(self, grid: Grid) -> Mask:
         left, right = self.left.bind(grid), self.right.bind(grid)
         return EVERYTHING if left is EVERYTHING or right is EVERYTHING else Or(left, right)
+
+    def of_row(self, row: int) -> "Or":
+        return Or(self.left.of_row(row), self.right.of_row(row))
 
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return self.left.allowed(queries[:, 0], keys[0]) | self.right.allowed(queries[:, 0], keys[0])
@@ -671,6 +746,13 @@ class Not(Mask):
     def bind(self, grid: Grid) -> Mask:
         bound = self.mask.bind(grid)
         return bound.mask if isinstance(bound, Not) else Not(bound)
+
+    @property
+    def by_row(self) -> bool:
+        return self.mask.by_row
+
+    def of_row(self, row: int) -> "Not":
+        return Not(self.mask.of_row(row))
 
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return ~self.mask.allowed(queries[:, 0], keys[0])

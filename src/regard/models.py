@@ -270,7 +270,8 @@ class Stack(nn.Module):
                 cache=None if cache is None else cache[number],
                 context_cache=None if context_cache is None else context_cache[number],
             )
-        return x if self.norm is None else self.norm(x)
+        states: Tensor = x if self.norm is None else self.norm(x)
+        return states
 
     def cache(self) -> Cache:
         """An empty cache for this model."""
@@ -376,7 +377,8 @@ class EncoderDecoder(nn.Module):
     ) -> Tensor:
         """Args: source_mask hides the source's padding from encoder and decoder; mask is for the target."""
         states = self.encoder(source, mask=source_mask)
-        return self.decoder(target, mask=mask, context=states, context_mask=source_mask)
+        logits: Tensor = self.decoder(target, mask=mask, context=states, context_mask=source_mask)
+        return logits
 
 
 class MaskedLanguageModel(nn.Module):

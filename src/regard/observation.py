@@ -62,8 +62,7 @@ class Observation:
     def lse(self) -> Tensor:
         """Log-sum-exp of each query's scores (and sink): [batch, heads, query_len]."""
         if self._lse is None:
-            parts = [softmax(scores, self.scoring.sink)[1] for _, scores in self._scores()]
-            self._lse = torch.cat(parts, dim=2)
+            self._lse = self._lse_of(range(self.grid.query_len))
         return self._lse
 
     def scores(self, queries: range | slice | None = None, keys: range | slice | None = None) -> Tensor:
@@ -88,7 +87,7 @@ class Observation:
         """
 
         def of(rows: range, scores: Tensor, weights: Tensor) -> Tensor:
-            entropy = torch.special.entr(weights).sum(-1)
+            entropy: Tensor = torch.special.entr(weights).sum(-1)
             if self.scoring.sink is not None:
                 entropy = entropy + torch.special.entr(self._sink_mass(rows))
             return entropy
@@ -189,16 +188,17 @@ class Observation:
         key = self.key[:, :, columns.start : columns.stop]
         return self.scoring.tile(query, key, rows, columns)
 
-    def _scores(self) -> Iterator[tuple[range, Tensor]]:
-        """All scores, some rows at a time."""
-        whole = range(self.grid.key_len)
+    def _scores(self, queries: range | None = None) -> Iterator[tuple[range, Tensor]]:
+        """The scores of queries (default: of all) with all keys, some rows at a time."""
+        queries = range(self.grid.query_len) if queries is None else queries
         step = max(1, CELLS // max(1, self.grid.batch * self.grid.heads * self.grid.key_len))
-        for start in range(0, max(1, self.grid.query_len), step):  # without queries, one part without rows
-            rows = range(start, min(start + step, self.grid.query_len))
-            yield rows, self._tile(rows, whole)
+        for start in range(0, max(1, len(queries)), step):  # without queries, one part without rows
+            rows = queries[start : start + step]
+            yield rows, self._tile(rows, range(self.grid.key_len))
 
     def _weights(self) -> Iterator[tuple[range, Tensor, Tensor]]:
         """Rows with their scores and weights."""
+        assert self.lse is not None  # once for all rows, and kept
         for rows, scores in self._scores():
             yield rows, scores, self._normalised(scores, rows)
 
@@ -217,8 +217,14 @@ class Observation:
 
     def _norm(self, rows: range) -> Tensor:
         """What to subtract from a score: lse, or 0 for a query that sees nothing."""
-        lse = self.lse[:, :, rows.start : rows.stop]
+        lse = self._lse_of(rows)
         return lse.masked_fill(lse == -math.inf, 0.0)
+
+    def _lse_of(self, rows: range) -> Tensor:
+        """lse of some rows: a rectangle of weights does not need that of all."""
+        if self._lse is not None:
+            return self._lse[:, :, rows.start : rows.stop]
+        return torch.cat([softmax(scores, self.scoring.sink)[1] for _, scores in self._scores(rows)], dim=2)
 
 
 class _MaskOfHead(Mask):

@@ -55,7 +55,7 @@ class HeadSummary(NamedTuple):
     shares: dict[str, float]
     """previous token, first token, same token, induction, local."""
     kind: str
-    """The largest share's name, "local" only if no other is large, "even" or "mixed" if none is (`kind_of`)."""
+    """The largest share's name; if none is large, "even", "local" or "mixed" (`kind_of`)."""
 
 
 class Recording(Mapping[str, Observation]):
@@ -206,9 +206,9 @@ def kind_of(shares: Mapping[str, float], spread: float) -> str:
     best = max(narrow, key=lambda kind: narrow[kind])
     if narrow[best] >= KIND_SHARE:
         return best
-    if shares["local"] >= LOCAL_SHARE:
-        return "local"
-    return "even" if spread >= EVEN_SPREAD else "mixed"
+    if spread >= EVEN_SPREAD:  # before local, which everything is in a short text
+        return "even"
+    return "local" if shares["local"] >= LOCAL_SHARE else "mixed"
 
 
 def _mean(values: Tensor, where: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.scores import Dropout, Scoring, grouped_product, hide, wide
+from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 
 
 class AttentionOutput(NamedTuple):
@@ -20,7 +20,13 @@ class AttentionOutput(NamedTuple):
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: Dropout | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    dropout: Dropout | None = None,
+    queries: range | Tensor | None = None,
+    keys: range | Tensor | None = None,
 ) -> AttentionOutput:
     """Attention as it is written in the definition, in float32 or wider.
 
@@ -29,10 +35,14 @@ def reference(
         lse     = log sum exp of the scores (and sink)
 
     A query that may attend to nothing gets output 0, lse -inf (or its sink) and no gradient.
+
+    Args:
+        queries, keys: which rows and columns of the call these tensors are; None for all of them.
     """
-    queries, keys = range(query.shape[2]), range(key.shape[2])
+    queries = range(query.shape[2]) if queries is None else queries
+    keys = range(key.shape[2]) if keys is None else keys
     allowed = scoring.allowed(queries, keys)
-    scores = scoring.tile(query, hide(key, allowed), queries, keys)
+    scores = scoring.tile(hide_blind(query, allowed), hide(key, allowed), queries, keys)
     weights, lse = softmax(scores, scoring.sink)
     if dropout is not None:
         weights = weights * dropout.keep(scoring.grid, queries, keys) / (1 - dropout.rate)

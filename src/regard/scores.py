@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias
-from regard.masks import EVERYTHING, Mask
+from regard.masks import EVERYTHING, Mask, indices
 from regard.shapes import Grid
 
 
@@ -153,15 +153,15 @@ class Dropout:
 
     rate: float
     seed: int
+    first: int = 0
+    """The batch row that a grid's row 0 is, for a kernel that takes the rows one by one."""
 
-    def keep(self, grid: Grid, queries: range, keys: range) -> Tensor:
+    def keep(self, grid: Grid, queries: range | Tensor, keys: range | Tensor) -> Tensor:
         """Shapes: bool [batch, heads, rows, columns], True where the weight is kept."""
         batch, heads, query_len, _, device = grid
-        rows = torch.arange(batch * heads, device=device)[:, None] * query_len + torch.arange(
-            queries.start, queries.stop, device=device
-        )
-        columns = torch.arange(keys.start, keys.stop, device=device)
-        row = _mix(_fold(rows, self.seed)).view(batch, heads, len(queries), 1)
+        places = (self.first * heads + torch.arange(batch * heads, device=device)[:, None]) * query_len
+        rows, columns = places + indices(queries, device), indices(keys, device)
+        row = _mix(_fold(rows, self.seed)).view(batch, heads, rows.shape[1], 1)
         column = _mix(_fold(columns, self.seed ^ 0x5DEECE66D))
         return _mix(row ^ column) >= int(self.rate * 2**32) - 2**31
 
@@ -195,8 +195,16 @@ def hide(tensor: Tensor, allowed: Tensor | None) -> Tensor:
     seen = allowed.any(dim=-2)
     kv_heads = tensor.shape[1]
     if seen.shape[1] not in (1, kv_heads):
-        seen = seen.unflatten(1, (kv_heads, -1)).any(dim=2)
+        seen = seen.unflatten(1, (kv_heads, seen.shape[1] // kv_heads)).any(dim=2)
     return tensor.masked_fill(~seen[..., None], 0.0)
+
+
+def hide_blind(query: Tensor, allowed: Tensor | None) -> Tensor:
+    """Queries with zeros where they may see nothing, so that NaN and inf there reach nothing either.
+
+    Shapes: query [batch, heads, query_len, head_dim], allowed as in `hide`.
+    """
+    return query if allowed is None else query.masked_fill(~allowed.any(dim=-1)[..., None], 0.0)
 
 
 def _fold(numbers: Tensor, seed: int) -> Tensor:

@@ -294,7 +294,7 @@ def three_tokens() -> tuple[MultiHeadAttention, Tensor]:
     }
     with torch.no_grad():
         for name, matrix in matrices.items():
-            layer.get_submodule(name).weight.copy_(torch.tensor(matrix).T)  # type: ignore[operator,union-attr]
+            layer.get_submodule(name).weight.copy_(torch.tensor(matrix).T)  # type: ignore[operator]
     return layer, torch.tensor([[[1.0, 0, 1, 0], [0, 2, 0, 2], [1, 1, 1, 1]]])
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard.reference import AttentionOutput
 from regard.scores import Dropout, Scoring
 
 
@@ -26,12 +25,20 @@ class Call:
     wants_lse: bool = False
 
 
+def all_cells(call: Call) -> int:
+    """Every score of a call."""
+    grid = call.scoring.grid
+    return grid.batch * grid.heads * grid.query_len * grid.key_len
+
+
 class Kernel(NamedTuple):
     """A way to compute attention."""
 
     name: str
     cannot: Callable[[Call], str | None]
-    run: Callable[[Call], AttentionOutput]
-    """For a call with `wants_lse=False` the lse it returns is not read."""
+    run: Callable[[Call], tuple[Tensor, Tensor | None]]
+    """Output and lse; None for lse is allowed where the call does not want it."""
+    cells: Callable[[Call], int]
+    """How many scores it computes, over all batch rows and heads."""
     square: Callable[[Call], int]
     """How many numbers of size query_len x key_len it holds at once: 0 for a kernel that needs none."""

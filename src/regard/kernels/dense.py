@@ -10,11 +10,11 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from regard.kernels.call import Call, Kernel
+from regard.kernels.call import Call, Kernel, all_cells
 from regard.masks import EVERYTHING, Band
-from regard.reference import AttentionOutput
-from regard.scores import hide
+from regard.scores import hide, hide_blind
 
 
 def cannot(call: Call) -> str | None:
@@ -35,9 +35,11 @@ def cannot(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> AttentionOutput:
+def run(call: Call) -> tuple[Tensor, None]:
     """One call of torch's function."""
-    query, key, value, scoring = call.query, call.key, call.value, call.scoring
+    scoring = call.scoring
+    # torch's fused form wants the features of a token next to each other, and falls to all scores where they are not
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (call.query, call.key, call.value))
     mask, bias = scoring.mask, scoring.bias
     causal, attn_mask = False, None
     if bias is None and (mask is None or mask is EVERYTHING):
@@ -49,31 +51,41 @@ def run(call: Call) -> AttentionOutput:
     else:
         queries, keys = range(scoring.grid.query_len), range(scoring.grid.key_len)
         attn_mask = allowed = scoring.allowed(queries, keys)
-        key, value = hide(key, allowed), hide(value, allowed)
+        query, key, value = hide_blind(query, allowed), hide(key, allowed), hide(value, allowed)
         if bias is not None:
             attn_mask = scoring.biases(queries, keys, query.dtype)
             if allowed is not None:
                 attn_mask = attn_mask.masked_fill(~allowed, -math.inf)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(-1, -1, len(queries), len(keys))
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and attn_mask is None and not causal:
+        # query heads that share a kv head, one below the other: keys and values are read once, not once per head
+        heads = query.shape[1] // key.shape[1]
+        query = query.reshape(*key.shape[:2], heads * query.shape[2], query.shape[3])
+    folded = query.shape[1] != scoring.grid.heads
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, 0.0, causal, scale=scoring.scale, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask, 0.0, causal, scale=scoring.scale, enable_gqa=grouped and not folded
     )
-    return AttentionOutput(output, output)
+    return (output.view(*call.query.shape[:3], value.shape[3]) if folded else output), None
 
 
 def square(call: Call) -> int:
     """A mask or bias is built whole; and torch itself builds all scores where its fused form does not fit."""
-    query, value, scoring = call.query, call.value, call.scoring
-    grid = scoring.grid
+    scoring, grid = call.scoring, call.scoring.grid
     cells = grid.query_len * grid.key_len
-    plain = scoring.bias is None and (
-        scoring.mask is None or scoring.mask is EVERYTHING or _is_top_left_causal(scoring.mask)
-    )
-    numbers = 0 if plain else cells * grid.batch
-    if query.shape[-1] != value.shape[-1] or (scoring.bias is not None and torch.is_grad_enabled()):
-        numbers += 2 * cells * grid.batch * grid.heads
-    return numbers
+    fused = call.query.shape[-1] == call.value.shape[-1]
+    numbers = 0
+    if scoring.bias is not None or not (scoring.mask in (None, EVERYTHING) or _is_top_left_causal(scoring.mask)):
+        corner = range(min(1, grid.query_len)), range(min(1, grid.key_len))
+        parts = [scoring.allowed(*corner)]
+        if scoring.bias is not None:
+            parts.append(scoring.biases(*corner, call.query.dtype))
+        for part in parts:
+            if part is not None:
+                numbers += cells * part.shape[0] * part.shape[1]
+                fused = fused and not part.requires_grad
+    return numbers if fused else numbers + 2 * cells * grid.batch * grid.heads
 
 
 def _is_top_left_causal(mask: object) -> bool:
@@ -82,4 +94,4 @@ def _is_top_left_causal(mask: object) -> bool:
     return mask.before is None and mask.after == 0 and mask.offset == 0
 
 
-KERNEL = Kernel("dense", cannot, run, square)
+KERNEL = Kernel("dense", cannot, run, all_cells, square)

@@ -60,17 +60,18 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
     metadata, tensors = read(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: not a regard model (format {metadata.get('format')!r}, expected {FORMAT!r})")
-    model = Decoder(ModelConfig.from_dict(json.loads(metadata["config"])))
-    wanted = model.state_dict()
-    if model.config.tied:
-        tensors["logits.weight"] = tensors.get("embedding.weight", torch.empty(0))
-    wrong = set(wanted) ^ set(tensors) | {n for n in set(wanted) & set(tensors) if wanted[n].shape != tensors[n].shape}
-    if wrong:
+    try:
+        model = Decoder(ModelConfig.from_dict(json.loads(metadata["config"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no usable configuration in its header: {error}") from error
+    _put(path, tensors, model)
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
-            f"{path}: the weights do not fit the configuration in its header: {', '.join(sorted(wrong)[:3])}"
+            f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the model beside it "
+            f"{model.config.vocab_size}"
         )
-    model.load_state_dict(tensors)  # copies into float32
-    return Loaded(model.eval(), Tokenizer.load(folder / "tokenizer.json"), folder)
+    return Loaded(model.eval(), tokenizer, folder)
 
 
 def find(name: str | os.PathLike[str]) -> Path:
@@ -87,21 +88,15 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 def save_model(folder: Path, model: Decoder, *, dtype: torch.dtype | None = None) -> None:
     """Writes model.safetensors; `dtype` None keeps the weights' own."""
-    tensors = {
-        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in model.state_dict().items()
-        if not (model.config.tied and name == "logits.weight")
-    }
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _weights(model).items()}
     write(folder / "model.safetensors", tensors, {"format": FORMAT, "config": json.dumps(model.config.to_dict())})
 
 
 def save_progress(
     path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
 ) -> None:
-    """Writes everything that going on needs: weights, the optimizers' tensors, and `header` (plain data)."""
-    tensors = {f"model.{name}": t for name, t in model.state_dict().items() if t is not model.embedding.weight or True}
-    if model.config.tied:
-        del tensors["model.logits.weight"]
+    """Writes everything that going on needs: weights, the optimizers' state, and `header` (plain data)."""
+    tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     numbers: dict[str, float] = {}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
@@ -111,17 +106,17 @@ def save_progress(
                     tensors[place] = entry
                 else:
                     numbers[place] = entry
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write(path, whole, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
+    write(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
 
 
 def load_progress(path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Puts back what `save_progress` wrote."""
+    """Puts back what `save_progress` wrote.
+
+    Raises:
+        ValueError: the file is damaged, or holds another model.
+    """
     metadata, tensors = read(path)
-    weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
-    if model.config.tied:
-        weights["logits.weight"] = weights["embedding.weight"]
-    model.load_state_dict(weights)
+    _put(path, {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}, model)
     entries = {**tensors, **json.loads(metadata["numbers"])}
     for number, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Any]] = {}
@@ -137,8 +132,10 @@ def progress_header(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "pt") as file:
             header: dict[str, Any] = json.loads((file.metadata() or {})["header"])
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file, so no training run to go on with") from None
     except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not a training run that can be resumed ({error})") from None
+        raise ValueError(f"{path}: not a training run that can be resumed ({error})") from error
     return header
 
 
@@ -148,15 +145,34 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Writes a safetensors file, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     try:
-        save_file(tensors, beside, metadata)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, beside, metadata)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _weights(model: Decoder) -> dict[str, Tensor]:
+    """What is stored of a model: a tied output layer is the embedding, once."""
+    weights = dict(model.state_dict())
+    if model.config.tied:
+        del weights["logits.weight"]
+    return weights
+
+
+def _put(path: Path, weights: Mapping[str, Tensor], model: Decoder) -> None:
+    """Copies stored weights into a model, in the model's own dtype."""
+    wanted = {name: tensor.shape for name, tensor in _weights(model).items()}
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    wrong = [name for name in sorted({*wanted, *given}) if wanted.get(name) != given.get(name)]
+    if wrong:
+        some = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        raise ValueError(f"{path}: its weights are not this model's; missing, too many or of another size: {some}")
+    model.load_state_dict(weights, strict=False)  # strict but for the tied layer, which has no weights of its own

@@ -14,11 +14,15 @@ References:
     [4] Defazio et al. 2023, "Optimal Linear Decay Learning Rate Schedules and Further Refinements".
 """
 
+import hashlib
 import json
 import math
 import platform
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.masks import Document, Padding
+from regard.masks import Document
 from regard.models import Decoder
 from regard.training.checkpoint import load_progress, progress_header, save_model, save_progress
 from regard.training.data import Batch, Corpus, Packed, xz_bits_per_byte
@@ -42,7 +46,7 @@ class Settings:
         steps: how often the weights change. batch_size: rows of context_length tokens per step.
         learning_rate: at its highest. warmup: share of the steps over which it climbs.
         weight_decay: of matrices. clip: largest norm of a step's gradient.
-        seed: of the weights' first values and of the data's order.
+        seed: of what is dropped; the command line takes it for the weights' first values and the data's order too.
         precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
             where the processor or GPU has instructions for it.
         save_every: steps between two saves of the progress.
@@ -97,7 +101,7 @@ def train(
     """Trains a decoder, saves its progress on the way and the model at the end.
 
     An interruption (Ctrl-C) saves before it is passed on; `resume` goes on from the last save with exactly the batches
-    that were to come.
+    that were to come, and ends with exactly the weights that an uninterrupted run would have had.
 
     Args:
         folder: where model.safetensors and progress.safetensors are written.
@@ -105,20 +109,29 @@ def train(
     Returns:
         Seconds of training in all, those before a resume included.
     Raises:
-        ValueError: there is nothing to resume, or it was begun with other settings.
+        ValueError: there is nothing to resume, or it was begun with other settings, another model or other data.
+        ImportError: the package accelerate is not installed.
     """
-    from accelerate import Accelerator
+    try:
+        from accelerate import Accelerator
+    except ImportError:
+        raise ImportError("accelerate is not installed: pip install regard[train]") from None
 
-    torch.manual_seed(settings.seed)
     accelerator = Accelerator(mixed_precision=_precision(settings.precision))
     optimizers = make_optimizers(model, settings)
     progress = folder / "progress.safetensors"
+    facts = {"settings": asdict(settings), "data": _describe(data)}
     first, before = 0, 0.0
     if resume:
         header = progress_header(progress)
-        changed = {k for k, v in asdict(settings).items() if k != "save_every" and header["settings"].get(k) != v}
+        changed = [
+            f"{name} was {was!r} and is {facts[part].get(name)!r}"
+            for part in facts
+            for name, was in header.get(part, {}).items()
+            if name != "save_every" and facts[part].get(name) != was
+        ]
         if changed:
-            raise ValueError(f"{progress}: begun with other settings: {', '.join(sorted(changed))}")
+            raise ValueError(f"{progress}: begun with other settings: {', '.join(changed)}")
         load_progress(progress, model, optimizers)
         first, before = header["step"], header["seconds"]
     wrapped, *prepared = accelerator.prepare(model, *optimizers)
@@ -127,8 +140,7 @@ def train(
 
     def save(step: int) -> None:
         if accelerator.is_main_process:
-            header = {"step": step, "seconds": elapsed(), "settings": asdict(settings)}
-            save_progress(progress, model, optimizers, header)
+            save_progress(progress, model, optimizers, {"step": step, "seconds": elapsed(), **facts})
 
     def elapsed() -> float:
         return before + time.perf_counter() - start
@@ -138,18 +150,20 @@ def train(
     try:
         while step < settings.steps:
             began = time.perf_counter()
+            torch.manual_seed(_seed(settings.seed, step * world + rank))  # dropout, too, follows from the step alone
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = settings.rate(step)
             batch = data.batch((step * world + rank) * settings.batch_size, settings.batch_size)
             with accelerator.autocast():
                 loss = next_token_loss(wrapped, Batch(*(part.to(accelerator.device) for part in batch)))
+            model.zero_grad()
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), settings.clip)
-            for optimizer in prepared:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
+            with uninterrupted():
+                for optimizer in prepared:
+                    optimizer.step()
+                step += 1
             seconds = time.perf_counter() - began
             tokens = world * settings.batch_size * data.context_length
             if accelerator.is_main_process:
@@ -159,10 +173,28 @@ def train(
     except KeyboardInterrupt:
         save(step)
         raise
+    finally:
+        accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)  # the model is as it was, but for its weights
     save(step)
     if accelerator.is_main_process:
         save_model(folder, model)
     return elapsed()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keeps Ctrl-C waiting until the block is done: weights changed in part, or changed and not counted, are lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    waiting: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if waiting:
+        signal.raise_signal(signal.SIGINT)
 
 
 def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
@@ -200,10 +232,15 @@ def bits_per_byte(
 
     A text longer than the context is read in overlapping pieces of context_length tokens, `stride` apart (default:
     half the context); each token is counted once, in the piece where it has the most before it. Every text stands
-    alone, after one end token.
+    alone, after one end token. Nothing is dropped.
+
+    Raises:
+        ValueError: there is no text, or the pieces would not overlap or touch.
     """
     length = model.config.context_length
-    stride = length // 2 if stride is None else stride
+    stride = max(1, length // 2) if stride is None else stride
+    if not 1 <= stride <= length:
+        raise ValueError(f"stride: expected 1 to context_length={length}, got {stride}")
     pieces: list[tuple[list[int], int]] = []  # tokens of a piece, and how many of its targets were counted before
     size = 0
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -245,21 +282,36 @@ def copying_loss(
     """
     length = min(length, model.config.context_length // 2)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, model.config.vocab_size, (rows, length), generator=generator)
+    tokens = torch.randint(model.config.vocab_size - 1, (rows, length), generator=generator)
+    tokens += tokens >= end_id  # every token but the end
     twice = torch.cat([torch.full((rows, 1), end_id), tokens, tokens], dim=1)
     losses = _losses(model, twice.tolist())
     return float(losses[:, :length].mean()), float(losses[:, length:].mean())
 
 
 def _losses(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Cross-entropy of every token but the first of each row, in nats: [rows, longest - 1], undefined after a row's end."""
-    lengths = [len(row) - 1 for row in rows]
-    tokens = torch.zeros(len(rows), max(lengths) + 1, dtype=torch.int64)
+    """Cross-entropy of each row's tokens but the first, in nats: [rows, longest - 1], meaningless after a row's end."""
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for place, row in enumerate(rows):
         tokens[place, : len(row)] = torch.tensor(row)
     tokens = tokens.to(model.embedding.weight.device)
-    logits = model(tokens[:, :-1], mask=Padding(lengths))
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(tokens[:, :-1])  # the filling comes last, so no token sees it
+    finally:
+        model.train(was_training)
     return F.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none").cpu()
+
+
+def _describe(data: Packed) -> dict[str, int | float]:
+    """What tells one run's data from another's."""
+    return {name: getattr(data, name) for name in ("context_length", "size", "seed", "repeats")}
+
+
+def _seed(seed: int, number: int) -> int:
+    """A seed for each step; a hash, because torch's generator starts out alike from seeds that are near."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:7], "big")
 
 
 def _precision(wanted: str) -> str:
@@ -276,8 +328,9 @@ class Measures:
     """How good a language model is.
 
     Attributes:
-        bits_per_byte: on held-out files (see `bits_per_byte`); None where nothing is held out.
-        xz_each, xz_joined: what xz -9e needs for the same files, each by itself and all in one.
+        bits_per_byte: on held-out files (see `bits_per_byte`).
+        xz_each, xz_joined: what xz -9e needs for the same files, each by itself and all in one. These three are nan
+            where nothing is held out.
         copy_first, copy_second: see `copying_loss`.
     """
 
@@ -297,13 +350,13 @@ def measure(
 ) -> Measures:
     """Measures a model on the held-out files of a corpus, and on repeated tokens."""
     texts = [file.text for file in corpus.held_out]
+    copying = copying_loss(model, end_id=tokenizer.end_id)
+    if not texts:
+        return Measures(math.nan, math.nan, math.nan, *copying)
     sizes = [len(text.encode()) for text in texts]
-    return Measures(
-        bits_per_byte(model, tokenizer, texts, progress=progress),
-        sum(xz_bits_per_byte([text]) * size for text, size in zip(texts, sizes, strict=True)) / sum(sizes),
-        xz_bits_per_byte(texts),
-        *copying_loss(model, end_id=tokenizer.end_id),
-    )
+    each = sum(xz_bits_per_byte([text]) * size for text, size in zip(texts, sizes, strict=True)) / sum(sizes)
+    bits = bits_per_byte(model, tokenizer, texts, progress=progress)
+    return Measures(bits, each, xz_bits_per_byte(texts), *copying)
 
 
 def card(
@@ -317,13 +370,25 @@ def card(
     seconds: float,
 ) -> str:
     """The model card: data, exact command, seed, steps, time and held-out loss, as Markdown."""
+    read = sum(len(file.text.encode()) for file in corpus.training)
     tokens = settings.steps * settings.batch_size * data.context_length
-    bits = measures.bits_per_byte
-    repeats = (
-        f"{data.repeats:.0%} of the rows are random tokens, repeated until the row is full, which teach copying."
-        if data.repeats
-        else "Nothing is added to it."
-    )
+    added = f"; {data.repeats:.0%} of the rows are random tokens, repeated, which teach copying" if data.repeats else ""
+    config = {name: value for name, value in model.config.to_dict().items() if value is not None}
+    bits, each, joined = measures.bits_per_byte, measures.xz_each, measures.xz_joined
+    rows = {
+        "configuration": f"`{json.dumps(config)}`",
+        "data": f"{len(corpus.training):,} files, {read:,} bytes, {data.size:,} tokens{added}",
+        "digest of the data": f"`{corpus.digest()}` (Python {platform.python_version()})",
+        "command": f"`{command}`",
+        "settings": f"`{json.dumps(asdict(settings))}`",
+        "trained on": f"{tokens:,} tokens, {tokens / data.size:.2f} epochs",
+        "time": f"{seconds / 60:.0f} minutes, {torch.get_num_threads()} thread(s), torch {torch.__version__}",
+        "held-out bits per byte": f"{bits:.4f}",
+        "xz -9e on the same files": f"{each:.4f} each by itself (the model needs {bits / each:.3f} of that), "
+        f"{joined:.4f} joined ({bits / joined:.3f})",
+        "random tokens, then again": f"loss {measures.copy_first:.3f}, then {measures.copy_second:.3f} nats",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     held_out = "\n".join(f"- {file.path} ({len(file.text.encode()):,} bytes)" for file in corpus.held_out)
     return f"""# Model card
 
@@ -331,19 +396,10 @@ A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.
 
 | | |
 |---|---|
-| configuration | `{json.dumps({k: v for k, v in model.config.to_dict().items() if v is not None})}` |
-| data | {len(corpus.training):,} files, {sum(len(f.text.encode()) for f in corpus.training):,} bytes, {data.size:,} tokens; {repeats} |
-| digest of the data | `{corpus.digest()}` (Python {platform.python_version()}) |
-| command | `{command}` |
-| settings | `{json.dumps(asdict(settings))}` |
-| trained on | {tokens:,} tokens, {tokens / data.size:.2f} epochs |
-| time | {seconds / 60:.0f} minutes, {torch.get_num_threads()} thread(s), torch {torch.__version__} |
-| held-out bits per byte | {bits:.4f} |
-| xz -9e on the same files | {measures.xz_each:.4f} each by itself ({bits / measures.xz_each:.3f}), {measures.xz_joined:.4f} joined ({bits / measures.xz_joined:.3f}) |
-| random tokens, then again | loss {measures.copy_first:.3f}, then {measures.copy_second:.3f} nats |
+{table}
 
-The weights are stored in float16 and measured as stored. The data is the software's own source and documentation; its
-licence is that of its authors. The model writes what looks like that text, and knows nothing else.
+The weights are stored in float16 and measured as stored. The licence of the texts is that of their authors. The model
+writes what looks like these texts, and knows nothing else.
 
 ## Held-out files
 
