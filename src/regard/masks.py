@@ -96,6 +96,10 @@ class Mask:
         """The mask of one batch row, for a call with batch=1. Bind it before use."""
         return self
 
+    def breaks(self, query_len: int) -> set[int]:
+        """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""
+        return set()
+
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
         """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""
         allowed = self.bind(Grid(batch, heads, query_len, key_len)).allowed(range(query_len), range(key_len))
@@ -384,6 +388,9 @@ class Chunk(Positioned):
         super().__init__(offset)
         self.size = positive(size, "Chunk: size")
 
+    def breaks(self, query_len: int) -> set[int]:
+        return {i for offset in self._offsets() for i in range(-offset % self.size, query_len, self.size)}
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         def chunk(positions: Tensor) -> Tensor:
             return positions.div(self.size, rounding_mode="floor")
@@ -470,6 +477,10 @@ class Document(Mask):
     def of_row(self, row: int) -> "Document":
         queries = self.query_ids[row % len(self.query_ids)]
         return Document(queries, None if self.key_ids is self.query_ids else self.key_ids[row % len(self.key_ids)])
+
+    def breaks(self, query_len: int) -> set[int]:
+        changes = (self.query_ids[:, 1:] != self.query_ids[:, :-1]).any(dim=0)
+        return set((changes.nonzero()[:, 0] + 1).tolist())
 
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         rows, columns = self.query_ids[:, queries[:, 0]], self.key_ids[:, keys[0]]
@@ -677,6 +688,9 @@ class _Pair(Mask):
     def by_row(self) -> bool:
         return self.left.by_row or self.right.by_row
 
+    def breaks(self, query_len: int) -> set[int]:
+        return self.left.breaks(query_len) | self.right.breaks(query_len)
+
     def __repr__(self) -> str:
         parts = (
             f"({part!r})" if isinstance(part, _Pair) and type(part) is not type(self) else repr(part)
@@ -753,6 +767,9 @@ class Not(Mask):
 
     def of_row(self, row: int) -> "Not":
         return Not(self.mask.of_row(row))
+
+    def breaks(self, query_len: int) -> set[int]:
+        return self.mask.breaks(query_len)
 
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         return ~self.mask.allowed(queries[:, 0], keys[0])

@@ -38,12 +38,15 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.kernels import dense
 from regard.kernels.call import Call, Kernel
-from regard.masks import EVERYTHING, Mask, Tile
+from regard.masks import EVERYTHING, And, Band, Mask, Tile
 from regard.reference import reference
 from regard.scores import Scoring, hide, hide_blind, wide
 
 ROWS = 256
 """Queries in a strip."""
+
+ALONE = 64
+"""Queries that are worth a strip of their own."""
 
 COLUMNS = 64
 """Keys in the smallest tile that is asked about: spans begin and end at multiples of it."""
@@ -56,12 +59,14 @@ class Strip:
     Attributes:
         row: the batch row it is for; None for all rows at once.
         full: whether every query may see every key of the spans.
+        causal: whether query i of the strip may see the first i + 1 keys of its one span, and nothing else.
     """
 
     row: int | None
     queries: range
     spans: tuple[range, ...]
     full: bool
+    causal: bool = False
 
     @property
     def keys(self) -> int:
@@ -71,17 +76,53 @@ class Strip:
 
 def cut(mask: Mask, query_len: int, key_len: int, row: int | None = None) -> Iterator[Strip]:
     """The strips of a bound mask."""
-    for start in range(0, max(1, query_len), ROWS):
-        queries = range(start, min(start + ROWS, query_len))
-        spans: list[range] = []
-        full = True
-        for columns, tile in _visible(mask, queries, range(key_len)):
-            full = full and tile is Tile.FULL
-            if spans and spans[-1].stop == columns.start:
-                spans[-1] = range(spans[-1].start, columns.stop)
-            else:
-                spans.append(columns)
-        yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
+    causal, rest = _without_causal(mask)
+    for segment in _segments(sorted(mask.breaks(query_len)), query_len):
+        if causal is not None:
+            diagonal = range(segment.start + causal, segment.stop + causal)
+            if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
+                before = mask.tile(segment, range(diagonal.start))
+                if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
+                    yield Strip(row, segment, (diagonal,), full=False, causal=True)
+                    continue
+        for start in range(segment.start, max(segment.stop, segment.start + 1), ROWS):
+            queries = range(start, min(start + ROWS, segment.stop))
+            spans: list[range] = []
+            full = True
+            for columns, tile in _visible(mask, queries, range(key_len)):
+                full = full and tile is Tile.FULL
+                if spans and spans[-1].stop == columns.start:
+                    spans[-1] = range(spans[-1].start, columns.stop)
+                else:
+                    spans.append(columns)
+            yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
+
+
+def _without_causal(mask: Mask) -> tuple[int | None, Mask]:
+    """The offset of the causal mask among those that must all allow, and the others together."""
+    parts = [mask]
+    others: Mask = EVERYTHING
+    offset: int | None = None
+    while parts:
+        part = parts.pop()
+        if isinstance(part, And):
+            parts += [part.left, part.right]
+        elif isinstance(part, Band) and (part.before, part.after) == (None, 0) and isinstance(part.offset, int):
+            offset = part.offset if offset is None else min(offset, part.offset)
+        else:
+            others = part if others is EVERYTHING else others & part
+    return offset, others
+
+
+def _segments(breaks: list[int], length: int) -> Iterator[range]:
+    """Queries between two breaks; short ones together, up to a strip's length."""
+    start = end = 0
+    for at in (*breaks, length):
+        if end > start and (at - start > ROWS or end - start >= ALONE):
+            yield range(start, end)
+            start = end
+        end = max(end, at)
+    yield range(start, end)
 
 
 def _visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
@@ -137,7 +178,7 @@ class Part:
 
     def allowed(self) -> Tensor | None:
         """Who may attend to whom inside the strip; None for everybody."""
-        if self.strip.full and self.scoring.bias is None:
+        if (self.strip.full or self.strip.causal) and self.scoring.bias is None:
             return None
         return self.scoring.allowed(self.strip.queries, self.keys)
 
@@ -170,6 +211,8 @@ class Fused(torch.autograd.Function):
                 hide_blind(part.of_query(query), allowed),
                 hide(part.of_key(key), allowed),
                 hide(part.of_key(value), allowed),
+                0.0,
+                allowed is None and part.strip.causal,
                 attn_mask=_numbers(part, allowed, query.dtype),
                 scale=scoring.scale,
             )
@@ -213,7 +256,7 @@ class Fused(torch.autograd.Function):
                 part.of_query(output),
                 part.of_query(finite),
                 0.0,
-                False,
+                allowed is None and part.strip.causal,
                 attn_mask=_numbers(part, allowed, query.dtype),
                 scale=ctx.scoring.scale,
             )
