@@ -204,9 +204,12 @@ def test_nothing_is_dropped_and_the_model_is_left_as_it_was():
 
 
 def test_gradients_are_off_inside_and_as_they_were_outside(model):
+    model.register_forward_pre_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    modes = []
     for _ in generate(model, [3], 2):
         assert torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
+    assert modes == [True, True]
 
 
 def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(model):

@@ -123,6 +123,10 @@ def test_key_dim_and_value_dim_are_free(sizes):
     layer = layer_of(**sizes)
     x = tokens()
     assert_close(layer(x), by_hand(layer, x))
+    constants = sizes.get("projection_bias", True)
+    assert [part.bias is not None for part in (layer.query, layer.key, layer.value)] == [constants] * 3
+    if layer.output is not None:
+        assert (layer.output.bias is not None) == sizes.get("output_bias", constants)
     assert layer(x).shape[-1] == (sizes["value_dim"] if sizes.get("output") is False else DIM)
 
 

@@ -216,8 +216,8 @@ def test_going_on_with_other_settings_data_or_another_model_is_refused(data, tmp
 
     for settings, says in (
         (replace(SETTINGS, learning_rate=1e-3), "learning_rate was 0.003 and is 0.001"),
-        (replace(SETTINGS, steps=7), "steps was 6 and is 7"),
-        (replace(SETTINGS, steps=7, batch_size=3), "steps was 6 and is 7, batch_size was 2 and is 3"),
+        (replace(SETTINGS, steps=5), "steps was 6 and is 5"),
+        (replace(SETTINGS, steps=5, batch_size=3), "steps was 6 and is 5, batch_size was 2 and is 3"),
         (replace(SETTINGS, precision="auto"), "precision was 'no' and is 'auto'"),
         (replace(SETTINGS, seed=0), "seed was 3 and is 0"),
     ):
@@ -237,6 +237,13 @@ def test_going_on_with_other_settings_data_or_another_model_is_refused(data, tmp
     # how often it is saved may change
     model = model_of()
     train(model, data, replace(SETTINGS, save_every=1), tmp_path, resume=True)
+
+
+def test_a_run_may_go_on_for_more_steps_at_the_rate_of_the_longer_schedule(data, tmp_path):
+    train(model_of(), data, SETTINGS, tmp_path)
+    longer, reports = replace(SETTINGS, steps=9), []
+    train(model_of(), data, longer, tmp_path, resume=True, report=reports.append)
+    assert [(r.step, r.learning_rate) for r in reports] == [(step, longer.rate(step - 1)) for step in (7, 8, 9)]
 
 
 def test_going_on_with_nothing_is_refused(data, tmp_path):

@@ -145,6 +145,23 @@ def test_dropout_is_in_training_alone():
         assert torch.equal(model.eval()(tokens), model(tokens))
 
 
+def test_dropout_is_on_embeddings_and_on_the_output_of_every_sublayer():
+    model = Decoder(config(dropout=0.5))
+    dropped = {}
+
+    def watch(name):
+        return lambda module, inputs, output: dropped.update({name: (output == 0).double().mean().item()})
+
+    for number, block in enumerate(model.layers):
+        for name in ("attention", "feed_forward"):
+            block.get_submodule(name).register_forward_hook(watch(f"{name} {number}"))
+    model.layers[0].register_forward_pre_hook(lambda module, inputs: watch("embedding")(module, inputs, inputs[0]))
+    model(text(5, 9))
+    assert len(dropped) == 5
+    for name, share in dropped.items():
+        assert 0.4 < share < 0.6, name
+
+
 # --- embeddings and initialisation ------------------------------------------------------------------------------------
 
 

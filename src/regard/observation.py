@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.masks import EVERYTHING, Indices, Mask, Tile
-from regard.reference import softmax
+from regard.reference import exp, softmax
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid, ShapeError
 
@@ -204,7 +204,7 @@ class Observation:
 
     def _normalised(self, scores: Tensor, rows: range) -> Tensor:
         """Weights from scores; a query that sees nothing has none."""
-        return (scores - self._norm(rows)[..., None]).exp()
+        return exp(scores - self._norm(rows)[..., None])
 
     def _gather(self, of: Callable[[range, Tensor, Tensor], Tensor]) -> Tensor:
         return torch.cat([of(rows, scores, weights) for rows, scores, weights in self._weights()], dim=2)

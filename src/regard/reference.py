@@ -12,6 +12,9 @@ from torch import Tensor
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 
 
+LOG2_E = 1.0 / math.log(2.0)
+
+
 class AttentionOutput(NamedTuple):
     """What attention returns: output [batch, heads, query_len, value_dim] and lse [batch, heads, query_len]."""
 
@@ -63,10 +66,15 @@ def softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]
         sink = sink.to(scores.dtype)[:, None, None]
         top = torch.maximum(top, sink.detach())
     top = top.masked_fill(top == -math.inf, 0.0)
-    weights = (scores - top).exp()
+    weights = exp(scores - top)
     total = weights.sum(-1, keepdim=True)
     if sink is not None:
         total = total + (sink - top).exp()
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     return weights / total, (top + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x as 2^(x log2 e): on a CPU torch's exp2 is many times faster than its exp, above all where x is -inf."""
+    return (x * LOG2_E).exp2()

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.kernels import dense
 from regard.kernels.call import Call, Kernel
 from regard.masks import EVERYTHING, And, Band, Mask, Tile
-from regard.reference import reference
+from regard.reference import exp, reference
 from regard.scores import Scoring, hide, hide_blind, wide
 
 ROWS = 256
@@ -222,7 +222,7 @@ class Fused(torch.autograd.Function):
             part.of_query(lse).copy_(part_lse)
         if sink is not None:
             whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            output *= (lse - whole).exp()[..., None].to(output.dtype)
+            output *= exp(lse - whole.masked_fill(whole == -math.inf, 0.0))[..., None].to(output.dtype)
             lse = whole
         ctx.save_for_backward(query, key, value, sink, output, lse)
         ctx.set_materialize_grads(False)
@@ -265,7 +265,7 @@ class Fused(torch.autograd.Function):
             part.add_to_key(grads[2], grad_value)
         grad_sink = None
         if sink is not None:
-            mass = (sink.to(lse.dtype)[:, None] - lse).exp()
+            mass = exp(sink.to(lse.dtype)[:, None] - finite)
             grad_sink = -(mass * (grad_output * output).sum(-1)).sum((0, 2)).to(sink.dtype)
         sizes = (head_dim, head_dim, value_dim)
         return (

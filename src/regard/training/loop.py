@@ -101,7 +101,8 @@ def train(
     """Trains a decoder, saves its progress on the way and the model at the end.
 
     An interruption (Ctrl-C) saves before it is passed on; `resume` goes on from the last save with exactly the batches
-    that were to come, and ends with exactly the weights that an uninterrupted run would have had.
+    that were to come, and ends with exactly the weights that an uninterrupted run would have had. It may be given more
+    steps than before: the learning rate then follows the longer schedule from there on.
 
     Args:
         folder: where model.safetensors and progress.safetensors are written.
@@ -128,7 +129,7 @@ def train(
             f"{name} was {was!r} and is {facts[part].get(name)!r}"
             for part in facts
             for name, was in header.get(part, {}).items()
-            if name != "save_every" and facts[part].get(name) != was
+            if name != "save_every" and facts[part].get(name) != was and not (name == "steps" and settings.steps > was)
         ]
         if changed:
             raise ValueError(f"{progress}: begun with other settings: {', '.join(changed)}")
