@@ -24,6 +24,8 @@ check: $(VENV)/.installed-dev ## style and types only
 
 bench: $(VENV)/.installed-dev ## the benchmarks, results into benchmarks/results
 	$(BIN)/python benchmarks/small_calls.py
+	$(BIN)/python benchmarks/masks.py
+	$(BIN)/python benchmarks/masks.py --report
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or newer; set PYTHON=/path/to/it")'

@@ -207,8 +207,8 @@ def train(
 ) -> None:
     """Train a language model on Python's standard library, or on texts of your own.
 
-    Ctrl-C saves; --resume goes on, with the same command or with more --steps. Held-out files tell how good the model is: about one file in
-    twenty, never trained on, against what xz -9e needs for them.
+    Ctrl-C saves; --resume goes on, with the same command or with more --steps. Held-out files tell how good the model
+    is: about one file in twenty, never trained on, against what xz -9e needs for them.
 
     [bold]Examples[/bold]
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 
-
 LOG2_E = 1.0 / math.log(2.0)
 
 

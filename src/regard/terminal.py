@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.layers import MultiHeadAttention
 from regard.models import Decoder
 from regard.observation import Observation
-from regard.recording import KIND_SHARE, HeadSummary, Recording, record
+from regard.recording import HeadSummary, Recording, record
 from regard.steps import Step, Steps, format_number, numbers, steps, three_tokens
 from regard.training.text import Tokenizer
 
@@ -194,7 +194,7 @@ def shaded(view: Look) -> Text:
     text = Text()
     for number, (piece, weight) in enumerate(zip(view.pieces, weights, strict=True)):
         style = "bold reverse" if number == view.query else "dim" if number > view.query else _heat(weight)
-        shown = "⏵" if number == 0 else piece.replace("\\n", "↵\n").replace("\\t", "⇥ ")
+        shown = "▸" if number == 0 else piece.replace("\\n", "↵\n").replace("\\t", "⇥ ")
         for part in shown.splitlines(keepends=True):
             text.append(part.rstrip("\n"), style)
             text.append("\n" if part.endswith("\n") else "")
@@ -473,9 +473,7 @@ def _legend(view: Look) -> Text:
         if any(s.kind == kind for s in view.heads):
             colour, words = KINDS[kind]
             text.append(f"{kind:<15}", _rgb(colour))
-            text.append(
-                f" {words}{f', {KIND_SHARE} of the time or more' if kind in view.heads[0].shares else ''}\n", "dim"
-            )
+            text.append(f" {words}\n", "dim")
     text.rstrip()
     return text
 
