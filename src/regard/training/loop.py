@@ -232,14 +232,14 @@ def bits_per_byte(
         bits = -sum_i log2 p(token i | the tokens before it, as many as fit)
 
     A text longer than the context is read in overlapping pieces of context_length tokens, `stride` apart (default:
-    half the context); each token is counted once, in the piece where it has the most before it. Every text stands
+    a quarter of the context); each token is counted once, in the piece where it has the most before it. Every text stands
     alone, after one end token. Nothing is dropped.
 
     Raises:
         ValueError: there is no text, or the pieces would not overlap or touch.
     """
     length = model.config.context_length
-    stride = max(1, length // 2) if stride is None else stride
+    stride = max(1, length // 4) if stride is None else stride
     if not 1 <= stride <= length:
         raise ValueError(f"stride: expected 1 to context_length={length}, got {stride}")
     pieces: list[tuple[list[int], int]] = []  # tokens of a piece, and how many of its targets were counted before
