@@ -231,8 +231,8 @@ def bits_per_byte(
 
         bits = -sum_i log2 p(token i | the tokens before it, as many as fit)
 
-    A text longer than the context is read in overlapping pieces of context_length tokens, `stride` apart (default:
-    a quarter of the context); each token is counted once, in the piece where it has the most before it. Every text stands
+    A text longer than the context is read in overlapping pieces of context_length tokens, `stride` apart (default: a
+    quarter of the context); each token is counted once, in the piece where it has the most before it. Every text stands
     alone, after one end token. Nothing is dropped.
 
     Raises:
