@@ -40,13 +40,22 @@ def test_it_was_not_trained_on_the_files_that_it_is_measured_with(library):
     assert not listed & {file.path for file in library.training}
 
 
-def test_it_needs_about_half_of_the_bits_that_xz_needs_for_files_it_has_never_seen(loaded, library):
-    """xz file by file, which like the model sees nothing of the other files. The aim is 0.5; this model is at 0.507."""
+@pytest.fixture(scope="module")
+def share_of_xz(loaded, library) -> float:
+    """The model's bits over those of xz, file by file, which like the model sees nothing of the other files."""
     texts = [file.text for file in library.held_out]
     sizes = [len(text.encode()) for text in texts]
-    ours = bits_per_byte(loaded.model, loaded.tokenizer, texts)
     each = sum(xz_bits_per_byte([text]) * size for text, size in zip(texts, sizes, strict=True)) / sum(sizes)
-    assert ours <= 0.515 * each
+    return bits_per_byte(loaded.model, loaded.tokenizer, texts) / each
+
+
+@pytest.mark.xfail(strict=True, reason="the aim, which the present model misses: it stands at 0.507")
+def test_it_needs_at_most_half_of_the_bits_that_xz_needs_for_files_it_has_never_seen(share_of_xz):
+    assert share_of_xz <= 0.5
+
+
+def test_it_is_no_worse_at_files_it_has_never_seen_than_its_card_says(share_of_xz):
+    assert share_of_xz <= 0.515
 
 
 @pytest.mark.parametrize("length", [64, 128, 250])
