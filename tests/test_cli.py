@@ -76,7 +76,7 @@ def test_look_as_json_gives_the_weights_that_attention_used(model: Path, capsys:
     given = []
     for number in range(2):
         layer = loaded.model.layers[number].attention
-        layer.observer = lambda heads, scoring: given.append((heads, scoring))
+        layer.watcher = lambda heads, scoring, attend: given.append((heads, scoring)) or attend(heads, scoring)
     with torch.no_grad():
         loaded.model(tokens)
     for entry in data["attends"]:

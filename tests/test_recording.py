@@ -162,37 +162,38 @@ def test_a_recording_can_be_asked_outside_of_inference_mode():
     assert recording.summary(tokens)[7] == expected.summary(tokens)[7]
 
 
-# --- observers --------------------------------------------------------------------------------------------------------
+# --- watchers ---------------------------------------------------------------------------------------------------------
 
 
-def observers(model):
-    return [module.observer for module in model.modules() if isinstance(module, MultiHeadAttention)]
+def watchers(model):
+    return [module.watcher for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
-def test_observers_are_restored():
+def test_watchers_are_restored():
     model = spread(Decoder(config()))
     own = []
 
-    def watch(heads, scoring):
+    def watch(heads, scoring, attend):
         own.append(heads)
+        return attend(heads, scoring)
 
-    model.layers[1].attention.observer = watch
+    model.layers[1].attention.watcher = watch
     with record(model) as recording:
         model(text())
-        assert None not in observers(model)
-    assert observers(model) == [None, watch, None]
+        assert None not in watchers(model)
+    assert watchers(model) == [None, watch, None]
     assert len(own) == 1  # it has seen what the recording saw
     model(text())
     assert len(own) == 2
     assert len(recording) == 3
 
 
-def test_observers_are_restored_after_an_error_and_what_was_recorded_before_it_stays():
+def test_watchers_are_restored_after_an_error_and_what_was_recorded_before_it_stays():
     model = spread(Decoder(config()))
     model.layers[1].feed_forward.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), record(model) as recording:
         model(text())
-    assert observers(model) == [None, None, None]
+    assert watchers(model) == [None, None, None]
     assert list(recording) == ["layers.0", "layers.1"]
 
 
@@ -206,7 +207,7 @@ def test_a_recording_inside_another_one_takes_nothing_from_it():
         assert_close(outer["layers.2"].weights(), inner["attention"].weights())
         model(tokens[2])
     assert list(inner) == ["attention"]
-    assert observers(model) == [None, None, None]
+    assert watchers(model) == [None, None, None]
     with record(model) as expected:
         model(tokens[1])
     assert_close(inner["attention"].weights(), expected["layers.2"].weights())

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -191,11 +192,17 @@ def train(
     steps: Annotated[int, typer.Option("--steps", min=1, help="How often the weights change.")] = 5000,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 8,
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="At its highest.")] = 3e-3,
-    vocab_size: Annotated[int, typer.Option("--vocab-size", min=257)] = 4096,
-    context_length: Annotated[int, typer.Option("--context-length", min=8)] = 512,
-    dim: Annotated[int, typer.Option("--dim", min=8)] = 192,
-    layers: Annotated[int, typer.Option("--layers", min=1)] = 6,
-    heads: Annotated[int, typer.Option("--heads", min=1)] = 6,
+    begin: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME|FOLDER", help="Go on from a model's weights, vocabulary and sizes."),
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option("--vocab-size", min=257, help="Default: 4096.")] = None,
+    context_length: Annotated[
+        int | None, typer.Option("--context-length", min=8, help="Default: 512, or that of --from.")
+    ] = None,
+    dim: Annotated[int | None, typer.Option("--dim", min=8, help="Default: 192.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Default: 6.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Default: 6.")] = None,
     hidden_dim: Annotated[int | None, typer.Option("--hidden-dim", help="Default: 8/3 of dim.")] = None,
     repeats: Annotated[float, typer.Option("--repeats", help="Share of rows of repeated random tokens.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -217,6 +224,8 @@ def train(
       regard train runs/mine --steps 200 --resume
 
       regard train runs/letters --data letters/ --pattern "*.md" --layers 4 --dim 128
+
+      regard train runs/longer --from stdlib --context-length 1024 --steps 200
     """
     import torch
 
@@ -234,14 +243,21 @@ def train(
     settings = loop.Settings(
         steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed, precision=precision
     )
-    config = ModelConfig(
-        vocab_size=vocab_size,
-        context_length=context_length,
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        hidden_dim=hidden_dim if hidden_dim is not None else -(-8 * dim // 3 // 8) * 8,
-    )
+    sizes = {"vocab_size": vocab_size, "dim": dim, "layers": layers, "heads": heads, "hidden_dim": hidden_dim}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    beginning = None if begin is None else _load(begin)
+    if beginning is None:
+        width = given.get("dim", 192)
+        plain = {"vocab_size": 4096, "dim": width, "layers": 6, "heads": 6, "hidden_dim": -(-8 * width // 3 // 8) * 8}
+        config = ModelConfig.from_dict({"context_length": context_length or 512, **plain, **given})
+    else:
+        config = beginning.model.config
+        for name, size in given.items():
+            if size != getattr(config, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: --from {begin} decides it, {getattr(config, name)}; got {size}"
+                )
+        config = replace(config, context_length=context_length or config.context_length)
     console = _console(stderr=True)
     corpus = _corpus(data, pattern)
     if not corpus.held_out:
@@ -252,28 +268,34 @@ def train(
     if resume:
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
     else:
-        with console.status("learning the vocabulary"):
-            tokenizer = Tokenizer(train_tokenizer(texts, vocab_size))
+        if beginning is None:
+            with console.status("learning the vocabulary"):
+                tokenizer = Tokenizer(train_tokenizer(texts, config.vocab_size))
+        else:
+            tokenizer = beginning.tokenizer
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder / "tokenizer.json")
-    if tokenizer.vocab_size != vocab_size:
-        config = ModelConfig.from_dict({**config.to_dict(), "vocab_size": tokenizer.vocab_size})
+    if beginning is None:
+        config = replace(config, vocab_size=tokenizer.vocab_size)  # few texts may have fewer tokens than asked for
     with _progress(console) as bar:
         task = bar.add_task("cutting into tokens", total=len(texts))
         rows = Packed.from_texts(
             texts,
             tokenizer,
-            context_length=context_length,
+            context_length=config.context_length,
             seed=seed,
             repeats=repeats,
             progress=lambda done, all: bar.update(task, completed=done, total=all),
         )
     torch.manual_seed(seed)
     model = Decoder(config)
+    if beginning is not None:
+        model.load_state_dict(beginning.model.state_dict())
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"{parameters:,} parameters, {rows.size:,} tokens in an epoch; {steps:,} steps of "
-        f"{batch_size * context_length:,} tokens are {steps * batch_size * context_length / rows.size:.2f} epochs"
+        f"{batch_size * rows.context_length:,} tokens are "
+        f"{steps * batch_size * rows.context_length / rows.size:.2f} epochs"
     )
     try:
         with _progress(console, "{task.fields[note]}") as bar:
@@ -300,10 +322,17 @@ def train(
             corpus,
             progress=lambda done, all: bar.update(task, completed=done, total=all),
         )
-    command = "regard " + " ".join(sys.argv[1:]).replace(" --resume", "")
-    (folder / "card.md").write_text(
-        loop.card(measures, model, rows, settings, corpus, command=command, seconds=seconds), encoding="utf-8"
+    card = loop.card(
+        measures,
+        model,
+        rows,
+        settings,
+        corpus,
+        command="regard " + " ".join(sys.argv[1:]).replace(" --resume", ""),
+        seconds=seconds,
+        begun_from=beginning.folder if beginning else None,
     )
+    (folder / "card.md").write_text(card, encoding="utf-8")
     console.print(
         f"held out: {measures.bits_per_byte:.3f} bits per byte (xz -9e: {measures.xz_each:.3f} file by file, "
         f"{measures.xz_joined:.3f} joined)\n"

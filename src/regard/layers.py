@@ -108,6 +108,13 @@ class ScoringArguments(TypedDict):
     additive: Additive | None
 
 
+Attend = Callable[[Heads, ScoringArguments], Tensor]
+"""What an attention layer does with its heads: [batch, heads, query_len, value_dim]."""
+
+Watcher = Callable[[Heads, ScoringArguments, Attend], Tensor]
+"""What may stand around it: it is given all that attention is given, and calls it itself or answers in its place."""
+
+
 class MultiHeadAttention(nn.Module):
     """Several attentions side by side, each on its own projection of the tokens.
 
@@ -191,8 +198,8 @@ class MultiHeadAttention(nn.Module):
         self.mask, self.bias, self.scale, self.softcap = mask, bias, scale, softcap
         self.dropout, self.output_dropout, self.context_length = dropout, output_dropout, context_length
         self.rotary = rotary
-        self.observer: Callable[[Heads, ScoringArguments], None] | None = None
-        """Sees what goes into attention, before it runs: how a recording is made."""
+        self.watcher: Watcher | None = None
+        """Stands around attention: how a recording is made and a head changed (`regard.recording`)."""
 
         self.query = nn.Linear(dim, key_dim, bias=projection_bias)
         self.key = nn.Linear(key_input, kv_heads * self.head_dim, bias=projection_bias)
@@ -260,8 +267,11 @@ class MultiHeadAttention(nn.Module):
     def attend(self, heads: Heads, *, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """Attention of the projected heads: [batch, heads, query_len, value_dim]."""
         scoring = self.scoring(mask, bias)
-        if self.observer is not None:
-            self.observer(heads, scoring)
+        return (
+            self._attention(heads, scoring) if self.watcher is None else self.watcher(heads, scoring, self._attention)
+        )
+
+    def _attention(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
         return attention(*heads, **scoring, dropout=self.dropout if self.training else 0.0)
 
     def scoring(self, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> ScoringArguments:

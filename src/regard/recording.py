@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.layers import Heads, MultiHeadAttention, ScoringArguments
+from regard.layers import Attend, Heads, MultiHeadAttention, ScoringArguments
 from regard.observation import Observation, observe
 from regard.scores import Additive
 from regard.shapes import ShapeError
@@ -136,21 +136,20 @@ def record(model: nn.Module) -> Iterator[Recording]:
     if not layers:
         raise ValueError(f"record: {type(model).__name__} contains no regard.MultiHeadAttention")
     recording = Recording()
-    before = {name: layer.observer for name, layer in layers.items()}
+    before = {name: layer.watcher for name, layer in layers.items()}
 
-    def keep(name: str, heads: Heads, scoring: ScoringArguments) -> None:
+    def keep(name: str, heads: Heads, scoring: ScoringArguments, attend: Attend) -> Tensor:
         recording.add(name, heads, scoring)
-        observer = before[name]
-        if observer is not None:
-            observer(heads, scoring)
+        watcher = before[name]
+        return attend(heads, scoring) if watcher is None else watcher(heads, scoring, attend)
 
     for name, layer in layers.items():
-        layer.observer = partial(keep, name)
+        layer.watcher = partial(keep, name)
     try:
         yield recording
     finally:
         for name, layer in layers.items():
-            layer.observer = before[name]
+            layer.watcher = before[name]
 
 
 def summarise(name: str, seen: Observation, tokens: Tensor) -> list[HeadSummary]:

@@ -369,8 +369,13 @@ def card(
     *,
     command: str,
     seconds: float,
+    begun_from: Path | None = None,
 ) -> str:
-    """The model card: data, exact command, seed, steps, time and held-out loss, as Markdown."""
+    """The model card: data, exact command, seed, steps, time and held-out loss, as Markdown.
+
+    Args:
+        begun_from: the folder of the model that training began with; its card is repeated.
+    """
     read = sum(len(file.text.encode()) for file in corpus.training)
     tokens = settings.steps * settings.batch_size * data.context_length
     added = f"; {data.repeats:.0%} of the rows are random tokens, repeated, which teach copying" if data.repeats else ""
@@ -391,6 +396,12 @@ def card(
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     held_out = "\n".join(f"- {file.path} ({len(file.text.encode()):,} bytes)" for file in corpus.held_out)
+    before = ""
+    if begun_from is not None:
+        old = begun_from / "card.md"
+        told = old.read_text(encoding="utf-8") if old.is_file() else "It has no card."
+        rows_before = "\n".join(line for line in told.splitlines() if line.startswith("|")) or told
+        before = f"\n## The model that training began with\n\n{rows_before}\n"
     return f"""# Model card
 
 A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.
@@ -401,7 +412,7 @@ A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.
 
 The weights are stored in float16 and measured as stored. The licence of the texts is that of their authors. The model
 writes what looks like these texts, and knows nothing else.
-
+{before}
 ## Held-out files
 
 {held_out}
