@@ -10,7 +10,7 @@ import math
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.masks import Indices, Offset, check_device, check_rows, indices, pick, position_of_query_0, positive
 from regard.shapes import Grid, ShapeError
@@ -35,6 +35,18 @@ class Bias:
     def of_row(self, row: int) -> "Bias":
         """The bias of one batch row, for a call with batch=1."""
         return self
+
+    def learned(self) -> tuple[Tensor, ...]:
+        """The tensors that may want a gradient: every floating tensor, bias and module that it holds."""
+        found: list[Tensor] = []
+        for part in vars(self).values():
+            if isinstance(part, Bias):
+                found += part.learned()
+            elif isinstance(part, nn.Module):
+                found += part.parameters()
+            elif isinstance(part, Tensor) and part.is_floating_point():
+                found.append(part)
+        return tuple(found)
 
     def __add__(self, other: "Bias | Tensor") -> "Bias":
         return Sum(self, as_bias(other))
