@@ -21,6 +21,7 @@ from regard import (
     attention,
     attention_with_lse,
 )
+from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, tiled
 from regard.shapes import Grid
@@ -52,9 +53,12 @@ def cells(strips, mask, grid):
     """How often each cell is computed, and whether the strip's own mask lets it through: [batch, query, key]."""
     times = torch.zeros(grid.batch, grid.query_len, grid.key_len, dtype=torch.int64)
     for strip in strips:
-        rows = slice(None) if strip.row is None else strip.row
+        rows = range(grid.batch) if strip.row is None else [strip.row]
         for span in strip.spans:
-            times[rows, strip.queries.start : strip.queries.stop, span.start : span.stop] += 1
+            places = torch.meshgrid(
+                *(torch.tensor(list(axis), dtype=torch.int64) for axis in (rows, strip.queries, span)), indexing="ij"
+            )
+            times[tuple(places)] += 1
     allowed = mask.allowed(range(grid.query_len), range(grid.key_len)).any(dim=1)
     return times, allowed.expand(grid.batch, grid.query_len, grid.key_len)
 
@@ -65,15 +69,13 @@ def test_every_allowed_cell_is_in_exactly_one_strip_and_full_strips_hold_nothing
         torch.zeros(BATCH, n, length, 8) for n, length in ((HEADS, QUERY_LEN), (KV_HEADS, KEY_LEN), (KV_HEADS, KEY_LEN))
     )
     call = check_call("test", *tensors, mask, None, None, None, None, None, 0.0, None, False)
-    found = tiled.strips(call)
+    found = tiled.cut_of(call).strips
     times, allowed = cells(found, call.scoring.mask, call.scoring.grid)
     assert times.max() <= 1
     assert (times[allowed] == 1).all()
     for strip in found:
-        inside = allowed[:, strip.queries.start : strip.queries.stop] if strip.row is None else allowed[
-            strip.row : strip.row + 1, strip.queries.start : strip.queries.stop
-        ]  # fmt: skip
-        inside = torch.cat([inside[..., span.start : span.stop] for span in strip.spans], dim=-1)
+        inside = allowed[slice(None) if strip.row is None else slice(strip.row, strip.row + 1)]
+        inside = inside[:, list(strip.queries)][..., [key for span in strip.spans for key in span]]
         if strip.full:
             assert inside.all()
         if strip.causal:
@@ -133,13 +135,31 @@ def test_a_window_costs_its_width_and_not_the_length():
 
 
 def test_packed_causal_documents_are_one_causal_call_each():
-    lengths = [300, 70, 512, 142]
+    lengths = [300, 70, 700, 142]
     tensors = torch.zeros(3, 1, 2, sum(lengths), 8)
     mask = Causal() & Document.from_lengths(lengths)
     call = check_call("test", *tensors, mask, None, None, None, None, None, 0.0, None, False)
-    found = tiled.strips(call)
+    found = tiled.cut_of(call).strips
     assert [len(strip.queries) for strip in found] == lengths
     assert all(strip.causal and strip.spans == (strip.queries,) for strip in found)
+
+
+def test_a_causal_square_that_torch_would_compute_whole_is_cut():
+    def found(dtype, **parts):
+        call = check_call("test", *torch.zeros(3, 1, 4, 512, 8, dtype=dtype), Causal(), *[None] * 5, 0.0, None, False)
+        return choose(call).name, tiled.cells(call) / (4 * 512 * 512)
+
+    assert found(torch.float32) == ("tiled", 5 / 8)
+    assert found(torch.bfloat16) == ("dense", 1)
+
+
+@pytest.mark.parametrize("step", [3, 37])
+@pytest.mark.parametrize("offset", [0, 5, -200])
+def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset):
+    length = 512
+    mask = Strided(step, offset)
+    call = check_call("test", *torch.zeros(3, 1, 1, length, 8), mask, *[None] * 5, 0.0, None, False)
+    assert tiled.cells(call) == mask.allowed(range(length), range(length)).sum()
 
 
 @pytest.mark.parametrize("lengths", [[3, 5, 2, 9, 1], [40, 2, 2, 2, 60], [1] * 30])
@@ -168,3 +188,145 @@ def test_gradients_of_shared_keys_add_up_in_float32():
     attention(zeros, zeros, value, mask=Prefix(4), kernel="tiled").sum().backward()
     assert value.grad[0, 0, 0, 0].item() == 2048  # 8192 queries, a quarter each
     assert math.isclose(value.grad.sum().item(), 8192 * 8)
+
+
+# --- gradients that autograd cannot take by itself ------------------------------------------------------------------
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"dropout": 0.3}], ids=lambda extra: "".join(extra) or "fused")
+def test_a_gradient_of_a_gradient_is_right_and_says_who_computes_it(small, extra):
+    tensors = normal(1, 2, 5, 2), normal(1, 1, 5, 2, seed=1), normal(1, 1, 5, 3, seed=2), normal(2, seed=3)
+
+    def output(query, key, value, sink):
+        draw = torch.Generator().manual_seed(4)
+        return attention(
+            query, key, value, mask=Causal() & Window(3), sink=sink, kernel="tiled", generator=draw, **extra
+        )
+
+    with pytest.warns(UserWarning, match="a gradient of a gradient is computed by kernel 'reference'"):
+        assert torch.autograd.gradgradcheck(output, tensors)
+
+
+class Penalty(Bias):
+    """A user's own bias, which learns through a module and through a tensor."""
+
+    def __init__(self, network, table):
+        self.network, self.table = network, table
+
+    def bind(self, grid):
+        return self
+
+    def values(self, queries, keys):
+        distance = (queries[:, None] - keys[None, :]).abs().to(self.table.dtype)[..., None]
+        return self.network(distance).permute(2, 0, 1)[None] + self.table[:, None, None]
+
+
+def test_whatever_a_bias_learns_through_gets_its_gradient(small):
+    torch.manual_seed(0)
+    network, table = torch.nn.Linear(1, HEADS).double(), normal(HEADS)
+    tensors = normal(1, HEADS, 37, 7), normal(1, KV_HEADS, 37, 7, seed=1), normal(1, KV_HEADS, 37, 5, seed=2)
+    bias = Penalty(network, table) + Alibi(slopes=normal(HEADS, seed=5))
+    learned = [*tensors, *network.parameters(), table, bias.right.slopes]
+
+    def gradients(kernel):
+        output = attention(*tensors, mask=Causal(), bias=bias, kernel=kernel)
+        return torch.autograd.grad(output.square().sum(), learned)
+
+    for ours, right in zip(gradients("tiled"), gradients("reference"), strict=True):
+        assert_close(ours, right)
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}], ids=["fused", "written"])
+def test_functional_transforms_see_through_strips(small, extra):
+    tensors = [tensor.detach() for tensor in (normal(3, 1, 2, 37, 7), normal(3, 1, 2, 37, 7), normal(3, 1, 2, 37, 5))]
+
+    def loss(query, key, value, kernel):
+        return attention(query, key, value, mask=Causal() & Window(9), kernel=kernel, **extra).square().sum()
+
+    def gradients(kernel):
+        of_one = torch.func.grad(lambda *three: loss(*three, kernel), argnums=(0, 1, 2))
+        return torch.func.vmap(of_one)(*tensors), [torch.stack(x) for x in zip(*map(of_one, *tensors), strict=True)]
+
+    (ours, ours_by_hand), (right, _) = gradients("tiled"), gradients("reference")
+    for found, by_hand, expected in zip(ours, ours_by_hand, right, strict=True):
+        assert_close(found, expected)
+        assert_close(by_hand, expected)
+
+
+# --- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def cut_for(mask, length=300, **parts):
+    tensors = torch.zeros(3, 2, 2, length, 8)
+    given = {"bias": None, "scale": None, "softcap": None, "sink": None, "additive": None} | parts
+    return tiled.cut_of(check_call("test", *tensors, mask, *given.values(), 0.0, None, False))
+
+
+def test_equal_masks_share_a_plan_and_others_do_not():
+    assert cut_for(Causal() & Window(20)) is cut_for(Causal() & Window(20))
+    assert cut_for(Causal() & Window(20)) is not cut_for(Causal() & Window(21))
+    assert cut_for(Causal() & Window(20)) is not cut_for(Causal() & Window(20), length=301)
+    assert cut_for(Causal() | Window(20)) is not cut_for(Causal() & Window(20))
+    rule = lambda batch, head, query, key: query >= key  # noqa: E731
+    assert cut_for(Where(rule)) is not cut_for(Where(rule))  # it may answer otherwise tomorrow
+
+
+def test_a_plan_for_data_that_was_changed_in_place_is_made_anew():
+    ids = torch.arange(300)[None] // 100
+    query = torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    answers = []
+    for _ in range(2):
+        mask = Causal() & Document(ids)
+        answers.append(attention(query, query, query, mask=mask, kernel="tiled"))
+        assert_close(answers[-1], attention(query, query, query, mask=mask, kernel="reference"))
+        ids[:, 100:200] = 0
+    assert not torch.equal(*answers)
+
+
+def test_a_plan_remembers_masks_only_up_to_a_size(monkeypatch):
+    monkeypatch.setattr(tiled, "KEPT", 20_000)
+    found = cut_for(Causal() & Window(70) & Prefix(290), length=3000)
+    query = torch.zeros(2, 2, 3000, 8)
+    attention(query, query, query, mask=Causal() & Window(70) & Prefix(290), kernel="tiled")
+    assert sum(hidden.allowed.numel() for hidden in {id(h): h for h in found._hidden.values()}.values()) <= 20_000
+
+
+def test_what_inference_mode_planned_is_not_met_in_training():
+    query = torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    mask = Causal() & Window(17)
+    with torch.inference_mode():
+        attention(query, query, query, mask=mask, softcap=3.0)
+    learning = query.clone().requires_grad_()
+    attention(learning, query, query, mask=mask, softcap=3.0).sum().backward()
+    assert bool((learning.grad != 0).any())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch._dynamo looks at it, and hides that
+@pytest.mark.parametrize(
+    ("mask", "extra"),
+    [
+        (Causal(), {}),
+        (Causal() & Window(50), {}),
+        (Causal() & Document.from_lengths([100, 200]), {"softcap": 3.0}),
+    ],
+    ids=["dense", "fused", "written"],
+)
+def test_a_compiled_model_computes_the_same_forward_and_backward(mask, extra):
+    tensors = [torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+    def model(query, key, value):
+        return attention(2 * query, key, value, mask=mask, **extra).square()
+
+    def answers(function):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output = function(*leaves)
+        return [output, *torch.autograd.grad(output.sum(), leaves)]
+
+    compiled = torch.compile(model, backend="aot_eager")
+    for ours, right in zip(answers(compiled), answers(model), strict=True):
+        assert_close(ours, right)
+    torch._dynamo.reset()

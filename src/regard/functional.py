@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, as_bias
-from regard.kernels import KERNELS, Call, choose
+from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, tiled
 from regard.masks import EVERYTHING, Mask, Tile, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
@@ -248,7 +248,7 @@ def plan(
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
     kernel  dense: the first that can do the call
             not tiled: it can, but comes later
-            not reference: it can, but holds every score
+            not reference: it can, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
     FLOPs   3.99e+06 needed, 5.76e+06 computed
     memory  75.0 KiB read and written; nothing square
@@ -258,11 +258,7 @@ def plan(
     positive(tile_size, "plan: tile_size")
     chosen = choose(call, kernel)
     grid = call.scoring.grid
-    others = {
-        k.name: k.cannot(call) or f"it can, but {'holds every score' if k.name == 'reference' else 'comes later'}"
-        for k in KERNELS
-        if k is not chosen
-    }
+    others = {k.name: k.cannot(call) or f"it can, but {_drawback(k, call, chosen)}" for k in KERNELS if k is not chosen}
     bound = call.scoring.mask or EVERYTHING
     tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
     per_score = 2 * (query.shape[3] + value.shape[3]) * grid.batch * grid.heads
@@ -270,7 +266,11 @@ def plan(
     square = chosen.square(call)
     return Plan(
         kernel=chosen.name,
-        why="asked for by name" if kernel != "auto" else "the first that can do the call",
+        why="asked for by name"
+        if kernel != "auto"
+        else "torch's causal form computes nearly the whole of a square this long, strips five eighths of it"
+        if tiled.shorter(call)
+        else "the first that can do the call",
         others=others,
         mask=repr(bound),
         grid=str(grid),
@@ -282,6 +282,13 @@ def plan(
         square_numbers=square,
         square_bytes=square * max(4, query.element_size()),
     )
+
+
+def _drawback(kernel: Kernel, call: Call, chosen: Kernel) -> str:
+    square = kernel.square(call)
+    if square > SMALL:
+        return f"holds {square:,} numbers of query_len x key_len"
+    return "comes later" if KERNELS.index(kernel) > KERNELS.index(chosen) else "computes more scores"
 
 
 def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:

@@ -20,7 +20,7 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
     # # # # #                . . . # #                . . . # #                # # # # #
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any, Self
@@ -43,6 +43,23 @@ class Tile(Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     FULL = "full"
+
+
+SMALL = 1 << 20
+"""Numbers in a tensor that is remembered with what was found out about it: a few per token, not per pair."""
+
+
+class _Same:
+    """A tensor as it is now: equal to itself until it is changed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.tensor is other.tensor and self.version == other.version
+
+    def __hash__(self) -> int:
+        return hash((id(self.tensor), self.version))
 
 
 class Mask:
@@ -99,6 +116,29 @@ class Mask:
     def breaks(self, query_len: int) -> set[int]:
         """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""
         return set()
+
+    def structure(self) -> Hashable | None:
+        """What two masks share that always answer alike: their kind, numbers and parts, and the tensors they hold.
+
+        None where that cannot be told: a function may answer otherwise tomorrow, a tensor of inference mode may change
+        unseen, and a large one is not worth keeping.
+        """
+        found: list[Hashable] = [f"{type(self).__module__}.{type(self).__qualname__}"]
+        for part in vars(self).values():
+            if isinstance(part, Mask):
+                inner = part.structure()
+                if inner is None:
+                    return None
+                found.append(inner)
+            elif isinstance(part, Tensor):
+                if part.numel() > SMALL or part.is_inference():
+                    return None
+                found.append(_Same(part))
+            elif part is None or isinstance(part, (int, float, torch.device)):
+                found.append(part)
+            else:
+                return None
+        return tuple(found)
 
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
         """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""

@@ -44,7 +44,7 @@ def run(call: Call) -> tuple[Tensor, None]:
     causal, attn_mask = False, None
     if bias is None and (mask is None or mask is EVERYTHING):
         pass
-    elif bias is None and _is_top_left_causal(mask):
+    elif bias is None and is_top_left_causal(mask):
         causal = True
         if scoring.grid.key_len > scoring.grid.query_len:  # later keys are seen by nobody
             key, value = key[:, :, : scoring.grid.query_len], value[:, :, : scoring.grid.query_len]
@@ -76,7 +76,7 @@ def square(call: Call) -> int:
     cells = grid.query_len * grid.key_len
     fused = call.query.shape[-1] == call.value.shape[-1]
     numbers = 0
-    if scoring.bias is not None or not (scoring.mask in (None, EVERYTHING) or _is_top_left_causal(scoring.mask)):
+    if scoring.bias is not None or not (scoring.mask in (None, EVERYTHING) or is_top_left_causal(scoring.mask)):
         corner = range(min(1, grid.query_len)), range(min(1, grid.key_len))
         parts = [scoring.allowed(*corner)]
         if scoring.bias is not None:
@@ -88,7 +88,7 @@ def square(call: Call) -> int:
     return numbers if fused else numbers + 2 * cells * grid.batch * grid.heads
 
 
-def _is_top_left_causal(mask: object) -> bool:
+def is_top_left_causal(mask: object) -> bool:
     if not isinstance(mask, Band) or not isinstance(mask.offset, int):
         return False
     return mask.before is None and mask.after == 0 and mask.offset == 0

@@ -31,8 +31,9 @@ A sink changes only out and lse; it is a place with value 0. A gradient of a gra
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ from torch import Tensor
 
 from regard.kernels import dense
 from regard.kernels.call import Call, Kernel
-from regard.masks import EVERYTHING, And, Band, Mask, Tile
+from regard.masks import EVERYTHING, And, Band, Mask, Strided, Tile
 from regard.reference import LOG2_E, exp, reference
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
+from regard.shapes import Grid
 
 ROWS = 256
 """Queries in a strip."""
@@ -51,9 +53,20 @@ ROWS = 256
 ALONE = 64
 """Queries that are worth a strip of their own."""
 
+SPLIT = range(384, 672)
+"""Lengths of a causal square that is worth cutting: torch's operator takes keys 512 at a time and computes nearly all
+of a square about that long; strips of half a usual one compute five eighths. (In half precision their masks cost more
+than that saves, and elsewhere their calls do.)"""
+
 COLUMNS = 64
 """Keys in the smallest tile that is asked about: spans begin and end at multiples of it."""
 
+
+LEAST_OF_RESIDUE = 8
+"""Queries of a strided mask that share their keys, for them to be worth strips of their own."""
+
+KEPT = 1 << 20
+"""Cells whose mask is remembered with a plan: up to 5 MiB for one."""
 
 WRITTEN = 1 << 22
 """Scores that the written engine likes to hold at a time: what fits into a processor's last cache."""
@@ -61,7 +74,7 @@ WRITTEN = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Consecutive queries and the spans of keys that they may see.
+    """Some queries, and the spans of keys that they may see; under a strided mask every step-th.
 
     Attributes:
         row: the batch row it is for; None for all rows at once.
@@ -82,24 +95,27 @@ class Strip:
 
 
 def cut(
-    mask: Mask, query_len: int, key_len: int, row: int | None = None, *, rows: int = ROWS, triangles: bool = True
+    mask: Mask, query_len: int, key_len: int, row: int | None = None, *, rows: int = ROWS, split: range = SPLIT
 ) -> Iterator[Strip]:
     """The strips of a bound mask.
 
     Args:
-        rows: queries in a strip, at most. triangles: whether a causal square, however long, may be one strip.
+        rows: queries in a strip, at most. split: lengths of causal squares that are cut too; others are one strip.
     """
-    causal, rest = _without_causal(mask) if triangles else (None, mask)
+    causal, rest = _without_causal(mask)
     for segment in _segments(sorted(mask.breaks(query_len)), query_len):
+        high = rows
         if causal is not None:
             diagonal = range(segment.start + causal, segment.stop + causal)
             if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
                 before = mask.tile(segment, range(diagonal.start))
                 if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
-                    yield Strip(row, segment, (diagonal,), full=False, causal=True)
-                    continue
-        for start in range(segment.start, max(segment.stop, segment.start + 1), rows):
-            queries = range(start, min(start + rows, segment.stop))
+                    if len(segment) not in split:
+                        yield Strip(row, segment, (diagonal,), full=False, causal=True)
+                        continue
+                    high = min(rows, ROWS // 2)
+        for start in range(segment.start, max(segment.stop, segment.start + 1), high):
+            queries = range(start, min(start + high, segment.stop))
             spans: list[range] = []
             full = True
             for columns, tile in _visible(mask, queries, range(key_len)):
@@ -111,20 +127,62 @@ def cut(
             yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
 
 
+def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows: int) -> Iterator[Strip]:
+    """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
+    (strided,) = (part for part in _parts_of_all(mask) if isinstance(part, Strided))
+    rest = _all_of(part for part in _parts_of_all(mask) if part is not strided)
+    step, offset = strided.step, strided.offset
+    assert isinstance(offset, int)  # `_is_strided` has seen to it
+    for first in range(step):
+        of_residue = range(first, query_len, step)
+        for start in range(0, len(of_residue), rows):
+            queries = of_residue[start : start + rows]
+            spans: list[range] = []
+            for columns, _ in _visible(rest, range(queries[0], queries[-1] + 1), range(key_len)):
+                ahead = (first + offset - columns.start) % step
+                span = range(columns.start + ahead, columns.stop, step)
+                if spans and span and spans[-1][-1] + step == span.start:
+                    spans[-1] = range(spans[-1].start, span.stop, step)
+                elif span:
+                    spans.append(span)
+            # between the first and the last of them lie queries that are not in the strip, so full is not known
+            yield Strip(row, queries, tuple(spans) or (range(0),), full=rest is EVERYTHING and bool(spans))
+
+
+def _is_strided(mask: Mask, query_len: int) -> bool:
+    """Whether one mask among those that must all allow is strided, with enough queries to a residue."""
+    strided = [part for part in _parts_of_all(mask) if isinstance(part, Strided)]
+    return (
+        len(strided) == 1
+        and isinstance(strided[0].offset, int)
+        and 1 < strided[0].step <= query_len // LEAST_OF_RESIDUE
+    )
+
+
 def _without_causal(mask: Mask) -> tuple[int | None, Mask]:
     """The offset of the causal mask among those that must all allow, and the others together."""
-    parts = [mask]
-    others: Mask = EVERYTHING
     offset: int | None = None
-    while parts:
-        part = parts.pop()
-        if isinstance(part, And):
-            parts += [part.left, part.right]
-        elif isinstance(part, Band) and (part.before, part.after) == (None, 0) and isinstance(part.offset, int):
+    others: list[Mask] = []
+    for part in _parts_of_all(mask):
+        if isinstance(part, Band) and (part.before, part.after) == (None, 0) and isinstance(part.offset, int):
             offset = part.offset if offset is None else min(offset, part.offset)
         else:
-            others = part if others is EVERYTHING else others & part
-    return offset, others
+            others.append(part)
+    return offset, _all_of(others)
+
+
+def _parts_of_all(mask: Mask) -> Iterator[Mask]:
+    """The masks that must all allow."""
+    if isinstance(mask, And):
+        yield from _parts_of_all(mask.left)
+        yield from _parts_of_all(mask.right)
+    else:
+        yield mask
+
+
+def _all_of(masks: Iterable[Mask]) -> Mask:
+    everything: Mask = EVERYTHING
+    return reduce(lambda left, right: right if left is EVERYTHING else left & right, masks, everything)
 
 
 def _segments(breaks: list[int], length: int) -> Iterator[range]:
@@ -151,40 +209,137 @@ def _visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, T
     yield from _visible(mask, rows, range(half, columns.stop))
 
 
-Strips = tuple[Strip, ...]
+class Hidden:
+    """What the mask hides in a strip, in the forms that are needed: made once, used in every call.
+
+    Attributes:
+        allowed: bool, broadcastable to the strip's scores.
+        queries, keys: which see something, which are seen; None for all.
+    """
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed = allowed
+        some = allowed.any(-1), allowed.any(-2)
+        self.queries, self.keys = (None if not one.is_meta and bool(one.all()) else one for one in some)
+        self._numbers: dict[torch.dtype, Tensor] = {}
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """0 where allowed and -inf where not, which is what torch takes."""
+        if dtype not in self._numbers:
+            zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
+            self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
+        return self._numbers[dtype]
 
 
-def strips(call: Call) -> Strips:
-    """The strips of a call; where batch rows differ, each row has its own."""
+class Cut:
+    """A bound mask cut into strips, and what each of them hides.
+
+    Attributes:
+        masks: the mask of each batch row that has strips of its own, by row; under None that of all.
+    """
+
+    def __init__(self, mask: Mask, grid: Grid, rows: int, split: range) -> None:
+        self.masks: dict[int | None, Mask] = {None: mask}
+        if grid.batch > 1 and mask.by_row:
+            self.masks = {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
+        lengths = grid.query_len, grid.key_len
+        self.strips = tuple(
+            strip
+            for row, one in self.masks.items()
+            for strip in (
+                _by_residue(one, *lengths, row, rows)
+                if _is_strided(one, grid.query_len)
+                else cut(one, *lengths, row, rows=rows, split=split)
+            )
+        )
+        self._hidden: dict[Strip, Hidden] = {}
+        self._kept = 0
+
+    def hidden(self, strip: Strip, scoring: Scoring) -> Hidden | None:
+        """What a strip hides: None for nothing, and for a causal one, where torch knows it.
+
+        Args:
+            scoring: that of the strip's batch row.
+        """
+        if scoring.bias is not None:  # which may hide keys as well, and may be another one in every call
+            allowed = scoring.allowed(strip.queries, _places(strip, scoring))
+            return None if allowed is None else Hidden(allowed)
+        if strip.full or strip.causal:
+            return None
+        if strip in self._hidden:
+            return self._hidden[strip]
+        allowed = self.masks[strip.row].allowed(
+            _where(strip.queries, scoring), _where(_places(strip, scoring), scoring)
+        )
+        last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
+        if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
+            hidden = last  # along a band every strip looks the same
+        else:
+            hidden = Hidden(allowed)
+            self._kept += allowed.numel()
+        if self._kept <= KEPT:
+            self._hidden[strip] = hidden
+        return hidden
+
+
+def cut_of(call: Call) -> Cut:
+    """A call's mask, cut; remembered where the mask can be told from others."""
     grid, mask = call.scoring.grid, call.scoring.mask or EVERYTHING
-    fused = fusable(call)
-    few = WRITTEN // max(1, grid.batch * grid.heads * grid.key_len)
-    rows = ROWS if fused else min(max(few, ALONE // 4), ROWS)
-    masks: list[tuple[Mask, int | None]] = [(mask, None)]
-    if grid.batch > 1 and mask.by_row:
-        masks = [(mask.of_row(row).bind(grid._replace(batch=1)), row) for row in range(grid.batch)]
-    return tuple(
-        strip for one, row in masks for strip in cut(one, grid.query_len, grid.key_len, row, rows=rows, triangles=fused)
-    )
+    if fusable(call):
+        rows, split = ROWS, SPLIT if call.query.dtype == wide(call.query[:0]).dtype else range(0)
+    else:
+        few = WRITTEN // max(1, grid.batch * grid.heads * grid.key_len)
+        rows, split = min(max(few, ALONE // 4), ROWS), range(grid.query_len + 1)
+    structure = mask.structure()
+    if structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+        return Cut(mask, grid, rows, split)  # what is made in these modes must not be met outside them
+    return _remembered(_Known(mask, structure), grid, rows, split)
+
+
+class _Known:
+    """A mask as the key of what was found out about it."""
+
+    def __init__(self, mask: Mask, structure: Hashable) -> None:
+        self.mask, self.structure = mask, structure
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self.structure == other.structure
+
+    def __hash__(self) -> int:
+        return hash(self.structure)
+
+
+@lru_cache(maxsize=32)
+def _remembered(known: _Known, grid: Grid, rows: int, split: range) -> Cut:
+    return Cut(known.mask, grid, rows, split)
+
+
+def _places(strip: Strip, scoring: Scoring) -> range | Tensor:
+    """The strip's keys as places in the call."""
+    if len(strip.spans) == 1:
+        return strip.spans[0]
+    return torch.cat([_where(span, scoring) for span in strip.spans])
+
+
+def _where(places: range | Tensor, scoring: Scoring) -> Tensor:
+    if isinstance(places, Tensor):
+        return places
+    return torch.arange(places.start, places.stop, places.step, device=scoring.grid.device)
 
 
 class Part:
-    """One strip of a call: its piece of query, key and value, and of the mask."""
+    """One strip of a call: its piece of query, key and value, and what is hidden in it."""
 
-    def __init__(self, strip: Strip, scoring: Scoring) -> None:
+    def __init__(self, strip: Strip, scoring: Scoring, found: Cut) -> None:
         self.strip = strip
         self.rows = slice(None) if strip.row is None else slice(strip.row, strip.row + 1)
-        self.queries = slice(strip.queries.start, strip.queries.stop)
-        scoring = replace(scoring, mask=None) if strip.full else scoring
-        self.scoring = _of_row(scoring, strip.row)
-
-    @property
-    def keys(self) -> range | Tensor:
-        """The strip's keys as places in the call."""
-        if len(self.strip.spans) == 1:
-            return self.strip.spans[0]
-        device = self.scoring.grid.device
-        return torch.cat([torch.arange(span.start, span.stop, device=device) for span in self.strip.spans])
+        self.queries = slice(strip.queries.start, strip.queries.stop, strip.queries.step)
+        if strip.row is not None:
+            grid = scoring.grid._replace(batch=1)
+            bias = None if scoring.bias is None else scoring.bias.of_row(strip.row).bind(grid)
+            scoring = replace(scoring, grid=grid, mask=found.masks[strip.row], bias=bias)
+        self.scoring = replace(scoring, mask=None) if strip.full else scoring
+        self.hidden = found.hidden(strip, self.scoring)
 
     def of_query(self, tensor: Tensor) -> Tensor:
         """The strip's queries, or what is there one per query."""
@@ -192,42 +347,46 @@ class Part:
 
     def of_key(self, tensor: Tensor) -> Tensor:
         """The strip's keys or values, its spans end to end."""
-        pieces = [tensor[self.rows, :, span.start : span.stop] for span in self.strip.spans]
+        pieces = [tensor[self.rows, :, span.start : span.stop : span.step] for span in self.strip.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def add_to_key(self, total: Tensor, part: Tensor) -> None:
         """Adds what is there one per key to the whole."""
         start = 0
         for span in self.strip.spans:
-            total[self.rows, :, span.start : span.stop] += part[:, :, start : start + len(span)]
+            total[self.rows, :, span.start : span.stop : span.step] += part[:, :, start : start + len(span)]
             start += len(span)
 
-    def scores(self, query: Tensor, key: Tensor, allowed: Tensor | None) -> Tensor:
+    def seeing(self, query: Tensor) -> Tensor:
+        """Queries with zeros where they see nothing, so that NaN there reaches nothing."""
+        return query if self.hidden is None or self.hidden.queries is None else hide_blind(query, self.hidden.allowed)
+
+    def seen(self, key: Tensor) -> Tensor:
+        """Keys or values with zeros where nobody sees them."""
+        return key if self.hidden is None or self.hidden.keys is None else hide(key, self.hidden.allowed)
+
+    def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """The strip's scores, by the definition."""
-        return self.scoring.tile(hide_blind(query, allowed), hide(key, allowed), self.strip.queries, self.keys)
+        places = _places(self.strip, self.scoring)
+        return self.scoring.tile(self.seeing(query), self.seen(key), self.strip.queries, places)
+
+    def added(self, dtype: torch.dtype) -> Tensor | None:
+        """The strip's mask and bias as numbers to add, which is what torch takes."""
+        if self.scoring.bias is None:
+            return None if self.hidden is None else self.hidden.numbers(dtype)
+        numbers = self.scoring.biases(self.strip.queries, _places(self.strip, self.scoring), dtype)
+        if self.hidden is not None:
+            numbers = numbers.masked_fill(~self.hidden.allowed, -math.inf)
+        return numbers.expand(*numbers.shape[:2], len(self.strip.queries), self.strip.keys)
 
     def kept(self, dropout: Dropout, weights: Tensor) -> Tensor:
         """1 where dropout keeps a weight, 0 where it drops it."""
         dropout = replace(dropout, first=self.strip.row or 0)
-        return dropout.keep(self.scoring.grid, self.strip.queries, self.keys, dtype=weights.dtype)
-
-    def allowed(self) -> Tensor | None:
-        """Who may attend to whom inside the strip; None for everybody."""
-        if (self.strip.full or self.strip.causal) and self.scoring.bias is None:
-            return None
-        return self.scoring.allowed(self.strip.queries, self.keys)
+        places = _places(self.strip, self.scoring)
+        return dropout.keep(self.scoring.grid, self.strip.queries, places, dtype=weights.dtype)
 
 
-def _of_row(scoring: Scoring, row: int | None) -> Scoring:
-    if row is None:
-        return scoring
-    grid = scoring.grid._replace(batch=1)
-    mask = None if scoring.mask is None else scoring.mask.of_row(row).bind(grid)
-    bias = None if scoring.bias is None else scoring.bias.of_row(row).bind(grid)
-    return replace(scoring, grid=grid, mask=mask, bias=bias)
-
-
-class Fused(torch.autograd.Function):
+class Fused:
     """All strips by torch's flash attention for the CPU, with its own backward pass."""
 
     @staticmethod
@@ -238,7 +397,8 @@ class Fused(torch.autograd.Function):
         sink: Tensor | None,
         scoring: Scoring,
         dropout: None,
-        found: Strips,
+        found: Cut,
+        *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
         size = value.shape[3]
         width = max(query.shape[3], size)
@@ -246,18 +406,17 @@ class Fused(torch.autograd.Function):
         output = query.new_zeros(*query.shape[:3], width)
         lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
         for part in _parts(found, query, scoring):
-            allowed = part.allowed()
             result, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                hide_blind(part.of_query(query), allowed),
-                hide(part.of_key(key), allowed),
-                hide(part.of_key(value), allowed),
+                part.seeing(part.of_query(query)),
+                part.seen(part.of_key(key)),
+                part.seen(part.of_key(value)),
                 0.0,
-                allowed is None and part.strip.causal,
-                attn_mask=_numbers(part, allowed, query.dtype),
+                part.hidden is None and part.strip.causal,
+                attn_mask=part.added(query.dtype),
                 scale=scoring.scale,
             )
-            if allowed is not None:  # torch says 0 for a row without keys
-                part_lse = part_lse.masked_fill(~allowed.any(-1), -math.inf)
+            if part.hidden is not None and part.hidden.queries is not None:  # torch says 0 for a row without keys
+                part_lse = part_lse.masked_fill(~part.hidden.queries, -math.inf)
             part.of_query(output).copy_(result)
             part.of_query(lse).copy_(part_lse)
         if sink is not None:
@@ -267,19 +426,21 @@ class Fused(torch.autograd.Function):
         return output[..., :size], lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.scoring, ctx.dropout, ctx.found = inputs
-        ctx.save_for_backward(*tensors, *output)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, output, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _twice(ctx, grad_output, grad_lse, (query, key, value, sink))
+    def gradients(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        scoring: Scoring,
+        dropout: None,
+        found: Cut,
+        *learned: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         dtype, sizes = query.dtype, (query.shape[3], key.shape[3], value.shape[3])
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
         width = max(sizes)
         query, key, value, output, grad_output = (_padded(t, width) for t in (query, key, value, output, grad_output))
         # ds = p (dp - sum(dout * out) + dlse): the last term enters as one more feature, with value 0 and gradient 1
@@ -290,19 +451,18 @@ class Fused(torch.autograd.Function):
         finite = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is the 0 that an empty row needs
         # strips that share keys add up in float32, whatever the call's dtype
         grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype) for t in (query, key, value)]
-        for part in _parts(ctx.found, query, ctx.scoring):
-            allowed = part.allowed()
+        for part in _parts(found, query, scoring):
             grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 part.of_query(grad_output),
-                hide_blind(part.of_query(query), allowed),
-                hide(part.of_key(key), allowed),
-                hide(part.of_key(value), allowed),
+                part.seeing(part.of_query(query)),
+                part.seen(part.of_key(key)),
+                part.seen(part.of_key(value)),
                 part.of_query(output),
                 part.of_query(finite),
                 0.0,
-                allowed is None and part.strip.causal,
-                attn_mask=_numbers(part, allowed, query.dtype),
-                scale=ctx.scoring.scale,
+                part.hidden is None and part.strip.causal,
+                attn_mask=part.added(query.dtype),
+                scale=scoring.scale,
             )
             part.of_query(grads[0]).copy_(grad_query)
             part.add_to_key(grads[1], grad_key)
@@ -312,16 +472,12 @@ class Fused(torch.autograd.Function):
             mass = exp(sink.to(lse.dtype)[:, None] - finite)
             grad_sink = -(mass * (grad_output * output).sum(-1)).sum((0, 2)).to(sink.dtype)
         three = (grad[..., :size].to(dtype) for grad, size in zip(grads, sizes, strict=True))
-        return (*three, grad_sink, None, None, None)
-
-    @staticmethod
-    def vmap(*arguments: Any) -> tuple[Any, tuple[int, int]]:
-        return _one_by_one(Fused, *arguments)
+        return (*three, grad_sink)
 
 
-def _parts(found: Strips, query: Tensor, scoring: Scoring) -> Iterator["Part"]:
+def _parts(found: Cut, query: Tensor, scoring: Scoring) -> Iterator[Part]:
     """Those strips in which there is something to compute."""
-    return (Part(strip, scoring) for strip in found if strip.keys and query.numel())
+    return (Part(strip, scoring, found) for strip in found.strips if strip.keys and query.numel())
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
@@ -331,19 +487,7 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _numbers(part: Part, allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The strip's mask and bias as numbers to add, which is what torch takes."""
-    if part.scoring.bias is None:
-        if allowed is None:
-            return None
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
-    numbers = part.scoring.biases(part.strip.queries, part.keys, dtype)
-    if allowed is not None:
-        numbers = numbers.masked_fill(~allowed, -math.inf)
-    return numbers.expand(*numbers.shape[:2], len(part.strip.queries), part.strip.keys)
-
-
-class Written(torch.autograd.Function):
+class Written:
     """All strips by the definition, a few rows at a time."""
 
     @staticmethod
@@ -354,15 +498,14 @@ class Written(torch.autograd.Function):
         sink: Tensor | None,
         scoring: Scoring,
         dropout: Dropout | None,
-        found: Strips,
+        found: Cut,
         *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = torch.empty(query.shape[:3], dtype=wide(query[:0]).dtype, device=query.device)
-        for strip in found:
-            part = Part(strip, scoring)
-            allowed = part.allowed()
-            scores = part.scores(part.of_query(query), part.of_key(key), allowed)
+        for strip in found.strips:
+            part = Part(strip, scoring, found)
+            scores = part.scores(part.of_query(query), part.of_key(key))
             top = scores.amax(-1, keepdim=True) if strip.keys else scores.new_full((*scores.shape[:3], 1), -math.inf)
             if sink is not None:
                 top = torch.maximum(top, sink.to(top.dtype)[:, None, None])
@@ -376,42 +519,43 @@ class Written(torch.autograd.Function):
             if dropout is not None:
                 weights *= part.kept(dropout, weights)
                 total = total * (1 - dropout.rate)
-            result = grouped_product(weights, wide(hide(part.of_key(value), allowed)))
+            result = grouped_product(weights, wide(part.seen(part.of_key(value))))
             part.of_query(output).copy_(result / total.masked_fill(empty, 1.0))
         return output, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, sink, ctx.scoring, ctx.dropout, ctx.found, *learned = inputs
-        ctx.save_for_backward(query, key, value, sink, output[1], *learned)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, sink, lse, *learned = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _twice(ctx, grad_output, grad_lse, (query, key, value, sink, *learned))
-        if grad_output is None:
-            grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
+    def gradients(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        found: Cut,
+        *learned: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         finite = lse.masked_fill(lse == -math.inf, 0.0)
         delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse  # sum(dout * out) - dlse
         wanted = [tensor for tensor in learned if tensor.requires_grad]
         grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype, device=t.device) for t in (query, key, value, *wanted)]
-        for strip in ctx.found:
+        for strip in found.strips:
             if not strip.keys:
                 continue
             with torch.enable_grad():  # only of the strip's scores, whatever they are made of
-                part = Part(strip, ctx.scoring)
-                allowed = part.allowed()
+                part = Part(strip, scoring, found)
                 part_query = wide(part.of_query(query)).detach().requires_grad_()
                 part_key = wide(part.of_key(key)).detach().requires_grad_()
-                scores = part.scores(part_query, part_key, allowed)
+                scores = part.scores(part_query, part_key)
             weights = (scores.detach() - part.of_query(finite)[..., None]).mul_(LOG2_E).exp2_()
             grad_part = wide(part.of_query(grad_output))
-            if ctx.dropout is not None:
-                grad_part = grad_part / (1 - ctx.dropout.rate)
-            grad_weights = grouped_product(grad_part, wide(hide(part.of_key(value), allowed)).mT)
-            kept = None if ctx.dropout is None else part.kept(ctx.dropout, weights)
+            if dropout is not None:
+                grad_part = grad_part / (1 - dropout.rate)
+            grad_weights = grouped_product(grad_part, wide(part.seen(part.of_key(value))).mT)
+            kept = None if dropout is None else part.kept(dropout, weights)
             if kept is not None:
                 grad_weights *= kept
             of_row = part.of_query(delta).add_((weights * grad_weights).sum(-1))
@@ -437,55 +581,145 @@ class Written(torch.autograd.Function):
         return (
             *three,
             grad_sink,
-            None,
-            None,
-            None,
             *(next(rest).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned),
         )
-
-    @staticmethod
-    def vmap(*arguments: Any) -> tuple[Any, tuple[int, int]]:
-        return _one_by_one(Written, *arguments)
 
 
 def _folded(tensor: Tensor, kv_heads: int) -> Tensor:
     """The query heads that share a kv head, one below the other: [batch, kv_heads, heads / kv_heads * rows, size]."""
-    return tensor.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    apart: Tensor = tensor.unflatten(1, (kv_heads, -1))
+    return apart.flatten(2, 3)
 
 
-def _twice(
-    ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, tensors: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """The backward pass as something that can be differentiated again: that of the reference.
-
-    Args:
-        tensors: query, key, value, sink and what is learned.
-    """
-    warnings.warn(
-        "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score",
-        stacklevel=2,
-    )
-    query, key, value, *_ = tensors
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    results = reference(query, key, value, ctx.scoring, ctx.dropout)
-    given = [(result, grad) for result, grad in zip(results, (grad_output, grad_lse), strict=True) if grad is not None]
-    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    outputs, grads = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
-    of = [next(found) if tensor is not None and tensor.requires_grad else None for tensor in tensors]
-    return (*of[:4], None, None, None, *of[4:])
+Engine = type[Fused] | type[Written]
 
 
-def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, tuple[int, int]]:
+class Strips(torch.autograd.Function):
+    """An engine, as autograd and torch.func see it."""
+
+    @staticmethod
+    def forward(
+        engine: Engine,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        found: Cut,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return engine.forward(query, key, value, sink, scoring, dropout, found, *learned)  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.fixed = inputs[:4]
+        ctx.save_for_backward(*output, *inputs[4:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        output = ctx.saved_tensors[0]
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
+        grads = Gradients.apply(*ctx.fixed, grad_output, grad_lse, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *grads)
+
+    @staticmethod
+    def vmap(*arguments: Any) -> tuple[Any, Any]:
+        return _one_by_one(Strips, *arguments)
+
+
+class Gradients(torch.autograd.Function):
+    """The backward pass of `Strips`, as something that can be differentiated in turn: by the reference."""
+
+    @staticmethod
+    def forward(
+        engine: Engine,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        found: Cut,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        output: Tensor,
+        lse: Tensor,
+        *inputs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, sink, *learned = inputs
+        return engine.gradients(
+            *(query, key, value, sink, scoring, dropout, found, *learned),
+            output=output,
+            lse=lse,
+            grad_output=grad_output,
+            grad_lse=grad_lse,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        _, ctx.scoring, ctx.dropout, _, grad_output, grad_lse, _, _, *tensors = inputs
+        ctx.save_for_backward(grad_output, grad_lse, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        warnings.warn(
+            "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score",
+            stacklevel=2,
+        )
+        inputs = ctx.saved_tensors
+        grad_output, grad_lse, *tensors = inputs
+        third = torch.is_grad_enabled()
+        with torch.enable_grad():
+            query, key, value, *_ = tensors
+            results = reference(query, key, value, ctx.scoring, ctx.dropout)
+            outputs, given = zip(
+                *((r, g) for r, g in zip(results, (grad_output, grad_lse), strict=True) if g is not None), strict=True
+            )
+            learning = [tensor for tensor in tensors if _learns(tensor)]
+            firsts = torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True)
+            asked = [grad for tensor, grad in zip(tensors, grads, strict=True) if _learns(tensor)]
+            pairs = [(f, g) for f, g in zip(firsts, asked, strict=True) if _learns(f) and g is not None]
+            seconds = torch.autograd.grad(
+                [first for first, _ in pairs],
+                [tensor for tensor in inputs if _learns(tensor)],
+                [grad for _, grad in pairs],
+                create_graph=third,
+                allow_unused=True,
+            )
+        found = iter(seconds)
+        of_output, of_lse, *rest = (next(found) if _learns(tensor) else None for tensor in inputs)
+        return (None, None, None, None, of_output, of_lse, None, None, *rest)
+
+    @staticmethod
+    def vmap(*arguments: Any) -> tuple[Any, Any]:
+        return _one_by_one(Gradients, *arguments)
+
+
+def _learns(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
     """torch.func.vmap's rule: the calls one after another, each of which keeps the machine busy by itself."""
-    results = [
+    calls = [
         function.apply(*(x if at is None else x.select(at, n) for x, at in zip(inputs, in_dims, strict=True)))
         for n in range(info.batch_size)
     ]
-    outputs, lses = zip(*results, strict=True)
-    return (torch.stack(outputs), torch.stack(lses)), (0, 0)
+    results = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, tuple(None if result is None else 0 for result in results)
+
+
+def shorter(call: Call) -> bool:
+    """Whether strips compute much less than torch's own causal form, which could do the call as well."""
+    grid, query = call.scoring.grid, call.query
+    return (
+        grid.query_len in SPLIT
+        and grid.query_len == grid.key_len
+        and grid.batch * grid.heads >= 4  # or the strips' calls cost more than they save
+        and query.dtype == torch.float32
+        and dense.is_top_left_causal(call.scoring.mask)
+        and fusable(call)
+    )
 
 
 def cannot(call: Call) -> str | None:
@@ -514,12 +748,25 @@ def _narrowed(call: Call, span: range) -> Call:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The strips, by the engine that can; a single strip without a mask, as in decoding, is one call of torch's."""
-    found = strips(call)
+    if torch.compiler.is_compiling():  # a plan depends on what the mask holds: the graph breaks here
+        broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+        return broken(call)
+    return _run(call)
+
+
+def _run(call: Call) -> tuple[Tensor, Tensor | None]:
+    found = cut_of(call)
     if not fusable(call):
-        tensors = (call.query, call.key, call.value, call.scoring.sink)
-        return Written.apply(*tensors, call.scoring, call.dropout, found, *call.scoring.learned())
-    if len(found) == 1 and found[0].row is None and found[0].full and len(found[0].spans) == 1:
-        alone = _narrowed(call, found[0].spans[0])
+        return _apply(Written, call, (call.query, call.key, call.value), call.dropout, found, call.scoring.learned())
+    strip = found.strips[0]
+    if (
+        len(found.strips) == 1
+        and strip.row is None
+        and strip.full
+        and len(strip.spans) == 1
+        and strip.spans[0].step == 1
+    ):
+        alone = _narrowed(call, strip.spans[0])
         if dense.cannot(alone) is None:
             return dense.run(alone)
     tensors = (call.query, call.key, call.value)
@@ -527,14 +774,33 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         # in half precision torch's operator takes a short cut in exp, good enough for its output but not for an lse
         # from which weights are made again: that is computed in float32
         tensors = (wide(call.query), wide(call.key), wide(call.value))
-    output, lse = Fused.apply(*tensors, call.scoring.sink, call.scoring, None, found)
+    output, lse = _apply(Fused, call, tensors, None, found, ())
     return output.to(call.query.dtype), lse
+
+
+def _apply(
+    engine: Engine,
+    call: Call,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    dropout: Dropout | None,
+    found: Cut,
+    learned: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor]:
+    """Runs an engine; where nothing learns, without autograd's cost, which is as much as that of a small call."""
+    sink = call.scoring.sink
+    arguments: tuple[Any, ...] = (engine, call.scoring, dropout, found, *tensors, sink, *learned)
+    learns = torch.is_grad_enabled() and any(map(_learns, (*tensors, sink, *learned)))
+    if learns or torch._C._are_functorch_transforms_active():
+        output, lse = Strips.apply(*arguments)  # type: ignore[no-untyped-call]
+        return output, lse
+    with torch.no_grad():
+        return Strips.forward(*arguments)
 
 
 def cells(call: Call) -> int:
     """Scores in all strips."""
     grid = call.scoring.grid
-    rows = sum(len(s.queries) * s.keys * (grid.batch if s.row is None else 1) for s in strips(call))
+    rows = sum(len(s.queries) * s.keys * (grid.batch if s.row is None else 1) for s in cut_of(call).strips)
     return rows * grid.heads
 
 
