@@ -374,7 +374,7 @@ def test_the_numbers_of_a_plan_by_hand():
     assert planned.flops_computed == 35 * 2 * (8 + 3) * 2 * 4
     assert planned.bytes_moved == 4 * (2 * 4 * 5 * 8 + 2 * 2 * 7 * 8 + 2 * 2 * 7 * 3 + 2 * 4 * 5 * 3)
     assert planned.square_numbers == 3 * 2 * 4 * 35
-    assert planned.square_bytes == 4 * planned.square_numbers
+    assert planned.peak_bytes == 4 * (planned.square_numbers + 2 * 4 * 5 * 3)
     assert planned.kernel == "reference"
     assert planned.why == "asked for by name"
     assert planned.mask == "Causal(offset=2)"
@@ -389,7 +389,9 @@ def test_a_plan_prints_as_a_report():
     assert "        not dense: torch's scaled_dot_product_attention has no softcap" in lines
     assert lines[-3] == "tiles   0 empty (0%), 2 partial (50%), 2 full (50%) of 2 x 2"
     assert lines[-2] == "FLOPs   1.02e+03 needed, 1.02e+03 computed"
-    assert lines[-1] == "memory  1.0 KiB read and written; 384.0 B of query_len x key_len"
+    assert lines[-1] == (
+        "memory  1.0 KiB read and written, 640.0 B beside inputs at most; 96 numbers of query_len x key_len"
+    )
 
 
 @pytest.mark.parametrize("parts", [{}, {"mask": Causal()}, {"softcap": 2.0}, {"dropout": 0.5}, {"kernel": "reference"}])

@@ -187,6 +187,7 @@ class Plan:
         flops_computed: the same for the scores that the kernel computes.
         bytes_moved: query, key and value read once, output written once.
         square_numbers: numbers of query_len x key_len that the kernel holds; 0 where it needs none.
+        peak_bytes: the most that a forward pass holds at once beside its inputs, output included; an estimate.
     """
 
     kernel: str
@@ -200,7 +201,7 @@ class Plan:
     flops_computed: int
     bytes_moved: int
     square_numbers: int
-    square_bytes: int
+    peak_bytes: int
 
     def __str__(self) -> str:
         total = max(1, sum(self.tiles.values()))
@@ -211,8 +212,8 @@ class Plan:
             f"tiles   {', '.join(f'{n} {tile.value} ({n / total:.0%})' for tile, n in self.tiles.items())}"
             f" of {self.tile_size} x {self.tile_size}",
             f"FLOPs   {self.flops_needed:.3g} needed, {self.flops_computed:.3g} computed",
-            f"memory  {_bytes(self.bytes_moved)} read and written; "
-            + (f"{_bytes(self.square_bytes)} of query_len x key_len" if self.square_numbers else "nothing square"),
+            f"memory  {_bytes(self.bytes_moved)} read and written, {_bytes(self.peak_bytes)} beside inputs at most; "
+            f"{f'{self.square_numbers:,} numbers of query_len x key_len' if self.square_numbers else 'nothing square'}",
         ]
         return "\n".join(lines)
 
@@ -251,7 +252,7 @@ def plan(
             not reference: it can, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
     FLOPs   3.99e+06 needed, 5.76e+06 computed
-    memory  75.0 KiB read and written; nothing square
+    memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing square
     """
     generator = torch.Generator()  # nothing is dropped here, so torch's own generator stays where it is
     call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
@@ -280,7 +281,7 @@ def plan(
         flops_computed=chosen.cells(call) * 2 * (query.shape[3] + value.shape[3]),
         bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
         square_numbers=square,
-        square_bytes=square * max(4, query.element_size()),
+        peak_bytes=chosen.held(call) + output * query.element_size(),
     )
 
 

@@ -18,6 +18,7 @@ REFERENCE = Kernel(
     run=lambda call: reference(call.query, call.key, call.value, call.scoring, call.dropout),
     cells=all_cells,
     square=lambda call: 3 * all_cells(call),
+    held=lambda call: 3 * all_cells(call) * max(4, call.query.element_size()),
 )
 
 SMALL = 1 << 16

@@ -42,3 +42,5 @@ class Kernel(NamedTuple):
     """How many scores it computes, over all batch rows and heads."""
     square: Callable[[Call], int]
     """How many numbers of size query_len x key_len it holds at once: 0 for a kernel that needs none."""
+    held: Callable[[Call], int]
+    """How many bytes it holds at once beside inputs and output, in a forward pass; an estimate."""

@@ -804,4 +804,21 @@ def cells(call: Call) -> int:
     return rows * grid.heads
 
 
-KERNEL = Kernel("tiled", cannot, run, cells, square=lambda call: 0)
+def held(call: Call) -> int:
+    """The log-sum-exp, and for the largest strip its mask and keys, or its scores where those are written out."""
+    grid, query, key = call.scoring.grid, call.query, call.key
+    size = wide(query[:0]).element_size()
+    sizes = []
+    for strip in cut_of(call).strips:
+        rows = grid.batch if strip.row is None else 1
+        cells = len(strip.queries) * strip.keys
+        if fusable(call):
+            masked = 0 if strip.full or strip.causal else cells * (1 + query.element_size())
+            joined = 0 if len(strip.spans) == 1 else 2 * rows * key.shape[1] * strip.keys * key.shape[3]
+            sizes.append(masked + joined * query.element_size())
+        else:
+            sizes.append(3 * rows * grid.heads * cells * size)
+    return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
+
+
+KERNEL = Kernel("tiled", cannot, run, cells, square=lambda call: 0, held=held)
