@@ -1,5 +1,6 @@
 """Every statistic against the dense weights in float64, for every mask and bias, whole and in tiles."""
 
+import gc
 import math
 
 import pytest
@@ -11,8 +12,24 @@ from comparing import assert_close, assert_zero
 from naive import naive
 from regard.biases import as_bias
 from regard.functional import attention, attention_with_lse
-from regard.masks import Causal, Dense, Padding, Where, Window
-from regard.observation import observe
+from regard.masks import Causal, Chunk, Dense, Document, Padding, Where, Window
+from regard.observation import (
+    Distance,
+    Entropy,
+    Image,
+    Mass,
+    MaxScore,
+    PerQuery,
+    Pyramid,
+    Received,
+    Share,
+    Spread,
+    Top,
+    Viewers,
+    Visible,
+    observe,
+)
+from regard.reference import softmax
 from regard.scores import Additive
 from regard.shapes import ShapeError
 
@@ -42,9 +59,10 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 @pytest.fixture(params=["at once", "in tiles"])
 def _tiles(request, monkeypatch):
-    """All seven rows of scores at once, and three at a time."""
+    """All 7 x 11 scores at once, and at most 3 x 4 at a time, where 2 keys may make a tile of their own."""
     if request.param == "in tiles":
-        monkeypatch.setattr(regard.observation, "CELLS", 3 * BATCH * HEADS * KEY_LEN + 5)
+        for name, value in {"CELLS": 3 * BATCH * HEADS * 4 + 5, "COLUMNS": 4, "EDGE": 2}.items():
+            monkeypatch.setattr(regard.observation, name, value)
 
 
 in_tiles = pytest.mark.usefixtures("_tiles")
@@ -119,7 +137,7 @@ def test_two_queries_by_hand():
     assert_zero(seen.sink_mass())
     weights, keys = seen.top(2)
     assert_close(weights, torch.tensor([[[[1.0, 0.0], [high, low]]]]))
-    assert keys.tolist() == [[[[0, 1], [1, 0]]]]
+    assert keys.tolist() == [[[[0, -1], [1, 0]]]]  # the first query sees one key
 
 
 # --- every call against plain Python ----------------------------------------------------------------------------------
@@ -168,8 +186,11 @@ def test_the_largest_weights_and_their_keys(name, dense):
     weights, _, _ = dense(name)
     top, keys = seen(name).top(4)
     assert_close(top, weights.topk(4).values)
-    assert_close(weights.gather(-1, keys), top)
-    assert bool((keys.diff(dim=-1) != 0).all())
+    assert torch.equal(keys == -1, top == 0)  # a weight of 0 has no key
+    assert_close(weights.gather(-1, keys.clamp(min=0)).masked_fill(keys == -1, 0.0), top)
+    for row in keys.flatten(0, 2).tolist():
+        found = [key for key in row if key >= 0]
+        assert len(set(found)) == len(found)
 
 
 @every_call
@@ -225,8 +246,8 @@ def test_the_lse_of_the_call_may_be_given(name):
     observation = seen(name, lse=lse.detach())
     assert observation.lse is not None
     assert_close(observation.weights(), seen(name).weights())
-    # it is taken, and not computed again
-    assert_close(seen(name, lse=lse.detach() + 1).weights(), seen(name).weights() / math.e)
+    with torch.no_grad():  # it is taken, and not computed again
+        assert_close(seen(name, lse=lse.detach() + 1).weights(), seen(name).weights() / math.e)
 
 
 def test_half_precision_is_observed_in_float32():
@@ -236,6 +257,17 @@ def test_half_precision_is_observed_in_float32():
         assert observation.weights().dtype == observation.entropy().dtype == torch.float32
         exact = observe(query.double(), key.double(), mask=Causal())
         assert_close(observation.weights().double(), exact.weights(), tolerance=1e-5)
+
+
+def test_autocast_rounds_nothing():
+    query, key = QUERY.float(), KEY.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = observe(query, key, mask=Causal())
+        found = inside.gather(Entropy(), Received()), inside.weights(), inside.lse
+    outside = observe(query, key, mask=Causal())
+    expected = outside.gather(Entropy(), Received()), outside.weights(), outside.lse
+    for actual, exact in zip(flat(found), flat(expected), strict=True):
+        assert_close(actual, exact, tolerance=1e-6)
 
 
 def test_what_hidden_keys_hold_is_not_seen():
@@ -270,29 +302,313 @@ def test_a_call_without_queries_or_without_keys_has_no_nan():
         assert bool((observation.max_score() == -math.inf).all())
 
 
-# --- nothing square ---------------------------------------------------------------------------------------------------
+# --- pictures, comparisons, selections, several at once ---------------------------------------------------------------
+
+
+def pooled(weights, rows, columns, pool):
+    """A picture pixel by pixel, of the largest weights or of the mean over queries of the sum over keys."""
+    pixels = []
+    for r in range(0, weights.shape[2], rows):
+        block = weights[:, :, r : r + rows]
+        cut = [block[..., c : c + columns] for c in range(0, weights.shape[3], columns)]
+        pixels.append(torch.stack([c.amax((-2, -1)) if pool == "max" else c.sum(-1).mean(-1) for c in cut], dim=-1))
+    return torch.stack(pixels, dim=-2)
+
+
+@in_tiles
+@every_call
+def test_pictures(name, dense):
+    weights, _, _ = dense(name)
+    for pool in ("max", "mean"):
+        assert_close(seen(name).image(3, pool), pooled(weights, 3, 4, pool), f"{pool} in blocks of 3 x 4")
+        part = seen(name).image(2, pool, queries=slice(1, 6), keys=range(2, 9))
+        assert_close(part, pooled(weights[:, :, 1:6, 2:9], 3, 4, pool), f"{pool} of a rectangle")
+        levels = seen(name).pyramid(8, pool)
+        assert [list(level.shape[2:]) for level in levels] == [[7, 6], [4, 3], [2, 2], [1, 1]]
+        for n, level in enumerate(levels):
+            assert_close(level, pooled(weights, 2**n, 2 ** (n + 1), pool), f"{pool}, level {n}")
+    assert_close(seen(name).image(11), weights, "a pixel for every weight")
+    total = pooled(weights.sum(-1, keepdim=True), 3, 1, "mean")[..., 0]
+    assert_close(seen(name).image(3, "mean").sum(-1), total, "rows of the mean picture")
+
+
+@in_tiles
+@every_call
+def test_distances_and_who_may_look(name, dense):
+    weights, scores, _ = dense(name)
+    allowed = scores > -math.inf
+    assert torch.equal(seen(name).viewers(), allowed.sum(-2))
+    assert_close(seen(name).mean_received(), weights.sum(-2) / allowed.sum(-2).clamp(min=1), "mean received")
+    back = torch.arange(QUERY_LEN)[:, None] + KEY_LEN - QUERY_LEN - torch.arange(KEY_LEN)
+    for edges in (None, [-1, 2, 3, 7]):
+        edges, mass = seen(name).distances(edges)
+        expected = [
+            (weights * ((back >= low) & (back < high))).sum(-1)
+            for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+        ]
+        assert_close(mass, torch.stack(expected, dim=-1), "mass by distance")
+    assert_close(seen(name).distances().mass.sum(-1), weights.sum(-1), "every distance has a bin")
+    assert seen(name).distances().edges.tolist() == [-11, 0, 1, 2, 4, 8, 16]
+
+
+@in_tiles
+@pytest.mark.parametrize("name", ["nothing", "sink", "mask: causal offset per row", "mask: dense", "everything"])
+def test_two_calls_are_compared(name, dense):
+    def places(call):
+        weights, _, lse = dense(call)
+        has_sink = torch.tensor("sink" in CALLS[call])
+        rest = torch.where((lse > -math.inf) & has_sink, 1 - weights.sum(-1), 0.0)
+        return torch.cat([weights, rest[..., None]], dim=-1)
+
+    other = "mask: window"
+    p, q = places(name), places(other)
+    with torch.no_grad():
+        divergence, variation, cosine = seen(name).compare(seen(other))
+    expected = entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+    assert_close(divergence, expected.clamp(min=0), "Jensen-Shannon", tolerance=1e-8)
+    assert_close(variation, (p - q).abs().sum(-1) / 2, "total variation", tolerance=1e-8)
+    size = (p.square().sum(-1) * q.square().sum(-1)).sqrt()
+    assert_close(cosine, (p * q).sum(-1) / size.clamp(min=1e-30), "cosine", tolerance=1e-8)
+
+
+def test_a_head_is_compared_with_itself_and_with_one_that_shares_nothing():
+    first = observe(QUERY[:1, :1], KEY[:1, :1], mask=Causal())
+    divergence, variation, cosine = first.compare(first)
+    assert_close(divergence, torch.zeros_like(divergence))
+    assert_close(variation, torch.zeros_like(variation))
+    assert_close(cosine, torch.ones_like(cosine))
+    later = observe(QUERY[:1, :1], KEY[:1, :1], mask=~Causal())
+    divergence, variation, cosine = (found[..., :-1] for found in first.compare(later))  # the last sees no later key
+    assert_close(divergence, torch.full_like(divergence, math.log(2)))
+    assert_close(variation, torch.ones_like(variation))
+    assert_zero(cosine)
+
+
+def all_statistics():
+    keys = torch.arange(KEY_LEN)
+    return {
+        "entropy": Entropy(), "received": Received(), "top": Top(3), "visible": Visible(), "viewers": Viewers(),
+        "share": Share(lambda query, key: (query + key) % 3 == 0), "mass": Mass(keys % 2), "distance": Distance(),
+        "distances": Spread(), "max_score": MaxScore(), "image": Image(3), "mean image": Image(4, "mean"),
+        "zoom": Image(2, "mean", slice(2, 5), slice(0, 6)), "pyramid": Pyramid(5),
+    }  # fmt: skip
+
+
+def flat(result):
+    return [result] if isinstance(result, torch.Tensor) else [tensor for part in result for tensor in flat(part)]
+
+
+@in_tiles
+@every_call
+def test_statistics_asked_together_equal_those_asked_alone(name):
+    statistics, reports = all_statistics(), []
+    with torch.no_grad():
+        together = seen(name).gather(*statistics.values(), progress=lambda *report: reports.append(report))
+        for (what, statistic), result in zip(statistics.items(), together, strict=True):
+            for one, alone in zip(flat(result), flat(seen(name).gather(statistic)[0]), strict=True):
+                assert_close(one.double(), alone.double(), what)
+    done, totals = zip(*reports, strict=True)
+    assert list(done) == sorted(set(done))
+    assert set(totals) == {done[-1]}
+
+
+@every_call
+def test_a_selection_equals_slicing(name):
+    whole = seen(name)
+    for rows, heads in ((0, 2), (slice(1, 2), slice(2, 4)), (slice(None), slice(1, 4)), (-1, slice(None))):
+        at = [slice(n, n + 1 or None) if isinstance(n, int) else n for n in (rows, heads)]
+        with torch.no_grad():
+            part = seen(name)[rows, heads]
+            for what in ("weights", "entropy", "received", "viewers"):
+                expected = getattr(whole, what)()[at[0], at[1]]
+                assert_close(getattr(part, what)().double(), expected.double(), f"{what} of {rows}, {heads}")
+            assert_close(whole[rows, heads].lse, whole.lse[at[0], at[1]], "lse")
+
+
+def test_some_rows_of_several_are_selected():
+    query, key = torch.randn(5, 2, 7, 3, dtype=torch.float64), torch.randn(5, 2, 11, 3, dtype=torch.float64)
+    whole = observe(query, key, mask=Causal([0, 3, -2, 4, 9]), bias=torch.randn(5, 1, 1, 11, dtype=torch.float64))
+    for part, at in ((whole[1:4], slice(1, 4)), (whole[1:4][1:], slice(2, 4)), (whole[1:][1, 1], slice(2, 3))):
+        heads = slice(None) if part.grid.heads == 2 else slice(1, 2)
+        assert_close(part.weights(), whole.weights()[at, heads])
+        assert_close(part.entropy(), whole.entropy()[at, heads])
+
+
+def test_received_sums_to_the_queries_that_see_something_less_the_sink():
+    for name in ("mask: padding of a whole row", "sink and rows that see nothing", "everything"):
+        observation = seen(name)
+        sees = (observation.lse > -math.inf).sum(-1) - observation.sink_mass().sum(-1)
+        assert_close(observation.received().sum(-1), sees)
+
+
+# --- several tiles long, in float32 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(100), Causal() & Document.from_lengths([311, 390])])
+def test_a_longer_text_in_float32(mask, monkeypatch):
+    monkeypatch.setattr(regard.observation, "CELLS", 1 << 15)
+    query, key = 2 * torch.randn(1, 4, 701, 17), torch.randn(1, 2, 701, 17)
+    observation = observe(query, key, mask=mask)
+    entropies, received, top, picture = observation.gather(Entropy(), Received(), Top(8), Image(100, "mean"))
+    weights = observe(query.double(), key.double(), mask=mask).weights()
+    assert_close(entropies.double(), entropy(weights), "entropy", tolerance=1e-5)
+    assert_close(received.double(), weights.sum(-2), "received", tolerance=1e-5)
+    assert_close(top.weights.double(), weights.topk(8).values, "top", tolerance=1e-5)
+    assert_close(weights.gather(-1, top.keys.clamp(min=0)).masked_fill(top.keys < 0, 0), top.weights.double(),
+                 tolerance=1e-5)  # fmt: skip
+    assert_close(picture.double(), pooled(weights, 8, 8, "mean"), "picture", tolerance=1e-5)
+    known = observe(query, key, mask=mask, lse=observation.lse)
+    assert_close(known.entropy().double(), entropy(weights), "entropy by tiles", tolerance=1e-5)
+
+
+class Cells(PerQuery):
+    """How many weights a pass computes for each query."""
+
+    def of(self, tile):
+        return torch.full(tile.weights.shape[:-1], float(tile.weights.shape[-1]))
+
+
+def test_what_the_mask_calls_empty_is_not_computed():
+    length = 4099
+    query = torch.randn(1, 1, length, 3)
+    for mask, most in ((Causal(), length / 2 + 320), (Causal() & Window(100), 500), (Chunk(64), 320)):
+        (cells,) = observe(query, query, mask=mask).gather(Cells())
+        assert 1 <= float(cells.mean()) <= most, mask
 
 
 def test_no_more_than_cells_are_held_at_once(monkeypatch):
     largest = []
-    tile = regard.observation.Scoring.tile
 
-    def watched(self, query, key, queries, keys):
-        scores = tile(self, query, key, queries, keys)
-        largest.append(scores.numel())
-        return scores
+    class Watch(PerQuery):
+        def of(self, tile):
+            largest.append(tile.weights.numel())
+            return tile.weights.sum(-1)
 
-    monkeypatch.setattr(regard.observation.Scoring, "tile", watched)
-    monkeypatch.setattr(regard.observation, "CELLS", 2 * BATCH * HEADS * KEY_LEN)
-    observation = seen("everything")
-    for statistic in (observation.entropy, observation.received, observation.distance, observation.visible):
-        statistic()
-    assert max(largest) == 2 * BATCH * HEADS * KEY_LEN
-    largest.clear()
-    # a head by itself costs one head's scores, and takes more rows at a time
-    observation.head(2).entropy()
-    assert sum(largest) == BATCH * QUERY_LEN * KEY_LEN
-    assert len(largest) == 1
+    monkeypatch.setattr(regard.observation, "CELLS", 1 << 15)
+    query = torch.randn(3, 2, 301, 3)
+    for key_len in (2, 301, 1301):
+        observe(query, torch.randn(3, 1, key_len, 3), softcap=2.0).gather(Watch())
+        assert max(largest) <= 1 << 15
+        largest.clear()
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def differentiable(name):
+    """query, key and what else learns in a call, and the observation of them."""
+    arguments = dict(CALLS[name])
+    leaves = [QUERY.clone().requires_grad_(), KEY.clone().requires_grad_()]
+    if "sink" in arguments:
+        arguments["sink"] = arguments["sink"].clone().requires_grad_()
+        leaves.append(arguments["sink"])
+    if isinstance(arguments.get("bias"), torch.Tensor):
+        arguments["bias"] = arguments["bias"].detach().clone().requires_grad_()
+        leaves.append(arguments["bias"])
+    return leaves, observe(leaves[0], leaves[1], **arguments)
+
+
+@in_tiles
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "mask: causal offset per row", "mask: dense per row and head", "sink", "softcap", "additive",
+     "bias: tensor with -inf", "sink and rows that see nothing", "everything"],
+)  # fmt: skip
+def test_gradients_equal_those_of_the_dense_formula(name):
+    leaves, observation = differentiable(name)
+    scoring, draw = observation.scoring, torch.Generator().manual_seed(9)
+    allowed = scoring.allowed(range(QUERY_LEN), range(KEY_LEN))
+    scores = scoring.tile(*leaves[:2], range(QUERY_LEN), range(KEY_LEN))
+    weights = softmax(scores, scoring.sink)[0]
+    safe = weights.masked_fill(weights == 0, 1.0)
+    plain = -(weights * safe.log()).sum(-1)
+    if scoring.sink is not None:
+        rest = (scoring.sink[:, None] - softmax(scores, scoring.sink)[1]).exp()
+        plain = plain - rest * rest.log()
+    mean = pooled(weights, 4, 4, "mean")
+    pairs = {
+        "entropy": (observation.entropy, plain),
+        "received": (observation.received, weights.sum(-2)),
+        "mean picture": (lambda: observation.image(3, "mean"), pooled(weights, 3, 4, "mean")),
+        "weights": (lambda: observation.weights(slice(1, 4), slice(2, 9)), weights[:, :, 1:4, 2:9]),
+    }
+    assert mean.shape[-1] == 3
+    for what, (asked, expected) in pairs.items():
+        upstream = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
+        wanted = torch.autograd.grad(expected, leaves, upstream, retain_graph=True, allow_unused=True)
+        given = torch.autograd.grad(asked(), leaves, upstream, allow_unused=True)  # asked twice: no graph is used up
+        again = torch.autograd.grad(asked(), leaves, upstream, allow_unused=True)
+        for number, gradient in enumerate(wanted):
+            gradient = torch.zeros_like(leaves[number]) if gradient is None else gradient
+            assert_close(given[number], gradient, f"gradient {number} of {what}", tolerance=1e-8)
+            assert torch.equal(given[number], again[number])
+    assert allowed is None or allowed.dtype == torch.bool
+
+
+def test_gradcheck_of_entropy_and_received():
+    query, key = (torch.randn(1, heads, 3, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1))
+    sink = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    for more in ({}, {"softcap": 2.0}):
+
+        def of(query, key, sink, more=more):
+            return observe(query, key, mask=Causal(), sink=sink, **more).gather(Entropy(), Received())
+
+        assert torch.autograd.gradcheck(of, (query, key, sink))
+
+
+def test_a_given_lse_without_a_graph_does_not_take_the_gradient_away():
+    query = QUERY.clone().requires_grad_()
+    lse = observe(QUERY, KEY).lse
+    (wanted,) = torch.autograd.grad(observe(query, KEY).received()[0, 0, 3], query)
+    (given,) = torch.autograd.grad(observe(query, KEY, lse=lse).received()[0, 0, 3], query)
+    assert_close(given, wanted)
+    assert float(wanted.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_nothing_square_is_kept_for_the_backward_pass(softcap):
+    length, saved = 1501, {}
+    query, key = (torch.randn(1, 1, length, 3, requires_grad=True) for _ in range(2))
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    gc.collect()
+    before = {id(t) for t in gc.get_objects() if issubclass(type(t), torch.Tensor)}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        observation = observe(query, key, mask=Causal(), softcap=softcap)
+        loss = observation.entropy().sum() + observation.received().square().sum()
+    alive = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if issubclass(type(t), torch.Tensor) and id(t) not in before
+    }
+    square = 4 * length * length
+    assert 0 < sum(saved.values()) < square / 8
+    assert sum(alive.values()) < square / 8
+    loss.backward()
+    assert query.grad is not None
+    assert bool(query.grad.isfinite().all())
+
+
+def test_nan_in_hidden_keys_and_blind_queries_reaches_no_gradient():
+    query, key = QUERY.clone(), KEY.clone()
+    key[1, :, 6:] = math.nan
+    key[0] = math.nan
+    query[0] = math.nan  # sees nothing
+    for more in ({}, {"sink": SINK}, {"softcap": 3.0}):
+        results = []
+        for q, k in ((query, key), (QUERY, KEY)):
+            q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
+            observation = observe(q, k, mask=Padding([0, 6]), **more)
+            values = observation.entropy(), observation.received()
+            results.append((*values, *torch.autograd.grad(values[0].sum() + values[1].square().sum(), (q, k))))
+        for actual, expected in zip(*results, strict=True):
+            assert_close(actual, expected)
+
+
+# --- nothing square ---------------------------------------------------------------------------------------------------
 
 
 def test_weights_of_a_long_text_are_refused_and_advice_is_given():
@@ -323,6 +639,25 @@ def test_places_that_do_not_exist_are_refused():
             observation.top(count)
     with pytest.raises(ShapeError, match=r"groups must be \[batch=2, key_len=11\], got \[2, 7\]"):
         observation.mass(torch.zeros(7, dtype=torch.int64))
+
+
+def test_selections_pictures_and_edges_that_make_no_sense_are_refused():
+    observation = seen("nothing")
+    for which, message in ((2, "batch rows are 0 to 1, got 2"), ((0, 6), "heads are 0 to 5, got 6"),
+                           (slice(2, 2), "one or more batch rows of 2")):  # fmt: skip
+        with pytest.raises(IndexError, match=message):
+            observation[which]
+    with pytest.raises(ValueError, match='pool must be "max" or "mean", got \'min\''):
+        observation.image(pool="min")
+    with pytest.raises(ValueError, match="size must be a whole number, 1 or more, got 0"):
+        observation.image(0)
+    with pytest.raises(ValueError, match="edges must be two or more rising numbers"):
+        observation.distances([0, 3, 3])
+    with pytest.raises(ShapeError, match="both must have the same scores"):
+        observation.compare(observation.head(1))
+    long = torch.zeros(1, 2, 8192, 1)
+    with pytest.raises(ValueError, match="134,217,728 pixels at once are more than 67,108,864; ask for a smaller size"):
+        observe(long, long, lse=torch.zeros(1, 2, 8192)).image(8192)
 
 
 def test_observe_refuses_what_attention_refuses():

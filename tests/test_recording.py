@@ -1,20 +1,46 @@
-"""A recording has what every layer saw, changes nothing, and calls heads by what they do."""
+"""A recording has what every layer saw, changes nothing, calls heads by what they do, and survives a file; and a head
+that is changed is changed as if its weights were."""
 
+import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from comparing import assert_close, assert_zero
-from regard.biases import RelativeBias
+from cases import BATCH, GRID, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, Ruled, biases, composed_masks, fixed_masks, tensors
+from comparing import assert_close, assert_same_cells, assert_zero
+from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import LayerCache
-from regard.layers import FeedForward, MultiHeadAttention
-from regard.masks import Causal, Document, Padding
+from regard.functional import attention
+from regard.generation import generate
+from regard.layers import FeedForward, Heads, MultiHeadAttention
+from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window, indices
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, ModelConfig
 from regard.observation import Observation, observe
-from regard.recording import LOCAL, Recording, kind_of, record, seen_before, summarise
-from regard.shapes import ShapeError
+from regard.recording import (
+    Ablate,
+    HideKey,
+    Recorded,
+    Recording,
+    Replace,
+    Scale,
+    Summary,
+    intervene,
+    load_recording,
+    record,
+)
+from regard.recording.file import FORMAT
+from regard.recording.rules import HeadsMask, HiddenKey, PiecesMask
+from regard.recording.summary import LOCAL, kind_of, seen_before, summarise
+from regard.scores import Additive
+from regard.shapes import Grid, ShapeError
 
 VOCAB, LENGTH = 29, 11
 
@@ -215,7 +241,7 @@ def test_a_recording_inside_another_one_takes_nothing_from_it():
 
 def test_a_model_without_attention_is_refused():
     for model in (nn.Linear(3, 4), FeedForward(3, 4)):
-        says = f"record: {type(model).__name__} contains no regard.MultiHeadAttention"
+        says = rf"record: no attention of {type(model).__name__} went through regard.*huggingface.register\(\)"
         with pytest.raises(ValueError, match=says), record(model):
             pass
 
@@ -387,5 +413,1100 @@ def test_a_summary_needs_the_text_that_was_read_whole_and_at_once():
         with pytest.raises(ShapeError, match=r"tokens are \[1, 11\]"):
             recording.summary(tokens[:1])
         model(tokens[:, :1], cache=cache)
-    with pytest.raises(ShapeError, match=r"saw 1 queries and 12 keys in 2 rows.*whole and at once"):
+    assert len(recording.summary(torch.cat([tokens, tokens[:, :1]], dim=1))) == 18
+    with record(model) as recording:
+        model(tokens[:, :1], cache=cache)
+    with pytest.raises(ShapeError, match=r"saw 1 queries and 13 keys in 2 rows.*whole, from its first token on"):
         recording.summary(tokens[:, :1])
+
+
+def test_a_summary_knows_the_tokens_or_says_that_it_does_not():
+    model, tokens = spread(Decoder(config())), text()
+    with record(model) as recording:
+        model(tokens)
+    assert recording.summary() == recording.summary(tokens)
+    layer = spread(MultiHeadAttention(24, 6))
+    with record(layer) as recording:
+        layer(torch.randn(1, 3, 24, dtype=torch.float64))
+    assert recording.tokens is None
+    with pytest.raises(ValueError, match=r"the tokens that attention read were not seen; give them, summary\(tokens\)"):
+        recording.summary()
+
+
+def test_a_head_that_stays_in_its_document_by_hand():
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+    heads = {
+        "inside": [0, 0, 0, 0, 4, 4, 4, 4],
+        "across": [0, 0, 0, 0, 1, 1, 1, 1],
+        "even": [None] * 8,
+        "half": [0, 0, 0, 0, 4, 1, 5, 2],
+    }
+    summary = summarise("layers.0", looking_at(*heads.values(), batch=1), torch.arange(8)[None], documents)
+    # queries 4 to 7 could see the first document; even attention puts 1/5, 2/6, 3/7, 4/8 on their own
+    even = [1 / 5, 2 / 6, 3 / 7, 4 / 8]
+    rest = sum(1 - share for share in even)
+    assert [s.shares["document"] for s in summary] == pytest.approx(
+        [1, -sum(even) / rest, 0, (1 - even[0] - even[1] + 1 - even[2] - even[3]) / rest]
+    )
+    # where the mask keeps the documents apart, nobody can be outside, and nothing can be told from it
+    query = torch.zeros(1, 1, 8, 2)
+    for mask in (Causal() & Document(documents), Padding([0])):
+        (summary,) = summarise("layers.0", observe(query, query, mask=mask), torch.arange(8)[None], documents)
+        assert summary.shares["document"] == 0
+    with pytest.raises(ShapeError, match=r"documents are \[1, 5\]"):
+        summarise("layers.0", observe(query, query), torch.arange(8)[None], documents[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("shares", "spread", "kind"),
+    [
+        ({"document": 0.8}, 0.79, "document"),
+        ({"document": 0.79}, 0.79, "mixed"),
+        ({"document": 0.9, "local": 0.5}, 0.5, "local"),
+        ({"document": 0.9}, 0.8, "even"),
+        ({"document": 0.9, "first token": 0.4}, 0.8, "first token"),
+    ],
+)
+def test_a_head_is_called_by_its_document_if_nothing_narrower_fits(shares, spread, kind):
+    nothing = dict.fromkeys(("previous token", "first token", "same token", "induction", "local"), 0.0)
+    assert kind_of(nothing | shares, spread) == kind
+
+
+def test_a_summary_is_a_table_with_a_score_for_every_head():
+    heads = {"previous token": [0, 0, 1, 2, 3, 4, 5, 6], "even": [None] * 8}
+    summary = Summary(summarise("a<b", looking_at(*heads.values(), batch=1), TOKENS[:1]))
+    assert [s.score for s in summary] == pytest.approx([1, 1])
+    mixed = summary[0]._replace(kind="mixed", spread=0.3)
+    assert mixed.score == pytest.approx(0.7)
+    assert str(summary).splitlines() == [
+        "layer  head  kind            score  entropy  spread  distance",
+        "a<b       0  previous token   1.00     0.00    0.00       0.9",
+        "a<b       1  even             1.00     1.33    1.00       1.8",
+    ]
+    page = summary._repr_html_()
+    assert page.startswith("<table><thead><tr><th>layer</th>")
+    assert page.count("<tr>") == 3
+    assert "<td>a&lt;b</td><td>0</td><td>previous token</td>" in page
+    assert [s.head for s in summary.of("even")] == [1]
+    worse = summary[0]._replace(head=2, shares=summary[0].shares | {"previous token": 0.5})
+    assert [s.head for s in Summary([worse, *summary]).of("previous token")] == [0, 2]
+
+
+def test_a_recording_shows_itself():
+    model = spread(Decoder(config(layers=2)))
+    with record(model) as recording:
+        model(text())
+    assert repr(recording) == "<Recording of Decoder: 2 layers>"
+    assert repr(Recording()) == "<Recording: 0 layers>"
+    page = recording._repr_html_()
+    assert "<td>1</td><td>layers.1</td><td>6</td><td>11</td><td>11</td><td>Causal(offset=0)</td><td>1</td>" in page
+
+
+# --- which layers, which heads, what of them --------------------------------------------------------------------------
+
+
+def test_layers_are_chosen_by_name_or_by_number_and_found_by_either():
+    model, tokens = spread(Decoder(config())), text()
+    with record(model) as every:
+        model(tokens)
+    for layers, names in (
+        (["layers.2", "layers.0"], ["layers.0", "layers.2"]),
+        ([1], ["layers.1"]),
+        ("layers.1", ["layers.1"]),
+        (2, ["layers.2"]),
+        ([0, "layers.1"], ["layers.0", "layers.1"]),
+    ):
+        with record(model, layers=layers) as recording:
+            model(tokens)
+        assert list(recording) == names
+        for number, name in enumerate(names):
+            assert torch.equal(recording[name].query, every[name].query)
+            assert recording[number] is recording[name]
+    assert every[-1] is every["layers.2"]
+    for number in (3, -4):
+        with pytest.raises(KeyError, match=rf"no layer {number}; recorded are: layers\.0, layers\.1, layers\.2"):
+            every[number]
+    for layers, wrong in ((["layers.3"], "layers.3"), ([3], "3"), (-1, "-1")):
+        with (
+            pytest.raises(ValueError, match=rf"record: no layer {wrong}; there are: layers\.0, layers\.1"),
+            record(model, layers=layers),
+        ):
+            pass
+
+
+def test_a_layer_that_was_asked_for_and_never_called_is_told():
+    model = spread(EncoderDecoder(config(layers=2)))
+    with (
+        pytest.raises(ValueError, match=r"layer decoder\.layers\.1 never attended; those that did: encoder\.layers\.0"),
+        record(model, layers=["decoder.layers.1"]),
+    ):
+        model.encoder(text())
+
+
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+def test_chosen_heads_are_those_heads(kv_heads):
+    parts = {"positions": "alibi", "kv_heads": kv_heads, "window": 5}
+    model, tokens = spread(Decoder(config(**parts))), text()
+    mask = Where(lambda batch, head, query, key: (query + key + head) % 5 != 1)
+    with record(model, values=True) as every:
+        model(tokens, mask=mask)
+    with record(model, values=True, heads=[4, 1, 5, 4]) as recording:
+        model(tokens, mask=mask)
+    seen, whole = recording["layers.1"], every["layers.1"]
+    assert seen.heads == (4, 1, 5)
+    assert_close(seen.weights(), whole.weights()[:, [4, 1, 5]])
+    for head in seen.heads:
+        assert_close(seen.head(head).weights(), whole.head(head).weights())
+        assert_close(seen.head(head).steps().output, whole.head(head).steps().output)
+    with pytest.raises(ValueError, match="recording: no head 0; recorded are: 4, 1, 5"):
+        seen.head(0)
+    with pytest.raises(ValueError, match="recording: no head 6; recorded are: 0, 1, 2, 3, 4, 5"):
+        whole.head(6)
+    assert [(s.head, s.kind) for s in recording.summary()][3:6] == [
+        (head, [s for s in every.summary() if s.layer == "layers.1"][head].kind) for head in (4, 1, 5)
+    ]
+    for heads in ([6], [-1], []):
+        with (
+            pytest.raises(ValueError, match=r"record: layers\.0 has heads 0 to 5, heads= was"),
+            record(model, heads=heads),
+        ):
+            model(tokens)
+
+
+def test_rows_and_heads_of_what_was_recorded_bring_their_values_tokens_and_numbers():
+    model, tokens = spread(Decoder(config(kv_heads=2))), text()
+    with record(model, values=True) as recording:
+        model(tokens)
+    seen = recording[1]
+    for which, rows, heads in (
+        (1, [1], [0, 1, 2, 3, 4, 5]),
+        (-1, [1], [0, 1, 2, 3, 4, 5]),
+        ((0, 4), [0], [4]),
+        ((slice(None), slice(2, 5)), [0, 1], [2, 3, 4]),
+        (slice(0, 2), [0, 1], [0, 1, 2, 3, 4, 5]),
+    ):
+        part = seen[which]
+        assert isinstance(part, Recorded)
+        assert part.heads == tuple(heads)
+        assert torch.equal(part.tokens, tokens[rows])
+        assert_close(part.weights(), seen.weights()[rows][:, heads])
+        assert_close(part.steps().output, seen.steps().output[rows][:, heads])
+        assert_close(part.head(heads[-1]).weights(), seen.weights()[rows][:, heads[-1:]])
+
+
+def test_chosen_heads_have_their_sink_and_their_similarity():
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    for changes in ({"sink": True}, {"similarity": "additive", "kv_heads": 2}):
+        layer = spread(MultiHeadAttention(24, 6, **changes))
+        with record(layer) as every:
+            layer(x)
+        with record(layer, heads=[5, 2]) as recording:
+            layer(x)
+        assert_close(recording["attention"].weights(), every["attention"].weights()[:, [5, 2]])
+
+
+def test_half_precision_is_kept_as_it_is_rounded_and_its_weights_still_sum_to_one():
+    model, tokens = spread(Decoder(config())).float(), text()
+    with record(model) as every:
+        model(tokens)
+    with record(model, values=True, dtype=torch.float16) as recording:
+        model(tokens)
+    seen = recording["layers.2"]
+    assert seen.query.dtype == seen.key.dtype == seen.value.dtype == torch.float16
+    assert torch.equal(seen.query, every["layers.2"].query.half())
+    assert_close(seen.weights().sum(-1), torch.ones(2, 6, LENGTH), tolerance=1e-6)
+    assert_close(seen.weights(), observe(seen.query, seen.key, mask=Causal()).weights())
+    with pytest.raises(TypeError, match="record: dtype must be floating"), record(model, dtype=torch.int8):
+        pass
+
+
+def test_numbers_that_half_precision_cannot_hold_are_refused():
+    layer = MultiHeadAttention(24, 6)
+    with torch.no_grad():
+        layer.query.bias.fill_(1e5)
+    with (
+        pytest.raises(ValueError, match=r"attention has numbers that torch\.float16 cannot hold \(up to 65504\)"),
+        record(layer, dtype=torch.float16),
+    ):
+        layer(torch.randn(1, 3, 24))
+    with record(layer, dtype=torch.bfloat16) as recording:
+        layer(torch.randn(1, 3, 24))
+    assert recording["attention"].query.dtype == torch.bfloat16
+
+
+def test_nothing_is_copied_that_nobody_writes_into():
+    layer, given = MultiHeadAttention(24, 6), []
+    layer.watcher = lambda heads, scoring, attend: (given.append(heads), attend(heads, scoring))[1]
+    with torch.no_grad(), record(layer, values=True) as recording:
+        layer(torch.randn(1, 3, 24))
+    (kept,) = recording._texts["attention"]
+    assert [t.data_ptr() for t in (kept.queries[0], kept.key, kept.value)] == [t.data_ptr() for t in given[0]]
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_are_those_that_each_part_of_the_model_read():
+    model, tokens = spread(Decoder(config())), text()
+    with record(model) as recording:
+        model(tokens)
+    assert torch.equal(recording.tokens, tokens)
+    assert torch.equal(recording["layers.2"].tokens, tokens)
+    assert torch.equal(recording["layers.2"].head(3).tokens, tokens)
+    tokens += 1  # the recording has its own
+    assert torch.equal(recording.tokens, tokens - 1)
+    with record(model) as recording:
+        model(tokens=tokens)
+    assert torch.equal(recording.tokens, tokens)
+
+    both, source, target = spread(EncoderDecoder(config(layers=1))), text(), text()
+    with record(both) as recording:
+        both(source, target)
+    assert torch.equal(recording["encoder.layers.0"].tokens, source)
+    assert torch.equal(recording["decoder.layers.0"].tokens, target)
+    whole = nn.Sequential(nn.Embedding(VOCAB, 24), MultiHeadAttention(24, 6))
+    with record(whole) as recording:
+        whole(tokens)
+    assert torch.equal(recording["1"].tokens, tokens)
+    assert len(whole._forward_pre_hooks) == len(both.encoder._forward_pre_hooks) == 0
+
+
+class TokensOrVectors(nn.Module):
+    """Reads either, as models do that take `inputs_embeds`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(VOCAB, 24), MultiHeadAttention(24, 6)
+
+    def forward(self, input_ids=None, vectors=None):
+        return self.attention(self.embed(input_ids) if vectors is None else vectors)
+
+
+def test_a_text_given_as_vectors_has_not_the_tokens_of_the_one_before():
+    model, tokens = TokensOrVectors(), text()
+    with record(model) as recording:
+        model(tokens)
+        model(vectors=torch.randn(2, LENGTH, 24))
+    assert recording.tokens is None
+    assert torch.equal(recording.calls(0)[0].tokens, tokens)
+
+
+# --- a text in pieces -------------------------------------------------------------------------------------------------
+
+PRESETS = [
+    {},
+    {"positions": "alibi", "kv_heads": 2, "window": 4},
+    {"positions": "learned", "norm": "layer", "bias": True, "softcap": 1.5},
+]
+
+
+@pytest.mark.parametrize("parts", PRESETS, ids=str)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_text_read_in_pieces_is_one_text(parts, mode):
+    model, tokens = spread(Decoder(config(**parts))), text()
+    with record(model, values=True) as expected:
+        model(tokens)
+    cache = model.cache()
+    with mode(), record(model, values=True) as recording:
+        for piece in tokens.split([4, 1, 5, 1], dim=1):
+            model(piece, cache=cache)
+    assert torch.equal(recording.tokens, tokens)
+    for name, whole in expected.items():
+        seen = recording[name]
+        assert seen.grid == whole.grid
+        assert repr(seen.scoring.mask) == repr(whole.scoring.mask)
+        for statistic in ("weights", "entropy", "received"):
+            assert_close(getattr(seen, statistic)(), getattr(whole, statistic)(), statistic)
+        assert_close(seen.steps()["weigh"].tensor, whole.steps()["weigh"].tensor)
+        start = 0
+        for call, (query_len, key_len) in zip(recording.calls(name), [(4, 4), (1, 5), (5, 10), (1, 11)], strict=True):
+            assert call.grid[2:4] == (query_len, key_len)
+            assert_close(call.weights(), whole.weights()[:, :, start : start + query_len, :key_len])
+            assert torch.equal(call.tokens, tokens[:, start : start + query_len])
+            start += query_len
+    assert_close(recording.summary()[7].entropy * torch.ones(1), expected.summary()[7].entropy * torch.ones(1))
+
+
+def test_generation_is_recorded_as_one_text_with_its_tokens_and_its_keys_are_kept_once():
+    model = spread(Decoder(config(positions="sinusoidal"))).float()
+    with record(model) as recording:
+        written = list(generate(model, [3, 1, 4], 7, temperature=0))
+    tokens = torch.tensor([[3, 1, 4, *written[:-1]]])
+    assert torch.equal(recording.tokens, tokens)
+    assert len(recording.calls("layers.1")) == 7
+    (text,) = recording._texts["layers.1"]
+    assert text.past == []
+    assert text.key.shape[2] == 9
+    with record(model) as expected:
+        model(tokens)
+    assert_close(recording["layers.1"].weights(), expected["layers.1"].weights())
+
+
+def test_other_texts_are_not_taken_for_the_rest_of_one():
+    model, tokens = spread(Decoder(config(layers=1))), text()
+    cache = model.cache()
+    with record(model) as recording:
+        model(tokens)
+        model(tokens)  # once more, without a cache
+        assert recording["layers.0"].grid[2:4] == (11, 11)
+        model(tokens[:, :4], cache=cache)
+        model(tokens[:, 4:6], cache=cache)
+        assert recording["layers.0"].grid[2:4] == (6, 6)
+        cache.reorder(torch.tensor([1, 0]))
+        model(tokens[:, 6:8], cache=cache)
+        assert recording["layers.0"].grid[2:4] == (2, 8)
+        cache.crop(3)
+        model(tokens[:, 8:9], cache=cache)
+        assert recording["layers.0"].grid[2:4] == (1, 4)
+    assert [call.grid[2:4] for call in recording.calls("layers.0")] == [(11, 11)] * 2 + [(4, 4), (2, 6), (2, 8), (1, 4)]
+    with pytest.raises(KeyError, match=r"no layer 'layers\.1'"):
+        recording.calls("layers.1")
+
+
+def stacked(calls, attribute="weights"):
+    """The weights of calls, each below the other, padded with zeros where a call had no key yet."""
+    length = max(call.grid.key_len for call in calls)
+    parts = [getattr(call, attribute)() for call in calls]
+    return torch.cat([F.pad(part, (0, length - part.shape[-1])) for part in parts], dim=2)
+
+
+@pytest.mark.parametrize("of", ["mask", "other masks", "bias", "bidirectional", "hidden"])
+def test_rules_that_are_each_calls_own_stand_below_each_other(of):
+    layer = spread(MultiHeadAttention(24, 6, mask=None if of == "bidirectional" else Causal()))
+    x, cache = torch.randn(2, 9, 24, dtype=torch.float64), LayerCache()
+    changes = [HideKey("attention", 2, key=1)] if of == "hidden" else []
+    with torch.no_grad(), record(layer) as recording, intervene(layer, *changes):
+        for start, stop in ((0, 4), (4, 5), (5, 9)):
+            real = torch.arange(stop).expand(2, -1) < torch.tensor([[9], [3]])
+            mask = Padding(real) if of == "mask" else Window(start + 1) if of == "other masks" else None
+            bias = torch.randn(6, stop - start, stop) if of == "bias" and start != 4 else None
+            layer(x[:, start:stop], cache=cache, mask=mask, bias=bias)
+    seen, calls = recording["attention"], recording.calls("attention")
+    assert len(calls) == 3
+    assert isinstance(seen.scoring.mask, PiecesMask)
+    assert_close(seen.weights(), stacked(calls))
+    assert_close(seen.head(2).weights(), stacked([call.head(2) for call in calls]))
+    assert_close(seen.entropy()[:, :, 4:5], calls[1].entropy())
+
+
+pieces_of = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(st.data(), pieces_of)
+def test_masks_below_each_other_answer_for_every_rectangle(data, steps):
+    masks, says, lengths, rows = [], [], [], 0
+    for query_len, gone in steps:
+        first = (lengths[-1][1] if lengths else 0) + min(gone, 2)
+        key_len = gone + query_len
+        ruled = data.draw(st.none() | composed_masks(Grid(2, 3, query_len, key_len)))
+        masks.append(None if ruled is None else ruled.mask)
+        cells = torch.ones(2, 3, query_len, key_len, dtype=torch.bool)
+        says.append(cells if ruled is None else ruled.cells(Grid(2, 3, query_len, key_len)))
+        lengths.append((query_len, first, key_len))
+        rows += query_len
+    columns = max(first + key_len for _, first, key_len in lengths)
+    whole = torch.cat(
+        [
+            F.pad(cells, (first, columns - first - key_len))
+            for cells, (_, first, key_len) in zip(says, lengths, strict=True)
+        ],
+        dim=2,
+    )
+    mask = PiecesMask(masks, lengths).bind(Grid(2, 3, rows, columns))
+    assert_same_cells(mask.allowed(range(rows), range(columns)).expand(2, 3, -1, -1), whole)
+    some_rows, some_columns = torch.randint(rows, (7,)), torch.randint(columns, (5,))
+    assert_same_cells(mask.allowed(some_rows, some_columns), whole[:, :, some_rows][..., some_columns])
+    for row in range(2):
+        of_row = mask.of_row(row).bind(Grid(1, 3, rows, columns)) if mask.by_row else mask
+        expected = whole[row : row + 1] if mask.by_row else whole
+        assert_same_cells(of_row.allowed(range(rows), range(columns)), expected)
+    a, b = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    c, d = sorted(data.draw(st.tuples(st.integers(0, columns), st.integers(0, columns))))
+    tile, inside = mask.tile(range(a, b), range(c, d)), whole[:, :, a:b, c:d]
+    if tile is Tile.EMPTY:
+        assert not inside.any()
+    if tile is Tile.FULL:
+        assert inside.all()
+    if all(m is None for m in masks) and inside.numel():
+        assert tile is (Tile.FULL if inside.all() else Tile.PARTIAL if inside.any() else Tile.EMPTY)
+
+
+# --- models of others -------------------------------------------------------------------------------------------------
+
+
+class ForeignAttention(nn.Module):
+    """An attention layer that offers the seam as a module of transformers does: `watcher`, if somebody has set it."""
+
+    def __init__(self, heads=4, kv_heads=2, head_dim=3, *, cache=None):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.project = nn.Linear(12, (heads + 2 * kv_heads) * head_dim)
+        self.output = nn.Linear(heads * head_dim, 12)
+        self.kind, self.seen = cache, 0
+
+    def attend(self, heads, scoring):
+        return attention(*heads, **scoring)
+
+    def forward(self, x):
+        parts = self.project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        mask = Causal()
+        if self.kind == "static":
+            if self.seen == 0:
+                self.keys, self.values = k.new_zeros(2, *k.shape[:2], 10, self.head_dim)
+            place = torch.arange(self.seen, self.seen + x.shape[1])
+            k, v = self.keys.index_copy_(2, place, k), self.values.index_copy_(2, place, v)
+            mask = Causal(offset=self.seen)
+        elif self.kind == "rolling":  # as long as the window, but for the first call
+            if self.seen:
+                k, v = (torch.cat([old, new], dim=2) for old, new in ((self.keys, k), (self.values, v)))
+            self.keys, self.values = k[:, :, -3:], v[:, :, -3:]
+            mask = Causal() & Window(4)
+        self.seen += x.shape[1]
+        scoring = {"mask": mask, "bias": None, "scale": None, "softcap": None, "sink": None, "additive": None}
+        watcher = getattr(self, "watcher", None)
+        heads = Heads(q, k, v)
+        attended = self.attend(heads, scoring) if watcher is None else watcher(heads, scoring, self.attend)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class ForeignModel(nn.Module):
+    def __init__(self, cache=None):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 12)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn": ForeignAttention(cache=cache)}) for _ in range(3))
+
+    def forward(self, input_ids=None, attention_mask=None):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block["attn"](x)
+        return x
+
+
+def test_a_foreign_model_is_recorded_by_the_names_of_its_modules():
+    model, tokens = spread(ForeignModel()), text()
+    plain = model(tokens)
+    with record(model, values=True) as recording:
+        assert torch.equal(model(attention_mask=torch.ones_like(tokens), input_ids=tokens), plain)
+    assert list(recording) == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
+    assert not any("watcher" in vars(module) for module in model.modules())
+    assert torch.equal(recording.tokens, tokens)
+    assert recording.model == "ForeignModel"
+    seen, layer = recording["blocks.0.attn"], model.blocks[0]["attn"]
+    given = seen.steps()["weigh"].tensor.transpose(1, 2).flatten(2)
+    assert_close(layer.output(given), layer(model.embed(tokens)))
+    with record(model, layers=[1, "blocks.2.attn"]) as recording:
+        model(tokens)
+    assert list(recording) == ["blocks.1.attn", "blocks.2.attn"]
+    alone = spread(ForeignAttention())
+    with record(alone) as recording:
+        alone(torch.randn(1, 3, 12, dtype=torch.float64))
+    assert list(recording) == ["attention"]
+
+
+def test_a_foreign_model_whose_attention_does_not_go_through_regard_is_told_how_to():
+    model = ForeignModel()
+    with pytest.raises(ValueError, match="no attention of ForeignModel went through regard"), record(model):
+        pass
+    assert not any("watcher" in vars(module) for module in model.modules())
+    with pytest.raises(ZeroDivisionError), record(model):
+        raise ZeroDivisionError
+    model.config = type("Config", (), {"_attn_implementation": "sdpa", "name_or_path": "some/model"})()
+    with (
+        pytest.raises(ValueError, match=r"record: ForeignModel attends by 'sdpa'.*attn_implementation=\"regard\""),
+        record(model),
+    ):
+        pass
+    model.config._attn_implementation = "regard"
+    with record(model) as recording:
+        model(text())
+    assert recording.model == "some/model"
+    for layers, says in (
+        (["blocks.7"], r"no layer blocks\.7; there are: the names of its modules"),
+        (["blocks.1"], r"layer blocks\.1 never attended; those that did: blocks\.0\.attn, blocks\.1\.attn"),
+        ([3], r"layer 3 never attended"),
+    ):
+        with pytest.raises(ValueError, match=says), record(model, layers=layers):
+            model(text())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["static", "rolling"])
+def test_caches_that_write_over_their_keys_or_let_go_of_them_are_recorded_as_one_text(kind, mode):
+    model, tokens = spread(ForeignModel(cache=kind)), text(length=9)
+    lengths = [4, 1, 2, 1, 1]
+    with mode(), record(model, values=True) as recording:
+        outputs = [model(piece) for piece in tokens.split(lengths, dim=1)]
+        assert sum(call.grid.query_len for call in recording.calls(0)) == 9
+        whole = spread(ForeignModel())
+        for block, own in zip(model.blocks, whole.blocks, strict=True):
+            own["attn"].load_state_dict(block["attn"].state_dict())
+            if kind == "static":  # as a cache that is used again
+                block["attn"].keys.fill_(7.0)
+                block["attn"].values.fill_(7.0)
+    seen = recording["blocks.1.attn"]
+    assert seen.grid[2:4] == (9, 9)
+    assert torch.equal(seen.tokens, tokens)
+    mask = Causal() if kind == "static" else Causal() & Window(4)
+    assert_close(seen.weights(), observe(seen.query, seen.key, mask=mask).weights())
+    layer = model.blocks[0]["attn"]
+    first = recording["blocks.0.attn"].steps()["weigh"].tensor.transpose(1, 2).flatten(2)
+    embedded = model.embed(tokens)
+    expected = torch.cat(outputs, dim=1)
+    x = embedded + layer.output(first)
+    for number in (1, 2):
+        given = recording[number].steps()["weigh"].tensor.transpose(1, 2).flatten(2)
+        x = x + model.blocks[number]["attn"].output(given)
+    assert_close(x, expected.clone())
+    calls = recording.calls("blocks.1.attn")
+    assert [call.grid.query_len for call in calls] == lengths
+    expected_keys = [10] * 5 if kind == "static" else [4, 4, 5, 4, 4]
+    assert [call.grid.key_len for call in calls] == expected_keys
+    start = 0
+    for call, key_len in zip(calls, expected_keys, strict=True):
+        stop = start + call.grid.query_len
+        first = 0 if kind == "static" else stop - key_len
+        cells = seen.weights()[:, :, start:stop, first : first + key_len]
+        assert_close(call.weights()[..., : cells.shape[-1]], cells)
+        start = stop
+    assert len(recording._texts["blocks.1.attn"]) == 1
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
+def test_a_model_of_transformers_is_recorded_while_it_generates(cache, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from regard import huggingface
+
+    huggingface.register()
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 17, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "attn_implementation": "regard",
+    }  # fmt: skip
+    if cache == "sliding":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=4))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model, tokens = spread(model).eval(), text(length=7)
+    options = {"cache_implementation": "static"} if cache == "static" else {}
+    with record(model, values=True) as recording:
+        written = model.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
+    assert list(recording) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert torch.equal(recording.tokens, written[:, :-1])
+    with record(model, values=True) as expected:
+        model(written[:, :-1])
+    for name, seen in recording.items():
+        assert len(recording.calls(name)) == 5
+        assert_close(seen.weights(), expected[name].weights())
+        assert_close(seen.head(3).steps(query=9).output, expected[name].head(3).steps(query=9).output)
+    recording.save(tmp_path / "run")
+    assert_same_answers(recording, load_recording(tmp_path / "run"))
+    attention = model.model.layers[1].self_attn
+    with intervene(model, Ablate(1, 4)):
+        changed = model(tokens).logits
+    with torch.no_grad():
+        attention.o_proj.weight[:, 16:20] = 0
+    assert_close(changed, model(tokens).logits)
+    allowed = torch.ones(2, 6, 7, 7, dtype=torch.bool)
+    allowed[:, 4, :, 2] = False
+    attention.watcher = lambda heads, scoring, attend: attend(
+        heads, {**scoring, "mask": scoring["mask"] & Dense(allowed)}
+    )
+    hidden = model(tokens).logits
+    del attention.watcher
+    with intervene(model, HideKey(1, 4, key=2)):
+        assert_close(model(tokens).logits, hidden)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_recorded_head_lead_to_what_it_gave():
+    model, tokens = spread(Decoder(config(softcap=2.0, positions="alibi", kv_heads=2))).eval(), text()
+    given = {}
+    for number, block in enumerate(model.layers):
+        block.attention.watcher = lambda heads, scoring, attend, n=number: given.setdefault(n, attend(heads, scoring))
+    with record(model, values=True) as recording:
+        model(tokens)
+    for number, name in enumerate(recording):
+        assert_close(recording[name].steps().output, given[number])
+        shown = recording[name].head(3).steps(query=7)
+        assert shown.names == ["query", "key", "value", "score", "scale", "cap", "bias", "mask", "softmax", "weigh"]
+        assert_close(shown.output, given[number][:, 3:4, 7:8])
+        assert_close(shown["softmax"].tensor, recording[name].weights()[:, 3:4, 7:8])
+        assert_close(shown["score"].tensor[:, 0], shown["query"].tensor[:, 0] @ shown["key"].tensor[:, 0].mT)
+        assert str(shown["key"]).startswith("key: as it came to attention\n  [batch=2, kv_heads=1, key_len=11, ")
+    for query in (-1, 11):
+        with pytest.raises(ValueError, match=f"steps: query must be 0 to 10, got {query}"):
+            recording[0].steps(query=query)
+
+
+def test_steps_without_values_say_how_to_have_them(monkeypatch):
+    model = spread(Decoder(config()))
+    with record(model) as recording:
+        model(text())
+    shown = recording[0].head(2).steps()
+    assert shown.names == ["query", "key", "score", "scale", "mask", "softmax"]
+    assert shown["softmax"].note.endswith("record(model, values=True) shows the output as well")
+    monkeypatch.setattr(sys.modules["regard.steps"], "LARGEST", 100)
+    with pytest.raises(ValueError, match="242 scores are too many to show; give query=i"):
+        recording[0].head(2).steps()
+    assert recording[0].head(2).steps(query=3)["softmax"].tensor.shape == (2, 1, 1, 11)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def answers(seen):
+    """Everything that an observation can be asked, and what it says of itself."""
+    numbers = [seen.weights(), seen.lse, seen.entropy(), seen.received(), seen.max_score(), seen.sink_mass()]
+    numbers += [*seen.top(2), seen.distance(), *(step.tensor for step in seen.steps())]
+    return numbers, seen.steps().names, seen.heads, seen.grid
+
+
+def assert_same_answers(one, other):
+    assert list(one) == list(other)
+    assert one.model == other.model
+    for name in one:
+        pairs = [(one[name], other[name]), *zip(one.calls(name), other.calls(name), strict=True)]
+        for mine, theirs in pairs:
+            assert isinstance(theirs, Recorded)
+            (numbers, *words), (others, *said) = answers(mine), answers(theirs)
+            assert words == said
+            for a, b in zip(numbers, others, strict=True):
+                assert torch.equal(a, b)
+            assert (mine.tokens is None) == (theirs.tokens is None)
+            assert mine.tokens is None or torch.equal(mine.tokens, theirs.tokens)
+
+
+def recorded(mask=None, bias=None, *, kinds=("one",), **scoring):
+    """A recording of one call with these rules, made through the seam."""
+    layer = ForeignAttention(HEADS, KV_HEADS)
+
+    def call(heads):
+        query, key, value = tensors()
+        heads = Heads(query.detach(), key.detach(), value.detach())
+        arguments = {
+            "mask": mask,
+            "bias": bias,
+            "scale": None,
+            "softcap": None,
+            "sink": None,
+            "additive": None,
+        } | scoring
+        layer.watcher(heads, arguments, lambda heads, scoring: attention(*heads, **scoring))
+
+    layer.forward = call
+    with record(layer, values=True) as recording:
+        layer(None)
+    return recording
+
+
+CALLS = {
+    **{f"mask {name}": {"mask": ruled.mask} for name, ruled in fixed_masks().items()},
+    **{f"bias {name}": {"bias": bias} for name, (bias, _) in biases().items()},
+    "everything": {"softcap": 1.5, "scale": 0.3, "sink": torch.randn(HEADS), "mask": Causal(), "bias": Alibi(HEADS)},
+    "additive": {"additive": Additive(torch.randn(HEADS, 5, dtype=torch.float64))},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_recording_answers_the_same_from_a_file(name, tmp_path):
+    recording = recorded(**CALLS[name])
+    recording.save(tmp_path / "run.safetensors")
+    assert_same_answers(recording, load_recording(tmp_path / "run.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"values": True}, {"heads": [4, 1]}, {"dtype": torch.float16, "values": True}], ids=str
+)
+def test_a_recorded_model_answers_the_same_from_a_file(options, tmp_path):
+    model, tokens = spread(Decoder(config(positions="alibi", kv_heads=2))).float(), text()
+    cache = model.cache()
+    with record(model, **options) as recording, intervene(model, HideKey("layers.1", 4, key=2)):
+        model(tokens, mask=Document.from_lengths([[4, 7], [11, 0]]))
+        for piece in tokens.split([4, 1, 6], dim=1):
+            model(piece, cache=cache)
+    path = tmp_path / "new" / "run.safetensors"
+    recording.save(path)
+    loaded = load_recording(str(path))
+    assert_same_answers(recording, loaded)
+    assert loaded.summary() == recording.summary()
+    loaded.save(path)  # over itself
+    assert_same_answers(recording, loaded)
+    assert_same_answers(recording, load_recording(path))
+    assert [p.name for p in path.parent.iterdir()] == ["run.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["static", "rolling"])
+def test_a_foreign_model_answers_the_same_from_a_file(kind, tmp_path):
+    model = spread(ForeignModel(cache=kind))
+    with torch.no_grad(), record(model, values=True) as recording:
+        for piece in text(length=9).split([4, 1, 2, 1, 1], dim=1):
+            model(piece)
+    recording.save(tmp_path / "run")
+    assert_same_answers(recording, load_recording(tmp_path / "run"))
+
+
+def test_the_numbers_stay_in_the_file_until_they_are_asked_for(tmp_path):
+    layer = MultiHeadAttention(64, 1, projection_bias=False)
+    with torch.no_grad(), record(layer, values=True) as recording:
+        layer(torch.randn(1, 100_000, 64), mask=Causal() & Window(2))
+    recording["attention"]._lse = torch.zeros(1, 1, 100_000)
+    recording.save(tmp_path / "run.safetensors")
+    script = (
+        "import sys, regard.recording\n"
+        "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "before = size()\n"
+        "seen = regard.recording.load_recording(sys.argv[1])['attention']\n"
+        "seen.weights(queries=range(5, 9), keys=range(9))\n"
+        "print(size() - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run.safetensors")], capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "run.safetensors").stat().st_size > 75e6
+    assert int(run.stdout) < 30e6
+
+
+def test_a_file_whose_tensors_begin_anywhere_answers_the_same(tmp_path):
+    model = spread(Decoder(config())).float()
+    with record(model, values=True) as recording:
+        model(text())
+    recording.save(tmp_path / "run")
+    metadata = {"format": FORMAT, "recording": read_header(tmp_path / "run")}
+    for surplus in range(0, 64, 8):
+        save_file(load_file(tmp_path / "run"), tmp_path / "moved", metadata | {"surplus": "." * surplus})
+        assert_same_answers(recording, load_recording(tmp_path / "moved"))
+
+
+def test_a_tensor_that_layers_share_is_written_once_and_no_code_is(tmp_path):
+    model, tokens = spread(Decoder(config())), text()
+    with record(model) as recording:
+        model(tokens, mask=Document.from_lengths([[4, 7], [11, 0]]))
+    path = tmp_path / "run.safetensors"
+    recording.save(path)
+    tensors = load_file(path)
+    assert sum(t.dtype == torch.int64 for t in tensors.values()) == 2  # the tokens, the documents
+    assert len(tensors) == 2 + 3 * 3  # query, key, lse
+    assert b"pickle" not in path.read_bytes()
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 64 == 0  # so that tensors are used where they lie
+    assert FORMAT.encode() in path.read_bytes()[:9000]
+
+
+class Odd(Mask):
+    def _allowed(self, queries, keys):
+        return (queries + keys) % 2 == 1
+
+    def _tile(self, rows, columns):
+        return Tile.PARTIAL
+
+    def __repr__(self):
+        return "Odd()"
+
+
+class Rising(Bias):
+    def bind(self, grid):
+        return self
+
+    def values(self, queries, keys):
+        return (indices(queries)[:, None] * indices(keys) / 7.0)[None, None]
+
+
+def test_a_rule_that_is_a_function_is_written_out_cell_by_cell_up_to_a_size(tmp_path, monkeypatch):
+    by_head = Where(lambda batch, head, query, key: (query + key + head + batch) % 3 != 1)
+    for rule in ({"mask": Causal() & ~Odd()}, {"mask": Prefix(4) | by_head}, {"bias": Rising()}):
+        recording = recorded(**rule)
+        recording.save(tmp_path / "run")
+        loaded = load_recording(tmp_path / "run")
+        assert torch.equal(loaded["attention"].weights(), recording["attention"].weights())
+        assert torch.equal(loaded["attention"].lse, recording["attention"].lse)
+    monkeypatch.setattr(sys.modules["regard.recording.file"], "LARGEST", QUERY_LEN * KEY_LEN)
+    recorded(Odd()).save(tmp_path / "run")
+    before = (tmp_path / "run").read_bytes()
+    says = r"attention: Where\(<lambda>\) is a function, which no file can hold, and has 924 cells.*Causal\(\), Window"
+    with pytest.raises(ValueError, match=says):
+        recorded(by_head).save(tmp_path / "run")
+    assert (tmp_path / "run").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_empty_recording_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="nothing to write; has the model run"):
+        Recording().save(tmp_path / "run")
+
+
+def test_a_file_that_is_no_recording_is_refused_with_a_hint(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.safetensors: there is no such file"):
+        load_recording(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="not a recording, or only a part of one"):
+        load_recording(tmp_path)
+    path = tmp_path / "run.safetensors"
+    for content in (b"", b"hello", b"PK\x03\x04" * 100, b"\xff" * 64):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"run\.safetensors: not a recording, or only a part of one"):
+            load_recording(path)
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"no recording of regard \(format '', expected 'regard\.recording\.1'\)"):
+        load_recording(path)
+    save_file({"weight": torch.zeros(3)}, path, {"format": "regard.recording.2"})
+    with pytest.raises(ValueError, match=r"another version of regard \('regard\.recording\.2'"):
+        load_recording(path)
+    for header in ("", "[]", "{}", '{"model": "", "layers": {"a": [{}]}}', '{"model": "", "layers": []}', "[" * 5000):
+        save_file({"weight": torch.zeros(3)}, path, {"format": FORMAT, "recording": header})
+        with pytest.raises(ValueError, match=r"run\.safetensors: a damaged recording"):
+            load_recording(path)
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path):
+    recording = recorded(Causal() & Chunk(3), torch.randn(KEY_LEN))
+    recording.save(tmp_path / "run")
+    whole = (tmp_path / "run").read_bytes()
+    for end in range(0, len(whole), 97):
+        (tmp_path / "part").write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="part: not a recording, or only a part of one"):
+            load_recording(tmp_path / "part")
+
+
+def test_a_header_that_does_not_fit_the_tensors_is_refused_with_the_files_name(tmp_path):
+    recording = recorded(Causal() & Padding([11, 6]), Alibi(HEADS))
+    recording.save(tmp_path / "run")
+    tensors = load_file(tmp_path / "run")
+    header = json.dumps(json.loads(read_header(tmp_path / "run")))
+
+    def broken(change):
+        data = json.loads(header)
+        (text,) = data["layers"]["attention"]
+        change(text)
+        save_file(tensors, tmp_path / "broken", {"format": FORMAT, "recording": json.dumps(data)})
+        with pytest.raises(ValueError, match="broken: a damaged recording"):
+            load_recording(tmp_path / "broken")
+
+    piece = lambda text: text["pieces"][0]  # noqa: E731
+    broken(lambda text: text.pop("query"))
+    broken(lambda text: text.update(query="77"))
+    broken(lambda text: text.update(key=text["lse"]))
+    broken(lambda text: text.update(lse=text["key"]))
+    broken(lambda text: text.update(value=text["lse"]))
+    broken(lambda text: text.update(scale="x"))
+    broken(lambda text: text.update(sink=text["query"]))
+    broken(lambda text: text.update(heads=[1]))
+    broken(lambda text: text.update(pieces=[]))
+    broken(lambda text: piece(text).update(query_len=3))
+    broken(lambda text: piece(text).update(key_len=3))
+    broken(lambda text: piece(text).update(first=2))
+    broken(lambda text: piece(text).update(tokens=text["query"]))
+    broken(lambda text: piece(text)["mask"].update(kind="System"))
+    broken(lambda text: piece(text)["mask"].update(left=5))
+    broken(lambda text: piece(text)["mask"]["left"].update(offset="x"))
+    broken(lambda text: piece(text)["mask"]["left"].update(surplus=1))
+    broken(lambda text: piece(text).update(mask=piece(text)["bias"]))
+    broken(lambda text: piece(text).update(bias=piece(text)["mask"]))
+
+
+def read_header(path):
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return file.metadata()["recording"]
+
+
+# --- changing a head --------------------------------------------------------------------------------------------------
+
+MODELS = {
+    "llama": lambda: Decoder(config(kv_heads=2)),
+    "gpt2": lambda: Decoder(config(positions="learned", norm="layer", bias=True)),
+    "bert": lambda: Encoder(config(positions="learned", norm="layer", norm_first=False, bias=True)),
+    "windowed": lambda: Decoder(config(positions="alibi", window=4, softcap=2.0, kv_heads=3)),
+}
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@every_model
+def test_an_ablated_head_is_one_whose_slice_of_the_output_projection_is_zero(name):
+    model, tokens = spread(MODELS[name]()), text()
+    plain = model(tokens)
+    with intervene(model, Ablate("layers.1", 4), Ablate("layers.1", 0)):
+        changed = model(tokens)
+    assert not torch.allclose(changed, plain)
+    assert torch.equal(model(tokens), plain)
+    assert watchers(model) == [None] * 3
+    with torch.no_grad():
+        for head in (4, 0):
+            model.layers[1].attention.output.weight[:, 4 * head : 4 * head + 4] = 0
+    assert_close(changed, model(tokens))
+
+
+@every_model
+def test_a_scaled_head_is_one_whose_slice_of_the_output_projection_is_scaled(name):
+    model, tokens = spread(MODELS[name]()), text()
+    with intervene(model, Scale(2, 3, 0.7)):  # a layer by its number
+        changed = model(tokens)
+    with torch.no_grad():
+        model.layers[2].attention.output.weight[:, 12:16] *= 0.7
+    assert_close(changed, model(tokens))
+
+
+@every_model
+def test_hiding_a_key_from_one_head_equals_a_dense_mask(name):
+    model, tokens = spread(MODELS[name]()), text()
+    plain = model(tokens)
+    with intervene(model, HideKey("layers.0", 4, key=2), HideKey("layers.0", 4, key=5), HideKey("layers.0", 1, key=0)):
+        changed = model(tokens)
+    assert not torch.allclose(changed, plain)
+    allowed = torch.ones(6, LENGTH, LENGTH, dtype=torch.bool)
+    allowed[4, :, [2, 5]] = False
+    allowed[1, :, 0] = False
+    layer = model.layers[0].attention
+    layer.mask = Dense(allowed) if layer.mask is None else layer.mask & Dense(allowed)
+    assert_close(changed, model(tokens))
+
+
+def test_a_replaced_head_gives_what_it_is_told_to():
+    model, tokens, others = spread(Decoder(config(layers=1))), text(), text()
+    outputs = {}
+
+    def keep(output):
+        outputs["kept"] = output.detach()
+        return output
+
+    with intervene(model, Replace("layers.0", 3, keep)):
+        assert_close(model(others), model(others))
+    for change, expected in (
+        (Replace("layers.0", 3, outputs["kept"]), outputs["kept"]),
+        (Replace("layers.0", 3, lambda output: output.mean(1, keepdim=True)), None),
+        (Replace("layers.0", 3, torch.ones(4)), torch.ones(2, LENGTH, 4, dtype=torch.float64)),
+    ):
+        given = []
+        model.layers[0].attention.watcher = None
+        with intervene(model, change):
+            hook = model.layers[0].attention.output.register_forward_pre_hook(lambda m, x: given.append(x[0]))  # noqa: B023
+            model(tokens)
+            hook.remove()
+        model(tokens)
+        slice_of = given[0][..., 12:16]
+        if expected is None:
+            assert_close(slice_of, slice_of[:, :1].expand_as(slice_of))
+        else:
+            assert_close(slice_of, expected)
+    for wrong in (torch.ones(5), torch.ones(2, 3, 2, LENGTH, 4)):
+        with (
+            pytest.raises(
+                ShapeError, match=r"Replace: layer 'layers\.0', head 3: output must broadcast to .* \[2, 11, 4\]"
+            ),
+            intervene(model, Replace("layers.0", 3, wrong)),
+        ):
+            model(tokens)
+
+
+def test_changes_of_one_head_are_made_in_order_and_outer_ones_first():
+    model, tokens = spread(Decoder(config(layers=1))), text()
+    told = []
+
+    def say(name):
+        return Replace("layers.0", 2, lambda output: (told.append(name), output)[1])
+
+    with intervene(model, say("a"), say("b")), intervene(model, say("c")):
+        model(tokens)
+    assert told == ["a", "b", "c"]
+    with intervene(model, Replace("layers.0", 2, torch.ones(4)), Scale("layers.0", 2, 3.0)):
+        scaled = model(tokens)
+    with intervene(model, Replace("layers.0", 2, torch.full((4,), 3.0))):
+        assert_close(model(tokens), scaled)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_recording_has_what_attention_was_given_whichever_block_is_the_outer_one(inside):
+    model, tokens = spread(Decoder(config())), text()
+    changes = intervene(model, HideKey("layers.1", 4, key=2), Ablate("layers.0", 1))
+    recording = record(model, values=True)
+    if inside:
+        with changes, recording as seen:
+            logits = model(tokens)
+    else:
+        with recording as seen, changes:
+            logits = model(tokens)
+    assert watchers(model) == [None] * 3
+    assert_zero(seen["layers.1"].head(4).weights()[..., 2])
+    assert float(seen["layers.1"].head(3).weights()[..., 2].sum()) > 0
+    assert float(seen["layers.0"].head(1).steps().output.abs().sum()) > 0  # what attention gave, not what became of it
+    with intervene(model, HideKey("layers.1", 4, key=2), Ablate("layers.0", 1)):
+        assert torch.equal(model(tokens), logits)
+
+
+def test_changes_reach_a_foreign_model_and_generation():
+    model, tokens = spread(ForeignModel()), text()
+    with intervene(model, Ablate("blocks.1.attn", 3)):
+        changed = model(tokens)
+    with torch.no_grad():
+        model.blocks[1]["attn"].output.weight[:, 9:] = 0
+    assert_close(changed, model(tokens))
+    assert not any("watcher" in vars(module) for module in model.modules())
+
+    model, cache = spread(Decoder(config())), None
+    with intervene(model, HideKey("layers.1", 4, key=6)):
+        whole = model(tokens)
+        cache = model.cache()
+        pieces = [model(piece, cache=cache) for piece in tokens.split([5, 1, 5], dim=1)]
+    assert_close(torch.cat(pieces, dim=1), whole)
+
+
+def test_gradients_flow_through_changes():
+    layer = spread(MultiHeadAttention(24, 6, output=False))
+    x = torch.randn(1, 5, 24, dtype=torch.float64, requires_grad=True)
+    with intervene(layer, Scale("attention", 1, 0.5), Ablate("attention", 2)):
+        changed = layer(x)
+    (grad,) = torch.autograd.grad(changed[..., 4:12].sum(), x)
+    (expected,) = torch.autograd.grad(0.5 * layer(x)[..., 4:8].sum(), x)
+    assert_close(grad, expected)
+
+
+def test_changes_that_name_nothing_are_refused():
+    model = spread(Decoder(config()))
+    with (
+        pytest.raises(ValueError, match=r"intervene: no layer layers\.3; there are: layers\.0, layers\.1, layers\.2"),
+        intervene(model, Ablate("layers.3", 0)),
+    ):
+        pass
+    for head in (6, -1):
+        with (
+            pytest.raises(ValueError, match=rf"intervene: layers\.0 has heads 0 to 5, got {head}"),
+            intervene(model, Ablate("layers.0", head)),
+        ):
+            model(text())
+    assert watchers(model) == [None] * 3
+    with (
+        pytest.raises(TypeError, match="intervene: expected Ablate, Scale, Replace or HideKey, got tuple"),
+        intervene(model, ("layers.0", 1)),
+    ):
+        pass
+    for key in (-1, True, 1.5):
+        with pytest.raises(ValueError, match="HideKey: key must be an index, 0 or more"):
+            HideKey("layers.0", 0, key=key)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2), st.integers(0, 8), st.integers(1, 3), st.integers(1, 7), st.data())
+def test_a_hidden_key_answers_for_every_rectangle(head, key, heads, key_len, data):
+    grid = Grid(2, heads, 5, key_len)
+    mask = HiddenKey(head, key).bind(grid)
+    ruled = Ruled(mask, lambda b, h, i, j, grid: not (h == head and j == key))
+    assert_same_cells(mask.allowed(range(5), range(key_len)).expand(2, heads, -1, -1), ruled.cells(grid))
+    a, b = sorted(data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True)))
+    c, d = sorted(data.draw(st.lists(st.integers(0, key_len), min_size=2, max_size=2, unique=True)))
+    cells = ruled.cells(grid, range(a, b), range(c, d))
+    expected = Tile.FULL if cells.all() else Tile.PARTIAL if cells.any() else Tile.EMPTY
+    assert mask.tile(range(a, b), range(c, d)) is expected
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_mask_of_some_heads_is_those_heads_of_the_mask(data):
+    ruled = data.draw(composed_masks(GRID))
+    mask = HeadsMask(ruled.mask, [4, 1], HEADS).bind(GRID._replace(heads=2))
+    cells = ruled.cells(GRID)[:, [4, 1]]
+    rows, columns = range(QUERY_LEN), range(KEY_LEN)
+    assert_same_cells(mask.allowed(rows, columns).expand(BATCH, 2, -1, -1), cells)
+    tile = mask.tile(rows, columns)
+    assert tile is Tile.PARTIAL or cells.all() == cells.any() == (tile is Tile.FULL)

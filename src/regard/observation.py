@@ -2,43 +2,631 @@
 
     weight[i, j] = exp(score[i, j] - lse[i])
 
-Any weight can be had again from that, so nothing of size query_len x key_len is ever kept. A statistic takes one pass
-over the scores, a few queries at a time against all keys, and needs memory for those few rows only.
+Any weight can be had again from that, so nothing of size query_len x key_len is ever kept. A *statistic* is told every
+tile of weights once and holds a few numbers per query, per key or per pixel; several statistics share one pass:
+
+    seen = regard.observe(query, key, mask=Causal())
+    entropy, top, picture = seen.gather(Entropy(), Top(8), Image(512))
+
+`seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. Where a score is a plain
+product, three things make a pass cheap:
+
+    lse       comes from one fused call of attention; with the keys as values it brings the entropy along,
+              H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
+    weights   are 2^(q' . k') with q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1]: one product, one exp2
+    statistics are taken while the tile is in the processor's cache
+
+If query, key or whatever else makes a score wants a gradient, every statistic is differentiable: a tile's part is
+computed again in the backward pass, so an entropy penalty in a loss needs memory of O(length) too.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias
 from regard.functional import check_call
-from regard.masks import EVERYTHING, Indices, Mask, Tile
-from regard.reference import exp, softmax
-from regard.scores import Additive, Scoring
+from regard.kernels import Call, choose
+from regard.masks import EVERYTHING, Indices, Mask, Tile, positive
+from regard.reference import LOG2_E, exp
+from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid, ShapeError
 
-CELLS = 1 << 22
-"""Weights held at a time while a statistic is gathered: 16 MiB in float32."""
+CELLS = 1 << 19
+"""Weights in a tile on a CPU: 2 MiB in float32, small enough for the cache between one operation and the next."""
+
+CELLS_ELSEWHERE = 1 << 25
+"""Weights in a tile on a GPU, where starting an operation costs more than a cache gains."""
+
+ROWS, COLUMNS = 256, 512
+"""Most queries and keys in a tile. Pieces of memory for the products, and short enough rows for top-k."""
+
+EDGE = 64
+"""Keys in the smallest rectangle that a mask is asked about: tiles begin and end at multiples of it."""
 
 LARGEST = 1 << 26
-"""Most weights that `Observation.weights` gives at once: 256 MiB in float32."""
+"""Most weights or pixels that are given at once: 256 MiB in float32."""
+
+LOW = -1e4
+"""Stands for log2 of a weight of 0 in a product with that weight: 2^LOW is 0 in every dtype."""
+
+Selection = int | slice
+Place = range | slice | None
+Progress = Callable[[int, int], None]
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 
-class Top(NamedTuple):
+def _silent(done: int, all: int) -> None:
+    """Reports nothing."""
+
+
+# --- a tile -----------------------------------------------------------------------------------------------------------
+
+
+class Rectangle:
+    """One tile of a call, as a statistic sees it: scores and weights of some queries and keys, made when asked for.
+
+    Attributes:
+        batch: which batch rows of the call it belongs to.
+        queries, keys: which queries and keys; its tensors are [batch, heads, len(queries), len(keys)].
+    """
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        batch: slice,
+        queries: range,
+        keys: range,
+        query: Tensor,
+        key: Tensor,
+        norm: Tensor | None,
+        folded: bool = False,
+    ) -> None:
+        self.batch, self.queries, self.keys = batch, queries, keys
+        full = scoring.mask is None or scoring.mask.tile(queries, keys) is Tile.FULL
+        self._scoring = replace(scoring, mask=None) if full else scoring
+        self._query, self._key, self._norm, self._folded = query, key, norm, folded
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """Who may attend to whom, broadcastable to the tile; None for everybody to everybody."""
+        return self._scoring.allowed(self.queries, self.keys)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Scores after scale, softcap, bias and mask; -inf where hidden."""
+        if self._folded:
+            assert self._norm is not None
+            return self.log2 / LOG2_E + self._norm[..., None]
+        return self._scoring.tile(*self._shown(), self.queries, self.keys)
+
+    @cached_property
+    def log2(self) -> Tensor:
+        """The binary logarithm of the weights; -inf where hidden."""
+        if self._folded:
+            query, key = self._shown()
+            log2 = grouped_product(query, key.transpose(-2, -1))
+            return log2 if self.allowed is None else log2.masked_fill_(~self.allowed, -math.inf)
+        assert self._norm is not None
+        return (self.scores - self._norm[..., None]) * LOG2_E
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Weights; 0 where hidden."""
+        return self.log2.exp2()
+
+    def _shown(self) -> tuple[Tensor, Tensor]:
+        """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
+        if not (self._query.requires_grad or self._key.requires_grad):
+            return self._query, self._key
+        return hide_blind(self._query, self.allowed), hide(self._key, self.allowed)
+
+    def count(self, dim: int) -> Tensor:
+        """How many cells are allowed, along keys (-1) or queries (-2): int."""
+        shape = [self._query.shape[0], self._query.shape[1], len(self.queries), len(self.keys)]
+        if self.allowed is not None:
+            return self.allowed.expand(shape).sum(dim)
+        length = shape.pop(dim)
+        return torch.full(shape, length, device=self._query.device)
+
+    def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The queries [rows, 1] and the keys [1, columns] as numbers."""
+        rows = torch.arange(self.queries.start, self.queries.stop, device=device)
+        return rows[:, None], torch.arange(self.keys.start, self.keys.stop, device=device)[None, :]
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+class Statistic(Generic[Result]):
+    """Something that can be gathered from tiles; several of them share one pass (`Observation.gather`).
+
+    A new one that is a sum per query or per key derives from `PerQuery` or `PerKey` and says with `of` what a tile
+    adds. Others say in `start` what they hold, in `add` what a part does to it, and in `finish` what they answer.
+
+    >>> class Squares(PerQuery):
+    ...     def of(self, tile):
+    ...         return tile.weights.square().sum(-1)
+    >>> query = torch.zeros(1, 1, 2, 4)
+    >>> observe(query, query, mask=Causal()).gather(Squares())
+    (tensor([[[1.0000, 0.5000]]]),)
+    """
+
+    needs_weights: ClassVar[bool] = True
+    """False for one that looks at scores or at the mask alone: lse is then not needed."""
+
+    seen: "Observation"
+
+    def start(self, seen: "Observation") -> None:
+        """Before the first tile. A statistic is copied before it starts, so one object may be gathered many times."""
+        self.seen = seen
+
+    def area(self) -> tuple[range, range]:
+        """The queries and keys that it wants to see (after `start`): all, unless said otherwise."""
+        return range(self.seen.grid.query_len), range(self.seen.grid.key_len)
+
+    def also(self) -> "tuple[Observation, ...]":
+        """Other observations whose visible keys must not be skipped."""
+        return ()
+
+    def of(self, tile: Rectangle) -> Any:
+        """What a tile adds: tensors computed from the tile and from nothing that changes."""
+        raise NotImplementedError
+
+    def add(self, tile: Rectangle, part: Any) -> None:
+        """Takes in what `of` gave for the tile. Tiles come row by row, from left to right."""
+        raise NotImplementedError
+
+    def see(self, tile: Rectangle) -> None:
+        """Both at once."""
+        self.add(tile, self.of(tile))
+
+    def finish(self) -> Result:
+        """After the last tile."""
+        raise NotImplementedError
+
+
+class PerQuery(Statistic[Tensor]):
+    """A sum for each query: ``of`` gives [batch, heads, rows, *extra], the result is [batch, heads, query_len, *extra].
+
+    Attributes:
+        extra: further axes of the result, set before or in `start`.
+    """
+
+    extra: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.total = seen._zeros(seen.grid.query_len, *self.extra, dtype=self.dtype)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        self.total[tile.batch, :, tile.queries.start : tile.queries.stop] += part
+
+    def finish(self) -> Tensor:
+        return self.total
+
+
+class PerKey(Statistic[Tensor]):
+    """A sum for each key: ``of`` gives [batch, heads, columns], the result is [batch, heads, key_len]."""
+
+    dtype: torch.dtype | None = None
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.total = seen._zeros(seen.grid.key_len, dtype=self.dtype)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        self.total[tile.batch, :, tile.keys.start : tile.keys.stop] += part
+
+    def finish(self) -> Tensor:
+        return self.total
+
+
+class Entropy(PerQuery):
+    """See `Observation.entropy`."""
+
+    def of(self, tile: Rectangle) -> Tensor:
+        log2 = tile.log2 if tile.allowed is None else tile.log2.clamp(min=LOW)
+        return (tile.weights * log2).sum(-1)
+
+    def finish(self) -> Tensor:
+        entropy = self.total / -LOG2_E
+        sink = self.seen._sink()
+        if sink is not None:
+            entropy = entropy + self.seen.sink_mass() * (_finite(self.seen.lse) - sink)
+        return entropy.clamp(min=0.0)
+
+
+class Received(PerKey):
+    """See `Observation.received`."""
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.weights.sum(-2)
+
+
+class Visible(PerQuery):
+    """See `Observation.visible`."""
+
+    needs_weights = False
+    dtype = torch.int64
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.count(-1)
+
+
+class Viewers(PerKey):
+    """See `Observation.viewers`."""
+
+    needs_weights = False
+    dtype = torch.int64
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.count(-2)
+
+
+class Share(PerQuery):
+    """See `Observation.share`."""
+
+    def __init__(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.chosen = chosen
+
+    def of(self, tile: Rectangle) -> Tensor:
+        chosen = self.chosen(*tile.index(tile.weights.device))
+        if chosen.dim() == 4 and len(chosen) > 1:
+            chosen = chosen[tile.batch]
+        return (tile.weights * chosen).sum(-1)
+
+
+class Mass(PerQuery):
+    """See `Observation.mass`."""
+
+    def __init__(self, groups: Tensor) -> None:
+        self.groups = groups
+
+    def start(self, seen: "Observation") -> None:
+        batch, key_len = seen.grid.batch, seen.grid.key_len
+        groups = self.groups.expand(batch, -1) if self.groups.dim() == 1 else self.groups
+        if groups.shape != (batch, key_len):
+            raise ShapeError(f"Observation.mass: groups must be [{batch=}, {key_len=}], got {list(groups.shape)}")
+        self.member = F.one_hot(groups.long()).to(seen.dtype)[:, None]
+        self.extra = (self.member.shape[-1],)
+        super().start(seen)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.weights @ self.member[tile.batch, :, tile.keys.start : tile.keys.stop]
+
+
+class Distance(PerQuery):
+    """See `Observation.distance`."""
+
+    def of(self, tile: Rectangle) -> Tensor:
+        queries, keys = tile.index(tile.weights.device)
+        # the distances themselves, not a difference of means: float32 would lose it far into a text
+        return (tile.weights * (queries + self.seen.behind - keys)).sum(-1)
+
+
+class Distances(NamedTuple):
+    """How weight is spread over distances: edges [bins + 1], mass [batch, heads, query_len, bins]."""
+
+    edges: Tensor
+    mass: Tensor
+
+
+class Spread(Statistic[Distances]):
+    """See `Observation.distances`."""
+
+    def __init__(self, edges: Sequence[int] | Tensor | None = None) -> None:
+        self.given = edges
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        edges = _doubling(seen.grid.key_len, seen.grid.query_len) if self.given is None else self.given
+        self.edges = torch.as_tensor(edges, device=seen.grid.device)
+        if self.edges.dim() != 1 or len(self.edges) < 2 or not bool((self.edges.diff() > 0).all()):
+            raise ValueError(f"Observation.distances: edges must be two or more rising numbers, got {edges}")
+        self.mass = PerQuery()
+        self.mass.extra = (len(self.edges) - 1,)
+        self.mass.start(seen)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        # every row is moved right by one place more than the row below it, so that a column holds one distance
+        rows, columns = len(tile.queries), len(tile.keys)
+        flat = F.pad(F.pad(tile.weights, (rows, 0)).flatten(-2), (0, rows))
+        slanted = flat.unfold(-1, rows + columns, rows + columns + 1)
+        first = tile.queries.start + self.seen.behind - tile.keys.start + rows
+        back = first - torch.arange(rows + columns, device=self.edges.device)
+        bins = torch.bucketize(back, self.edges, right=True) - 1
+        member = bins[:, None] == torch.arange(len(self.edges) - 1, device=bins.device)
+        return slanted @ member.to(slanted.dtype)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        self.mass.add(tile, part)
+
+    def finish(self) -> Distances:
+        return Distances(self.edges, self.mass.total)
+
+
+class MaxScore(Statistic[Tensor]):
+    """See `Observation.max_score`."""
+
+    needs_weights = False
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.largest = seen._zeros(seen.grid.query_len) - math.inf
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.scores.detach().amax(-1)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
+        self.largest[at] = torch.maximum(self.largest[at], part)
+
+    def finish(self) -> Tensor:
+        return self.largest
+
+
+class Largest(NamedTuple):
     """The keys with the largest weights of each query, largest first: both [batch, heads, query_len, count]."""
 
     weights: Tensor
     keys: Tensor
 
 
+class Top(Statistic[Largest]):
+    """See `Observation.top`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        if not 1 <= self.count <= seen.grid.key_len:
+            raise ValueError(f"Observation.top: count must be 1 to key_len={seen.grid.key_len}, got {self.count}")
+        self.weights = seen._zeros(seen.grid.query_len, self.count)
+        self.keys = seen._zeros(seen.grid.query_len, self.count, dtype=torch.int64) - 1
+
+    def of(self, tile: Rectangle) -> Largest:
+        return self._of(tile, tile.weights.detach())
+
+    def _of(self, tile: Rectangle, weights: Tensor) -> Largest:
+        top = weights.topk(min(self.count, weights.shape[-1]), dim=-1)
+        return Largest(top.values, top.indices + tile.keys.start)
+
+    def add(self, tile: Rectangle, part: Largest) -> None:
+        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
+        self.weights[at], self.keys[at] = self._merged(self.weights[at], self.keys[at], part)
+
+    def see(self, tile: Rectangle) -> None:
+        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
+        weights, keys = self.weights[at], self.keys[at]
+        # top-k is the dearest of all statistics: only rows where the tile holds a larger weight than those found
+        rows = tile.weights.amax(-1) > weights[..., -1]
+        if bool(rows.any()):
+            found = self._of(tile, tile.weights[rows])
+            weights[rows], keys[rows] = self._merged(weights[rows], keys[rows], found)
+
+    def _merged(self, weights: Tensor, keys: Tensor, part: Largest) -> Largest:
+        top = torch.cat([weights, part.weights], dim=-1).topk(self.count, dim=-1)
+        return Largest(top.values, torch.cat([keys, part.keys], dim=-1).gather(-1, top.indices))
+
+    def finish(self) -> Largest:
+        return Largest(self.weights, self.keys.masked_fill(self.weights == 0, -1))
+
+
+class Image(Statistic[Tensor]):
+    """See `Observation.image`."""
+
+    def __init__(
+        self, size: int = 512, pool: Literal["max", "mean"] = "max", queries: Place = None, keys: Place = None
+    ) -> None:
+        if pool not in ("max", "mean"):
+            raise ValueError(f'Observation.image: pool must be "max" or "mean", got {pool!r}')
+        self.size, self.pool = positive(size, "Observation.image: size"), pool
+        self.queries, self.keys = queries, keys
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.places = _range(self.queries, seen.grid.query_len), _range(self.keys, seen.grid.key_len)
+        self.steps = tuple(max(1, -(-len(place) // self.size)) for place in self.places)
+        rows, columns = (-(-len(place) // step) for place, step in zip(self.places, self.steps, strict=True))
+        _refuse(
+            seen.grid.batch * seen.grid.heads * rows * columns, "pixels", "a smaller size, or for one head, seen[0, 3]"
+        )
+        self.pixels = seen._zeros(rows, columns)
+
+    def area(self) -> tuple[range, range]:
+        return self.places
+
+    def of(self, tile: Rectangle) -> Tensor:
+        pixels = tile.weights.detach() if self.pool == "max" else tile.weights
+        for dim, place, step, inside in zip((-2, -1), self.places, self.steps, self._inside(tile), strict=True):
+            first = (tile.queries, tile.keys)[dim].start
+            pixels = pixels.narrow(dim, inside.start - first, len(inside))
+            pixels = _pooled(pixels, inside.start - place.start, step, dim, self.pool)
+        return pixels
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        rows, columns = (
+            slice((inside.start - place.start) // step, (inside.stop - 1 - place.start) // step + 1)
+            for inside, place, step in zip(self._inside(tile), self.places, self.steps, strict=True)
+        )
+        at = (tile.batch, slice(None), rows, columns)
+        self.pixels[at] = torch.maximum(self.pixels[at], part) if self.pool == "max" else self.pixels[at] + part
+
+    def finish(self) -> Tensor:
+        return self.mean(self.pixels, self.steps[0])
+
+    def _inside(self, tile: Rectangle) -> tuple[range, range]:
+        """The tile's queries and keys that lie in the image."""
+        rows, columns = self.places
+        return _overlap(tile.queries, rows), _overlap(tile.keys, columns)
+
+    def mean(self, pixels: Tensor, step: int) -> Tensor:
+        """Sums over queries as means over the queries of each row of pixels."""
+        if self.pool == "max":
+            return pixels
+        first = torch.arange(pixels.shape[-2], device=pixels.device) * step
+        return pixels / (len(self.places[0]) - first).clamp(max=step)[:, None]
+
+
+class Pyramid(Statistic[tuple[Tensor, ...]]):
+    """See `Observation.pyramid`."""
+
+    def __init__(self, size: int = 1024, pool: Literal["max", "mean"] = "max") -> None:
+        self.finest = Image(size, pool)
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.finest = copy.copy(self.finest)
+        self.finest.start(seen)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return self.finest.of(tile)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        self.finest.add(tile, part)
+
+    def finish(self) -> tuple[Tensor, ...]:
+        pixels, step, pool = self.finest.pixels, self.finest.steps[0], self.finest.pool
+        levels = [self.finest.mean(pixels, step)]
+        while max(pixels.shape[-2:]) > 1:
+            pixels, step = _pooled(_pooled(pixels, 0, 2, -2, pool), 0, 2, -1, pool), 2 * step
+            levels.append(self.finest.mean(pixels, step))
+        return tuple(levels)
+
+
+class Comparison(NamedTuple):
+    """How far two heads' weights are apart, query by query: each [batch, heads, query_len]."""
+
+    divergence: Tensor
+    variation: Tensor
+    cosine: Tensor
+
+
+class Compare(Statistic[Comparison]):
+    """See `Observation.compare`."""
+
+    def __init__(self, other: "Observation") -> None:
+        self.other = other
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        if self.other.grid != seen.grid:
+            raise ShapeError(
+                f"Observation.compare: both must have the same scores, got {seen.grid} and {self.other.grid}; "
+                "two heads of one call are seen[:, 3].compare(seen[:, 5])"
+            )
+        self.with_lse, self.rows = self.other._settled(), dict[int, Observation]()
+        self.sums = PerQuery()
+        self.sums.extra = (5,)
+        self.sums.start(seen)
+
+    def also(self) -> "tuple[Observation, ...]":
+        return (self.with_lse,)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        first = tile.batch.start
+        if first not in self.rows:
+            self.rows[first] = self.with_lse[tile.batch]
+        there = self.rows[first]._rectangle(tile.queries, tile.keys)
+        p, q = tile.weights, there.weights
+        middle = (p + q) / 2
+        inside = p * tile.log2.clamp(min=LOW) + q * there.log2.clamp(min=LOW)
+        # log2 of the smallest normal number and not of 0, which is slow, and has no gradient
+        inside = inside / 2 - middle * middle.clamp(min=torch.finfo(p.dtype).tiny).log2()
+        parts = (inside, (p - q).abs(), p * q, p * p, q * q)
+        return torch.stack([part.sum(-1) for part in parts], dim=-1)
+
+    def add(self, tile: Rectangle, part: Tensor) -> None:
+        self.sums.add(tile, part)
+
+    def finish(self) -> Comparison:
+        divergence, variation, product, left, right = self.sums.total.unbind(-1)
+        divergence = divergence / LOG2_E
+        if self.seen.scoring.sink is not None or self.other.scoring.sink is not None:
+            p, q = self.seen.sink_mass(), self.with_lse.sink_mass()
+            middle, entr = (p + q) / 2, torch.special.entr
+            divergence = divergence + entr(middle) - (entr(p) + entr(q)) / 2
+            variation = variation + (p - q).abs()
+            product, left, right = product + p * q, left + p * p, right + q * q
+        size = (left * right).clamp(min=torch.finfo(left.dtype).tiny).sqrt()
+        return Comparison(divergence.clamp(min=0.0), variation / 2, product / size)
+
+
+class _LogSumExp(Statistic[Tensor]):
+    """lse of some queries, where no kernel has a fast way to it, or few are wanted; without gradient."""
+
+    needs_weights = False
+
+    def __init__(self, queries: range) -> None:
+        self.queries = queries
+
+    def start(self, seen: "Observation") -> None:
+        super().start(seen)
+        self.top = seen._zeros(seen.grid.query_len) - math.inf
+        self.total = seen._zeros(seen.grid.query_len)
+        sink = seen._sink()
+        if sink is not None:
+            self._join((slice(None),) * 3, sink.expand_as(self.top), torch.ones_like(self.total))
+
+    def area(self) -> tuple[range, range]:
+        return self.queries, range(self.seen.grid.key_len)
+
+    def of(self, tile: Rectangle) -> tuple[Tensor, Tensor]:
+        top = tile.scores.amax(-1)
+        return top, exp(tile.scores - _finite(top)[..., None]).sum(-1)
+
+    def add(self, tile: Rectangle, part: tuple[Tensor, Tensor]) -> None:
+        self._join((tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop)), *part)
+
+    def finish(self) -> Tensor:
+        empty = self.total == 0
+        lse = (_finite(self.top) + self.total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
+        return lse[:, :, self.queries.start : self.queries.stop]
+
+    def _join(self, at: tuple[slice, slice, slice], top: Tensor, total: Tensor) -> None:
+        largest = torch.maximum(self.top[at], top)
+        norm = _finite(largest)
+        self.total[at] = self.total[at] * exp(self.top[at] - norm) + total * exp(top - norm)
+        self.top[at] = largest
+
+
+class _Total(PerQuery):
+    """The sum of each query's weights, for some queries: 1, with the gradient of lse."""
+
+    needs_weights = False
+
+    def __init__(self, queries: range) -> None:
+        self.queries = queries
+
+    def area(self) -> tuple[range, range]:
+        return self.queries, range(self.seen.grid.key_len)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        return tile.weights.sum(-1)
+
+
+# --- the weights of a call --------------------------------------------------------------------------------------------
+
+
 class Observation:
     """The weights of one attention call, to be asked about.
 
-    Made by `observe`, or by a recording. Statistics are [batch, heads, query_len] (or key_len, where said).
+    Made by `observe`, or by a recording. Statistics are [batch, heads, query_len] (or key_len, where said), exact, and
+    take one pass over the tiles that the mask does not call empty; `gather` takes one pass for several of them. Where
+    query, key, bias, sink or additive want a gradient, all of them are differentiable at O(length) memory.
 
     >>> query = torch.tensor([[[[1., 0.], [0., 1.]]]])
     >>> seen = observe(query, query, mask=Causal(), scale=1.0)
@@ -47,11 +635,16 @@ class Observation:
               [0.2689, 0.7311]]]])
     >>> seen.entropy()
     tensor([[[0.0000, 0.5822]]])
+    >>> entropy, top = seen.gather(Entropy(), Top(1))
+    >>> top.keys[..., 0]
+    tensor([[[0, 1]]])
     """
 
     def __init__(self, query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None = None) -> None:
         self.query, self.key, self.scoring = query, key, scoring
         self._lse = lse
+
+    # --- one tile, one row, one head ---
 
     @property
     def grid(self) -> Grid:
@@ -59,54 +652,119 @@ class Observation:
         return self.scoring.grid
 
     @property
-    def lse(self) -> Tensor:
-        """Log-sum-exp of each query's scores (and sink): [batch, heads, query_len]."""
-        if self._lse is None:
-            self._lse = self._lse_of(range(self.grid.query_len))
-        return self._lse
+    def dtype(self) -> torch.dtype:
+        """What scores are computed in: float32 or wider."""
+        return wide(self.query[:0]).dtype
 
-    def scores(self, queries: range | slice | None = None, keys: range | slice | None = None) -> Tensor:
-        """Scores of a rectangle, after scale, softcap, bias and mask: [batch, heads, rows, columns]."""
+    @property
+    def behind(self) -> int:
+        """How far query 0 stands behind key 0: the last query meets the last key."""
+        return self.grid.key_len - self.grid.query_len
+
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of each query's scores (and sink): [batch, heads, query_len]; computed once, when needed."""
+        lse = self._settled()._lse
+        assert lse is not None
+        return lse
+
+    def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> "Observation":
+        """Some batch rows and heads, as an observation of their own: ``seen[0]``, ``seen[:, 3]``, ``seen[0, 4:6]``.
+
+        Both axes stay, with size 1 where one was chosen.
+        """
+        rows, heads = which if isinstance(which, tuple) else (which, slice(None))
+        batch, count = self.grid.batch, self.grid.heads
+        chosen, of_heads = _chosen(rows, batch, "batch rows"), _chosen(heads, count, "heads")
+        if len(chosen) == batch and len(of_heads) == count:
+            return self
+        at, cut = slice(chosen.start, chosen.stop), slice(of_heads.start, of_heads.stop)
+        scoring, whole = self.scoring, self.grid
+        mask, bias = scoring.mask, scoring.bias
+        if len(chosen) == 1 < batch:
+            whole, row, chosen = whole._replace(batch=1), chosen.start, range(1)
+            mask = None if mask is None else mask.of_row(row).bind(whole)
+            bias = None if bias is None else bias.of_row(row).bind(whole)
+        grid = whole._replace(batch=len(chosen), heads=len(of_heads))
+        first = range(min(1, grid.query_len)), range(min(1, grid.key_len))
+        if mask is not None and _differs(mask.allowed(*first), grid):
+            mask = _SelectedMask(mask, whole, chosen, of_heads)
+        if bias is not None and _differs(bias.values(*first), grid):
+            bias = _SelectedBias(bias, whole, chosen, of_heads)
+        selected = replace(
+            scoring,
+            grid=grid,
+            mask=mask,
+            bias=bias,
+            sink=None if scoring.sink is None else scoring.sink[cut],
+            additive=None if scoring.additive is None else Additive(scoring.additive.v[cut]),
+        )
+        lse = None if self._lse is None else self._lse[at, cut]
+        return Observation(self.query[at, cut], self._key_of(of_heads)[at], selected, lse)
+
+    def head(self, head: int) -> "Observation":
+        """One head alone, as an observation with heads=1."""
+        if not 0 <= head < self.grid.heads:
+            raise ValueError(f"Observation.head: head must be 0 to {self.grid.heads - 1}, got {head}")
+        return self[:, head]
+
+    def scores(self, queries: Place = None, keys: Place = None) -> Tensor:
+        """Scores of a rectangle, after scale, softcap, bias and mask: [batch, heads, rows, columns].
+
+        Args:
+            queries, keys: a slice or a range, None for all; refused where that is large.
+        """
         rows, columns = _range(queries, self.grid.query_len), _range(keys, self.grid.key_len)
         cells = self.grid.batch * self.grid.heads * len(rows) * len(columns)
-        if cells > LARGEST:
-            raise ValueError(
-                f"Observation: {cells:,} weights at once are more than {LARGEST:,}; ask for a rectangle, "
-                "weights(queries=slice(0, 64), keys=slice(0, 64)), or for a statistic: entropy(), top(8), received()"
-            )
-        return self._tile(rows, columns)
+        _refuse(
+            cells, "weights", "a rectangle, weights(queries=slice(0, 64), keys=slice(0, 64)), or for a statistic: "
+            "entropy(), top(8), received(), image()",
+        )  # fmt: skip
+        with _unrounded(self.grid.device):
+            return self._rectangle(rows, columns, norm=False).scores
 
-    def weights(self, queries: range | slice | None = None, keys: range | slice | None = None) -> Tensor:
+    def weights(self, queries: Place = None, keys: Place = None) -> Tensor:
         """Weights of a rectangle (default: all of it, refused when large): [batch, heads, rows, columns]."""
-        return self._normalised(self.scores(queries, keys), _range(queries, self.grid.query_len))
+        scores = self.scores(queries, keys)
+        return exp(scores - self._norm_of(_range(queries, self.grid.query_len))[..., None])
+
+    # --- statistics ---
+
+    def gather(self, *statistics: Statistic[Any], progress: Progress = _silent) -> tuple[Any, ...]:
+        """Several statistics in one pass, each as it would be alone.
+
+        Args:
+            statistics: `Entropy`, `Top`, `Received`, `Image` and the others of this module, or your own (`Statistic`).
+            progress: called with the queries done and all there are, over all batch rows that are gone through singly.
+        Returns:
+            The results in the order of the statistics.
+        """
+        with _unrounded(self.grid.device):
+            return self._gathered(statistics, progress)
 
     def entropy(self) -> Tensor:
         """How widely each query spreads its weight, in nats: ``-sum_j w log w``, with the sink as one more place.
 
         0 where all weight is on one key, log(n) where it is even over n; 0 for a query that sees nothing.
         """
+        return self._one(Entropy())
 
-        def of(rows: range, scores: Tensor, weights: Tensor) -> Tensor:
-            entropy: Tensor = torch.special.entr(weights).sum(-1)
-            if self.scoring.sink is not None:
-                entropy = entropy + torch.special.entr(self._sink_mass(rows))
-            return entropy
-
-        return self._gather(of)
-
-    def top(self, count: int) -> Top:
-        """The `count` largest weights of each query and their keys."""
-        if not 1 <= count <= self.grid.key_len:
-            raise ValueError(f"Observation.top: count must be 1 to key_len={self.grid.key_len}, got {count}")
-        found = [weights.topk(count, dim=-1) for _, _, weights in self._weights()]
-        return Top(torch.cat([f.values for f in found], dim=2), torch.cat([f.indices for f in found], dim=2))
+    def top(self, count: int) -> Largest:
+        """The `count` largest weights of each query and their keys, largest first; 0 and -1 where no more are seen."""
+        return self._one(Top(count))
 
     def received(self) -> Tensor:
-        """How much weight each key gets from all queries together: [batch, heads, key_len]."""
-        total = self.lse.new_zeros(self.grid.batch, self.grid.heads, self.grid.key_len)
-        for _, _, weights in self._weights():
-            total += weights.sum(-2)
-        return total
+        """How much weight each key gets from all queries together: [batch, heads, key_len].
+
+        They sum to the number of queries that see something, less the sink's mass.
+        """
+        return self._one(Received())
+
+    def mean_received(self) -> Tensor:
+        """The same as a mean over the queries that may see the key; 0 where none may: [batch, heads, key_len]."""
+        received, viewers = self.gather(Received(), Viewers())
+        mean: Tensor = received / viewers.clamp(min=1)
+        return mean
 
     def mass(self, groups: Tensor) -> Tensor:
         """How much weight each query puts on each group of keys: [batch, heads, query_len, number of groups].
@@ -114,127 +772,313 @@ class Observation:
         Args:
             groups: int [key_len] or [batch, key_len], the group (0 upwards) of each key.
         """
-        if groups.dim() == 1:
-            groups = groups.expand(self.grid.batch, -1)
-        if groups.shape != (self.grid.batch, self.grid.key_len):
-            raise ShapeError(
-                f"Observation.mass: groups must be [batch={self.grid.batch}, key_len={self.grid.key_len}], "
-                f"got {list(groups.shape)}"
-            )
-        member = torch.nn.functional.one_hot(groups.long()).to(self.lse.dtype)[:, None]
-        return self._gather(lambda rows, scores, weights: weights @ member)
+        return self._one(Mass(groups))
 
     def share(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """How much weight each query puts on the keys that a rule chooses.
 
         Args:
-            chosen: ``chosen(query, key) -> bool``, on index tensors [rows, 1] and [1, key_len]; the result broadcasts
-                to [batch, heads, rows, key_len].
+            chosen: ``chosen(query, key) -> bool``, on index tensors [rows, 1] and [1, columns]; the result broadcasts
+                to [batch, heads, rows, columns].
         """
-        keys = torch.arange(self.grid.key_len, device=self.grid.device)[None, :]
-
-        def of(rows: range, scores: Tensor, weights: Tensor) -> Tensor:
-            queries = torch.arange(rows.start, rows.stop, device=self.grid.device)[:, None]
-            return (weights * chosen(queries, keys)).sum(-1)
-
-        return self._gather(of)
+        return self._one(Share(chosen))
 
     def distance(self) -> Tensor:
         """How far back each query looks on average, in tokens: ``sum_j w (i + key_len - query_len - j)``."""
-        keys = torch.arange(self.grid.key_len, device=self.grid.device)
-        behind = self.grid.key_len - self.grid.query_len
+        return self._one(Distance())
 
-        def of(rows: range, scores: Tensor, weights: Tensor) -> Tensor:
-            # the distances themselves, not a difference of means: float32 would lose it far into a text
-            back = torch.arange(rows.start, rows.stop, device=self.grid.device)[:, None] + behind - keys
-            return (weights * back).sum(-1)
+    def distances(self, edges: Sequence[int] | Tensor | None = None) -> Distances:
+        """How each query's weight is spread over distances: mass [batch, heads, query_len, bins].
 
-        return self._gather(of)
+            mass[i, b] = sum of w[i, j] with edges[b] <= i + key_len - query_len - j < edges[b + 1]
+
+        Args:
+            edges: rising whole numbers of tokens, negative for keys ahead; None: everything ahead in one bin, then
+                0, 1, 2, 4, 8, ... until everything has a bin.
+        """
+        return self._one(Spread(edges))
 
     def max_score(self) -> Tensor:
         """The largest score of each query; -inf for one that sees nothing."""
-        if not self.grid.key_len:
-            return torch.full_like(self.lse, -math.inf)
-        return self._gather(lambda rows, scores, weights: scores.amax(-1))
+        return self._one(MaxScore())
 
     def sink_mass(self) -> Tensor:
         """How much weight goes to the sink: ``exp(sink - lse)``; 0 without one."""
-        return self._sink_mass(range(self.grid.query_len))
+        norm, sink = _finite(self.lse), self._sink()
+        return torch.zeros_like(norm) if sink is None else (sink - norm).exp()
 
     def visible(self) -> Tensor:
         """How many keys each query may attend to: int [batch, heads, query_len]."""
-        return torch.cat([(scores > -math.inf).sum(-1) for _, scores in self._scores()], dim=2)
+        return self._one(Visible())
 
-    def head(self, head: int) -> "Observation":
-        """One head alone, as an observation with heads=1."""
-        heads = self.grid.heads
-        if not 0 <= head < heads:
-            raise ValueError(f"Observation.head: head must be 0 to {heads - 1}, got {head}")
-        scoring, one = self.scoring, slice(head, head + 1)
-        kv_head = head // (heads // self.key.shape[1])
-        of_head = replace(
-            scoring,
-            grid=scoring.grid._replace(heads=1),
-            bias=None if scoring.bias is None else _BiasOfHead(scoring.bias, head),
-            mask=None if scoring.mask is None or scoring.mask is EVERYTHING else _MaskOfHead(scoring.mask, head),
-            sink=None if scoring.sink is None else scoring.sink[one],
-            additive=None if scoring.additive is None else Additive(scoring.additive.v[one]),
-        )
-        lse = None if self._lse is None else self._lse[:, one]
-        return Observation(self.query[:, one], self.key[:, kv_head : kv_head + 1], of_head, lse)
+    def viewers(self) -> Tensor:
+        """How many queries may attend to each key: int [batch, heads, key_len]."""
+        return self._one(Viewers())
 
-    def _tile(self, rows: range, columns: range) -> Tensor:
-        query = self.query[:, :, rows.start : rows.stop]
-        key = self.key[:, :, columns.start : columns.stop]
-        return self.scoring.tile(query, key, rows, columns)
+    def image(
+        self, size: int = 512, pool: Literal["max", "mean"] = "max", queries: Place = None, keys: Place = None
+    ) -> Tensor:
+        """The whole matrix of weights, or a rectangle of it, as a small picture: [batch, heads, rows, columns].
 
-    def _scores(self, queries: range | None = None) -> Iterator[tuple[range, Tensor]]:
-        """The scores of queries (default: of all) with all keys, some rows at a time."""
-        queries = range(self.grid.query_len) if queries is None else queries
-        step = max(1, CELLS // max(1, self.grid.batch * self.grid.heads * self.grid.key_len))
-        for start in range(0, max(1, len(queries)), step):  # without queries, one part without rows
-            rows = queries[start : start + step]
-            yield rows, self._tile(rows, range(self.grid.key_len))
+            max    a pixel is the largest weight of its queries and keys: nothing that is there is lost
+            mean   a pixel is the mean over its queries of the weight on all its keys, so a row of pixels sums to 1
+                   (less the sink's mass, and less the part of its queries that see nothing)
 
-    def _weights(self) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """Rows with their scores and weights."""
-        assert self.lse is not None  # once for all rows, and kept
-        for rows, scores in self._scores():
-            yield rows, scores, self._normalised(scores, rows)
+        Pixel (r, c) is of queries ``[r * step, (r + 1) * step)`` and keys likewise, counted from where the rectangle
+        begins, with ``step = ceil(length / size)`` in each direction; the last ones may be cut short.
 
-    def _normalised(self, scores: Tensor, rows: range) -> Tensor:
-        """Weights from scores; a query that sees nothing has none."""
-        return exp(scores - self._norm(rows)[..., None])
+        Args:
+            size: most pixels in either direction.
+            queries, keys: the rectangle, to look closer; None for all.
+        """
+        return self._one(Image(size, pool, queries, keys))
 
-    def _gather(self, of: Callable[[range, Tensor, Tensor], Tensor]) -> Tensor:
-        return torch.cat([of(rows, scores, weights) for rows, scores, weights in self._weights()], dim=2)
+    def pyramid(self, size: int = 1024, pool: Literal["max", "mean"] = "max") -> tuple[Tensor, ...]:
+        """Images of the whole matrix for zooming, from `size` down to one pixel, from one pass.
 
-    def _sink_mass(self, rows: range) -> Tensor:
-        norm = self._norm(rows)
-        if self.scoring.sink is None:
-            return torch.zeros_like(norm)
-        return (self.scoring.sink.to(norm.dtype)[:, None] - norm).exp()
+        Every image is half of the one before: its pixels cover twice as many queries and keys.
+        """
+        levels: tuple[Tensor, ...] = self._one(Pyramid(size, pool))
+        return levels
 
-    def _norm(self, rows: range) -> Tensor:
-        """What to subtract from a score: lse, or 0 for a query that sees nothing."""
-        lse = self._lse_of(rows)
-        return lse.masked_fill(lse == -math.inf, 0.0)
+    def compare(self, other: "Observation") -> Comparison:
+        """How far this head's weights p and another's q are apart, query by query: each [batch, heads, query_len].
 
-    def _lse_of(self, rows: range) -> Tensor:
-        """lse of some rows: a rectangle of weights does not need that of all."""
-        if self._lse is not None:
-            return self._lse[:, :, rows.start : rows.stop]
-        return torch.cat([softmax(scores, self.scoring.sink)[1] for _, scores in self._scores(rows)], dim=2)
+            divergence  Jensen-Shannon: H((p + q) / 2) - (H(p) + H(q)) / 2 in nats, 0 (equal) to log 2 (nothing shared)
+            variation   total variation: sum_j |p - q| / 2, 0 to 1
+            cosine      sum_j p q / (|p| |q|); 0 where one of them sees nothing
+
+        with the sink as one more place. ``seen[:, 3].compare(seen[:, 5])`` compares two heads.
+
+        Raises:
+            ShapeError: the other has another batch, number of heads or length.
+        References:
+            Lin 1991, "Divergence Measures Based on the Shannon Entropy", IEEE Transactions on Information Theory 37(1).
+        """
+        return self._one(Compare(other))
+
+    # --- how ---
+
+    def _one(self, statistic: Statistic[Result]) -> Result:
+        result: Result = self.gather(statistic)[0]
+        return result
+
+    def _gathered(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> tuple[Any, ...]:
+        """`gather`: lse first, where it is needed and not known, then the pass."""
+        working, entropy = self, None
+        if any(statistic.needs_weights for statistic in statistics) and not self._knows_lse():
+            working, entropy = self._with_lse()
+        running = [copy.copy(statistic) for statistic in statistics]
+        results: dict[int, Any] = {}
+        for number, statistic in enumerate(running):
+            if entropy is not None and type(statistic) is Entropy:
+                results[number] = entropy  # lse has brought it along
+            else:
+                statistic.start(working)
+        asked = [statistic for number, statistic in enumerate(running) if number not in results]
+        if asked:
+            working._stream(asked, progress)
+        else:
+            progress(self.grid.query_len, self.grid.query_len)
+        return tuple(results[n] if n in results else running[n].finish() for n in range(len(running)))
+
+    def _stream(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> None:
+        """Shows every statistic the tiles that it wants, rows from the top, each from left to right."""
+        areas = [statistic.area() for statistic in statistics]
+        rows, columns = (_hull([area[axis] for area in areas]) for axis in (0, 1))
+        others = [other for statistic in statistics for other in statistic.also()]
+        differentiable = any(seen._wants_grad() for seen in (self, *others))
+        batch, heads = self.grid.batch, self.grid.heads
+        cells = CELLS if self.grid.device.type == "cpu" else CELLS_ELSEWHERE
+        # batch rows one by one where they see different keys, or where tiles of all of them would be too flat
+        by_row = any(seen.scoring.mask is not None and seen.scoring.mask.by_row for seen in (self, *others))
+        parts = [slice(0, batch)]
+        if by_row or batch * heads * EDGE * COLUMNS > cells:
+            parts = [slice(row, row + 1) for row in range(batch)]
+        held = max(1, heads * (batch if len(parts) == 1 else 1))
+        across = max(1, min(COLUMNS, len(columns), max(EDGE, cells // (held * EDGE))))
+        down = max(1, min(ROWS, cells // (held * across)))
+        done, total = 0, len(parts) * len(rows)
+        for at in parts if batch and rows else ():
+            part = self[at]
+            mask = part.scoring.mask or EVERYTHING
+            for other in others:
+                mask = mask | (other[at].scoring.mask or EVERYTHING)
+            query, key, norm = part._prepared(rows, columns, down, across)
+            for number, start in enumerate(range(rows.start, rows.stop, down)):
+                queries = range(start, min(start + down, rows.stop))
+                for keys in _tiles(mask, queries, columns, across):
+                    wanting = [
+                        statistic
+                        for statistic, area in zip(statistics, areas, strict=True)
+                        if _overlap(queries, area[0]) and _overlap(keys, area[1])
+                    ]
+                    piece, first = divmod(keys.start - columns.start, across)
+                    show = _Shown(part, at, queries, keys, slice(first, first + len(keys)), wanting)
+                    tensors = query[number], key[piece], None if norm is None else norm[number]
+                    if not differentiable:
+                        tile = show.tile(*tensors)
+                        for statistic in wanting:
+                            statistic.see(tile)
+                        continue
+                    found = checkpoint(show, *tensors, use_reentrant=False, preserve_rng_state=False)
+                    for statistic, part_of_tile in zip(wanting, found, strict=True):
+                        statistic.add(show.tile(*tensors), part_of_tile)
+                done += len(queries)
+                progress(done, total)
+
+    def _prepared(
+        self, rows: range, columns: range, down: int, across: int
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """Query, key and norm of an area in the pieces that tiles are made of; folded where that is possible."""
+        query, key = self.query[:, :, rows.start : rows.stop], self.key[:, :, columns.start : columns.stop]
+        norm = None if self._lse is None else _finite(self._lse[:, :, rows.start : rows.stop])
+        if norm is not None and self._is_product:
+            query = torch.cat([wide(query) * (self.scoring.scale * LOG2_E), norm[..., None] * -LOG2_E], dim=-1)
+            key = F.pad(wide(key), (0, 1), value=1.0)
+        # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
+        pieces = query.split(down, dim=2), key.split(across, dim=2)
+        return *pieces, None if norm is None else norm.split(down, dim=2)
+
+    @property
+    def _is_product(self) -> bool:
+        """Whether a score is scale * query @ key^T and nothing else."""
+        return self.scoring.softcap is None and self.scoring.bias is None and self.scoring.additive is None
+
+    def _rectangle(self, queries: range, keys: range, norm: bool = True) -> Rectangle:
+        """One tile of all batch rows, whatever its size."""
+        query = self.query[:, :, queries.start : queries.stop]
+        key = self.key[:, :, keys.start : keys.stop]
+        given = self._norm_of(queries) if norm else None
+        return Rectangle(self.scoring, slice(0, self.grid.batch), queries, keys, query, key, given)
+
+    def _knows_lse(self) -> bool:
+        """Whether lse is there, with a graph where a gradient is wanted."""
+        return self._lse is not None and (self._lse.requires_grad or not self._wants_grad())
+
+    def _settled(self) -> "Observation":
+        """This observation with its lse known; kept, unless it carries a graph, which serves one backward pass."""
+        with _unrounded(self.grid.device):
+            return self if self._knows_lse() else self._with_lse()[0]
+
+    def _with_lse(self) -> "tuple[Observation, Tensor | None]":
+        """This observation with its lse, and its entropy if that came along."""
+        if self._is_product:
+            lse, entropy = self._fused()
+        else:
+            lse, entropy = self._streamed(range(self.grid.query_len)), None
+        settled = self if not lse.requires_grad else copy.copy(self)
+        settled._lse = lse
+        return settled, entropy
+
+    def _fused(self) -> tuple[Tensor, Tensor]:
+        """lse and entropy from one call of attention with the keys as values: H = lse - scale q . (sum_j w k_j)."""
+        query, key = wide(self.query), wide(self.key)
+        call = Call(query, key, key, self.scoring, None, wants_lse=True)
+        attended, lse = choose(call).run(call)
+        assert lse is not None
+        # a query that sees nothing may hold NaN, which times 0 is NaN
+        query = query.masked_fill((attended.detach() == 0).all(-1, keepdim=True), 0.0)
+        entropy = _finite(lse) - self.scoring.scale * (query * attended).sum(-1)
+        sink = self._sink()
+        if sink is not None:
+            entropy = entropy - (sink - _finite(lse)).exp() * sink
+        return lse, entropy.clamp(min=0.0)
+
+    def _norm_of(self, rows: range) -> Tensor:
+        """lse of some queries, 0 for one that sees nothing: a rectangle of weights does not need that of all."""
+        if self._knows_lse():
+            assert self._lse is not None
+            return _finite(self._lse[:, :, rows.start : rows.stop])
+        return _finite(self._streamed(rows))
+
+    def _streamed(self, rows: range) -> Tensor:
+        """lse of some queries, by tiles."""
+        with torch.no_grad():
+            lse = self._one(_LogSumExp(rows))
+        if not self._wants_grad():
+            return lse
+        # log of a sum of 1 that has the gradient: sums need nothing kept for the backward pass, a running maximum does
+        known = copy.copy(self)
+        known._lse = F.pad(lse, (rows.start, self.grid.query_len - rows.stop))
+        total = known._one(_Total(rows))[:, :, rows.start : rows.stop]
+        sink = self._sink()
+        if sink is not None:
+            total = total + (sink - _finite(lse)).exp()
+        return lse + total.masked_fill(lse == -math.inf, 1.0).log()
+
+    def _sink(self) -> Tensor | None:
+        """The sink as a column of numbers that are finite, so that none times 0 is NaN: [heads, 1]."""
+        sink = self.scoring.sink
+        return None if sink is None else sink.to(self.dtype).clamp(min=-1e30)[:, None]
+
+    def _wants_grad(self) -> bool:
+        """Whether weights have a gradient to give: to query or key, or to anything that makes a score."""
+        if not torch.is_grad_enabled():
+            return False
+        sink = self.scoring.sink
+        if self.query.requires_grad or self.key.requires_grad or (sink is not None and sink.requires_grad):
+            return True
+        if self.scoring.additive is not None and self.scoring.additive.v.requires_grad:
+            return True
+        if self.scoring.bias is None:
+            return False
+        corner = range(min(1, self.grid.query_len)), range(min(1, self.grid.key_len))
+        return self.scoring.bias.values(*corner).requires_grad
+
+    def _zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = self.dtype if dtype is None else dtype
+        return torch.zeros(self.grid.batch, self.grid.heads, *sizes, dtype=dtype, device=self.grid.device)
+
+    def _key_of(self, heads: range) -> Tensor:
+        """The keys of some heads: a view where every kv head keeps equally many of them."""
+        group = self.grid.heads // self.key.shape[1]
+        kv_heads = [head // group for head in heads]
+        count = kv_heads[-1] - kv_heads[0] + 1
+        if len(heads) % count == 0 and all(
+            kv == kv_heads[0] + n // (len(heads) // count) for n, kv in enumerate(kv_heads)
+        ):
+            return self.key[:, kv_heads[0] : kv_heads[-1] + 1]
+        return self.key[:, kv_heads]
 
 
-class _MaskOfHead(Mask):
-    """What a mask says of one head."""
+class _Shown:
+    """Shows one tile to some statistics, as often as a backward pass needs it."""
 
-    def __init__(self, mask: Mask, head: int) -> None:
-        self.mask, self.head = mask, head
+    def __init__(
+        self, seen: Observation, batch: slice, queries: range, keys: range, inside: slice, to: list[Statistic[Any]]
+    ) -> None:
+        self.seen, self.batch, self.queries, self.keys, self.inside, self.to = seen, batch, queries, keys, inside, to
+
+    def tile(self, query: Tensor, key: Tensor, norm: Tensor | None) -> Rectangle:
+        folded = norm is not None and self.seen._is_product
+        key = key[:, :, self.inside]
+        return Rectangle(self.seen.scoring, self.batch, self.queries, self.keys, query, key, norm, folded)
+
+    def __call__(self, query: Tensor, key: Tensor, norm: Tensor | None) -> tuple[Any, ...]:
+        tile = self.tile(query, key, norm)
+        return tuple(statistic.of(tile) for statistic in self.to)
+
+
+class _SelectedMask(Mask):
+    """What a mask says of some batch rows and heads."""
+
+    def __init__(self, mask: Mask, grid: Grid, rows: range, heads: range) -> None:
+        self.mask, self.grid, self.rows, self.heads = mask, grid, rows, heads
 
     def allowed(self, queries: Indices, keys: Indices) -> Tensor:
-        return _of_head(self.mask.allowed(queries, keys), self.head)
+        return _select(self.mask.allowed(queries, keys), self.rows, self.heads)
+
+    @property
+    def by_row(self) -> bool:
+        return len(self.rows) > 1 and self.mask.by_row
+
+    def of_row(self, row: int) -> Mask:
+        grid = self.grid._replace(batch=1)
+        return _SelectedMask(self.mask.of_row(self.rows[row]).bind(grid), grid, range(1), self.heads)
+
+    def breaks(self, query_len: int) -> set[int]:
+        return self.mask.breaks(query_len)
 
     def _tile(self, rows: range, columns: range) -> Tile:
         return self.mask.tile(rows, columns)
@@ -243,20 +1087,89 @@ class _MaskOfHead(Mask):
         return repr(self.mask)
 
 
-class _BiasOfHead(Bias):
-    """What a bias adds in one head."""
+class _SelectedBias(Bias):
+    """What a bias adds in some batch rows and heads."""
 
-    def __init__(self, bias: Bias, head: int) -> None:
-        self.bias, self.head = bias, head
+    def __init__(self, bias: Bias, grid: Grid, rows: range, heads: range) -> None:
+        self.bias, self.grid, self.rows, self.heads = bias, grid, rows, heads
+
+    def bind(self, grid: Grid) -> Bias:
+        return self
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
-        return _of_head(self.bias.values(queries, keys), self.head)
+        return _select(self.bias.values(queries, keys), self.rows, self.heads)
+
+    def of_row(self, row: int) -> Bias:
+        grid = self.grid._replace(batch=1)
+        return _SelectedBias(self.bias.of_row(self.rows[row]).bind(grid), grid, range(1), self.heads)
 
     def __repr__(self) -> str:
         return repr(self.bias)
 
 
-def _range(which: range | slice | None, length: int) -> range:
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def _tiles(mask: Mask, queries: range, columns: range, step: int) -> Iterator[range]:
+    """The keys that some of the queries may see, from left to right, cut at every `step` from the first column."""
+    pending: range | None = None
+    for found in _visible(mask, queries, columns):
+        if pending is not None and found.start == pending.stop:
+            pending = range(pending.start, found.stop)
+            continue
+        if pending is not None:
+            yield from _cut(pending, columns.start, step)
+        pending = found
+    if pending is not None:
+        yield from _cut(pending, columns.start, step)
+
+
+def _visible(mask: Mask, queries: range, columns: range) -> Iterator[range]:
+    """The parts of the columns that are not empty: halves of halves, where the mask says PARTIAL."""
+    tile = mask.tile(queries, columns)
+    if tile is Tile.EMPTY:
+        return
+    if tile is Tile.FULL or len(columns) <= EDGE:
+        yield columns
+        return
+    half = columns.start + -(-len(columns) // (2 * EDGE)) * EDGE
+    yield from _visible(mask, queries, range(columns.start, half))
+    yield from _visible(mask, queries, range(half, columns.stop))
+
+
+def _cut(places: range, origin: int, step: int) -> Iterator[range]:
+    """The parts of a range between multiples of `step` counted from an origin."""
+    start = places.start
+    while start < places.stop:
+        stop = min(places.stop, start + step - (start - origin) % step)
+        yield range(start, stop)
+        start = stop
+
+
+def _pooled(pixels: Tensor, first: int, step: int, dim: int, pool: str) -> Tensor:
+    """The largest or the sum of every `step` neighbours along -2 or -1, counted from `first` places after a border."""
+    if step == 1:
+        return pixels
+    reduce = torch.amax if pool == "max" else torch.sum
+    size = pixels.shape[dim]
+    front = min(-first % step, size)
+    whole = (size - front) // step * step
+    head, middle, tail = pixels.split([front, whole, size - front - whole], dim=dim)
+    parts = [reduce(part, dim, keepdim=True) for part in (head, tail) if part.shape[dim]]
+    if whole:
+        parts.insert(1 if front else 0, reduce(middle.unflatten(dim, (-1, step)), dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _doubling(key_len: int, query_len: int) -> list[int]:
+    """Edges: everything ahead, then 0, 1, 2, 4, ... beyond the farthest key."""
+    edges = [-max(key_len, query_len), 0, 1]
+    while edges[-1] < max(key_len, query_len):
+        edges.append(2 * edges[-1])
+    return edges
+
+
+def _range(which: Place, length: int) -> range:
     """Rows or columns: a slice as Python takes it, a range as it stands, None for all."""
     chosen = range(length)[slice(None) if which is None else which] if not isinstance(which, range) else which
     if not 0 <= chosen.start <= chosen.stop <= length or chosen.step != 1:
@@ -264,9 +1177,56 @@ def _range(which: range | slice | None, length: int) -> range:
     return chosen
 
 
-def _of_head(cells: Tensor, head: int) -> Tensor:
-    """One head of [batch, heads or 1, rows, columns]."""
-    return cells if cells.shape[1] == 1 else cells[:, head : head + 1]
+def _chosen(which: Selection, length: int, what: str) -> range:
+    """Batch rows or heads: a number as one of them."""
+    if isinstance(which, int):
+        if not -length <= which < length:
+            raise IndexError(f"Observation: {what} are 0 to {length - 1}, got {which}")
+        return range(which % length, which % length + 1)
+    chosen = range(length)[which]
+    if not chosen or chosen.step != 1:
+        raise IndexError(f"Observation: choose one or more {what} of {length}, in steps of 1, got {which}")
+    return chosen
+
+
+def _overlap(one: range, other: range) -> range:
+    """What lies in both."""
+    return range(max(one.start, other.start), max(one.start, other.start, min(one.stop, other.stop)))
+
+
+def _hull(places: list[range]) -> range:
+    """From the first to the last of all."""
+    return range(min(place.start for place in places), max(place.stop for place in places))
+
+
+def _differs(cells: Tensor, grid: Grid) -> bool:
+    """Whether what a mask or bias gives for one cell has batch rows or heads that a smaller grid has not."""
+    return any(size not in (1, wanted) for size, wanted in zip(cells.shape[:2], grid[:2], strict=True))
+
+
+def _select(cells: Tensor, rows: range, heads: range) -> Tensor:
+    """Some rows and heads of [batch or 1, heads or 1, rows, columns]."""
+    for axis, chosen in ((0, rows), (1, heads)):
+        if cells.shape[axis] > 1:
+            cells = cells.narrow(axis, chosen.start, len(chosen))
+    return cells
+
+
+def _unrounded(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off: the dtype of the query decides, and no score is rounded on the way."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """What to subtract from a score: 0 in place of the lse of a query that sees nothing."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _refuse(count: int, what: str, instead: str) -> None:
+    if count > LARGEST:
+        raise ValueError(f"Observation: {count:,} {what} at once are more than {LARGEST:,}; ask for {instead}")
 
 
 def observe(
@@ -285,7 +1245,8 @@ def observe(
 
     Shapes: query [batch, heads, query_len, head_dim], key [batch, kv_heads, key_len, head_dim].
     Args:
-        lse: [batch, heads, query_len], if `attention_with_lse` has given it already; None: computed when needed.
+        lse: [batch, heads, query_len], if `attention_with_lse` has given it already; None: computed when needed. Where
+            a gradient is wanted, one without a graph is computed again.
         The rest as in `attention`.
     Raises:
         What `attention` raises.

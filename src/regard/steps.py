@@ -21,7 +21,8 @@ from regard.functional import check_call
 from regard.layers import ACTIVATIONS, Block, FeedForward, MultiHeadAttention, join, split
 from regard.masks import Mask
 from regard.reference import softmax
-from regard.scores import grouped_product, hide, wide
+from regard.scores import Scoring, grouped_product, hide, wide
+from regard.shapes import Grid
 
 LARGEST = 1 << 24
 """Most scores that are shown at once; for more, ask for single queries."""
@@ -138,9 +139,7 @@ def _attention(
     call = check_call("steps", *heads, **layer.scoring(mask, bias), dropout=0.0, generator=None, wants_lse=True)
     grid = call.scoring.grid
     rows = range(grid.query_len) if query is None else range(query, query + 1)
-    cells = grid.batch * grid.heads * len(rows) * grid.key_len
-    if cells > LARGEST:
-        raise ValueError(f"steps: {cells:,} scores are too many to show; give query=i to see one token's")
+    check_size(grid, rows)
     cut = slice(rows.start, rows.stop)
     key = x if key is None else key
     parts = (
@@ -162,23 +161,41 @@ def _attention(
         for (name, _, _, axes), turned in zip(parts[:2], (heads.query[:, :, cut], heads.key), strict=True):
             yield Step(f"rotate {name}", "each pair of features turned by position * frequency", axes, turned)
 
-    square = ("batch", "heads", "query_len", "key_len")
-    keys = range(grid.key_len)
-    scores = heads.query
-    for stage in call.scoring.stages(heads.query[:, :, cut], heads.key, rows, keys):
-        scores = stage.scores
-        yield Step(stage.name, stage.formula, square, scores)
-    weights, _ = softmax(scores, call.scoring.sink)
-    formula = "exp(scores) / sum over keys of exp(scores)" + (" and exp(sink)" if layer.sink is not None else "")
-    yield Step("softmax", formula, square, weights, _saturation(scores, weights))
-    seen = hide(heads.value, call.scoring.allowed(rows, keys))
-    attended = grouped_product(weights, wide(seen)).to(heads.value.dtype)
-    yield Step("weigh", "weights @ value", ("batch", "heads", "query_len", "value_dim"), attended)
+    attended = heads.query
+    for step in attention_steps(heads.query, heads.key, heads.value, call.scoring, rows):
+        attended = step.tensor
+        yield step
     joined = join(attended)
     yield Step("join", "heads side by side", ("batch", "query_len", "features"), joined)
     if layer.output is not None:
         formula = _times("joined", "output", layer.output)
         yield Step("project output", formula, ("batch", "query_len", "dim"), layer.output(joined))
+
+
+def attention_steps(query: Tensor, key: Tensor, value: Tensor | None, scoring: Scoring, rows: range) -> Iterator[Step]:
+    """The steps from heads to what they give: the scores' stages, softmax and, where there are values, weigh.
+
+    Shapes: query, key and value are those of the whole call; rows: the queries that are shown.
+    """
+    square, keys = ("batch", "heads", "query_len", "key_len"), range(scoring.grid.key_len)
+    scores = query
+    for stage in scoring.stages(query[:, :, rows.start : rows.stop], key, rows, keys):
+        scores = stage.scores
+        yield Step(stage.name, stage.formula, square, scores)
+    weights, _ = softmax(scores, scoring.sink)
+    formula = "exp(scores) / sum over keys of exp(scores)" + (" and exp(sink)" if scoring.sink is not None else "")
+    yield Step("softmax", formula, square, weights, _saturation(scores, weights))
+    if value is not None:
+        seen = hide(value, scoring.allowed(rows, keys))
+        attended = grouped_product(weights, wide(seen)).to(value.dtype)
+        yield Step("weigh", "weights @ value", ("batch", "heads", "query_len", "value_dim"), attended)
+
+
+def check_size(grid: Grid, rows: range) -> None:
+    """Refuses what is too much to show at once."""
+    cells = grid.batch * grid.heads * len(rows) * grid.key_len
+    if cells > LARGEST:
+        raise ValueError(f"steps: {cells:,} scores are too many to show; give query=i to see one token's")
 
 
 def _feed_forward(layer: FeedForward, x: Tensor) -> Iterator[Step]:

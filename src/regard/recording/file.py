@@ -1,0 +1,227 @@
+"""A recording as a file: tensors in safetensors, and in the header what a score was."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from regard.biases import Bias, Given
+from regard.masks import Dense, Mask
+from regard.recording.rules import KINDS, PARTS, HeadsBias, HeadsMask, arguments_of, made_from
+from regard.recording.texts import ALIGNMENT, Piece, Text, aligned
+from regard.shapes import Grid, ShapeError
+
+FORMAT = "regard.recording.1"
+
+LARGEST = 1 << 26
+"""Most cells of a mask or bias that is a function which `Recording.save` writes out: 64 MiB of bools."""
+
+
+class Store:
+    """Tensors on their way into a file, each of them once, and masks and biases as plain data.
+
+    In the file, each tensor begins at a multiple of `ALIGNMENT`, so that it can be used where it lies: those of another
+    size than a multiple of it are filled up with zeros, and their shapes are kept beside them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.shapes: dict[str, list[int]] = {}
+        self._names: dict[Any, tuple[Tensor, str]] = {}  # the tensor is held, so that its memory stays its own
+
+    def tensor(self, tensor: Tensor | None) -> str | None:
+        """The name under which a tensor is stored."""
+        if tensor is None:
+            return None
+        place = (tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in self._names:
+            name = str(len(self.tensors))
+            alone = tensor.detach().cpu().contiguous()
+            surplus = -alone.nbytes % ALIGNMENT
+            if surplus:
+                self.shapes[name] = list(alone.shape)
+                alone = torch.cat([alone.flatten(), alone.new_zeros(surplus // alone.element_size())])
+            elif alone.untyped_storage().nbytes() != alone.nbytes:
+                alone = alone.clone()  # safetensors wants memory that nobody shares
+            self.tensors[name] = alone
+            self._names[place] = tensor, name
+        return self._names[place][1]
+
+    def padded(self, metadata: dict[str, str]) -> dict[str, str]:
+        """The header's strings, with as many spaces as bring the first tensor to a multiple of `ALIGNMENT`."""
+        entries: dict[str, Any] = {"__metadata__": metadata | {"padding": ""}}
+        at = 0
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+            dtype = "BF16" if tensor.dtype == torch.bfloat16 else "BOOL" if tensor.dtype == torch.bool else "F32"
+            entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+            at += tensor.nbytes
+        length = 8 + len(json.dumps(entries, separators=(",", ":")))
+        return metadata | {"padding": " " * (-length % ALIGNMENT)}
+
+    def part(self, part: Any, grid: Grid, layer: str) -> Any:
+        """A mask, a bias, or what they are made of, as plain data."""
+        if isinstance(part, Tensor):
+            return {"tensor": self.tensor(part)}
+        if isinstance(part, (list, tuple)):
+            return [self.part(each, grid, layer) for each in part]
+        if not isinstance(part, (Mask, Bias)):
+            return part
+        if type(part) not in PARTS:
+            part = _written_out(part, grid, layer)
+        if isinstance(part, (HeadsMask, HeadsBias)):
+            grid = grid._replace(heads=part.of)
+        arguments = {name: self.part(value, grid, layer) for name, value in arguments_of(part).items()}
+        return {"kind": type(part).__name__, **arguments}
+
+
+def _written_out(part: Mask | Bias, grid: Grid, layer: str) -> Dense | Given:
+    """A mask or bias that is a function, cell by cell."""
+    bound: Any = part.bind(grid)
+    ask = bound.allowed if isinstance(part, Mask) else bound.values
+    rows: list[Tensor] = []
+    step = max(1, (1 << 22) // max(1, grid.key_len))
+    for start in range(0, grid.query_len, step):
+        cells = ask(
+            torch.arange(start, min(start + step, grid.query_len), device=grid.device),
+            torch.arange(grid.key_len, device=grid.device),
+        )
+        count = cells.shape[0] * cells.shape[1] * grid.query_len * grid.key_len
+        if count > LARGEST:
+            raise ValueError(
+                f"recording.save: {layer}: {part!r} is a function, which no file can hold, and has {count:,} cells, "
+                f"too many to write them out (up to {LARGEST:,}); make it of regard's own masks (Causal(), Window(w), "
+                "Document(ids), ... with & | ~) and biases, or record a shorter text"
+            )
+        rows.append(cells.expand(*cells.shape[:2], -1, grid.key_len))
+    whole = torch.cat(rows, dim=2)
+    return Dense(whole) if isinstance(part, Mask) else Given(whole)
+
+
+def _data_of(text: Text, layer: str, store: Store) -> dict[str, Any]:
+    """A text as plain data, which `_text_from` reads, with its tensors in the store."""
+    seen, (_, key, value) = text.whole(), text.tensors()
+    pieces = []
+    for piece in text.pieces:
+        grid = text.grid(piece)
+        pieces.append(
+            {
+                "query_len": piece.query_len,
+                "first": piece.first,
+                "key_len": piece.key_len,
+                "mask": store.part(piece.mask, grid, layer),
+                "bias": store.part(piece.bias, grid, layer),
+                "tokens": store.tensor(piece.tokens),
+            }
+        )
+    return {
+        "query": store.tensor(seen.query),
+        "key": store.tensor(key),
+        "value": None if text.value is None else store.tensor(value),
+        "lse": store.tensor(seen.lse),
+        "scale": text.scale,
+        "softcap": text.softcap,
+        "sink": store.tensor(text.sink),
+        "additive": store.tensor(text.additive),
+        "heads": text.heads,
+        "pieces": pieces,
+    }
+
+
+def write(path: str | os.PathLike[str], model: str, texts: Mapping[str, list[Text]]) -> None:
+    """Writes a model's name and, by layer, its texts; the file is there whole or not at all."""
+    store = Store()
+    layers = {name: [_data_of(text, name, store) for text in of_layer] for name, of_layer in texts.items()}
+    header = {"model": model, "layers": layers, "shapes": store.shapes}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    try:
+        save_file(store.tensors, beside, store.padded({"format": FORMAT, "recording": json.dumps(header)}))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:
+    """What `write` wrote. The tensors stay in the file, mapped into memory.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged, or no recording, or of another version.
+    """
+    try:
+        with safe_open(Path(path), "pt") as file:
+            metadata = dict(file.metadata() or {})
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path}: not a recording, or only a part of one ({error}); record and save it again"
+        ) from error
+    written = metadata.get("format", "")
+    if written != FORMAT:
+        of_regard = written.startswith(FORMAT.rpartition(".")[0] + ".")
+        raise ValueError(
+            f"{path}: a recording of another version of regard ({written!r}, this one reads {FORMAT!r}); read it with "
+            "that version, or record again"
+            if of_regard
+            else f"{path}: a safetensors file, but no recording of regard (format {written!r}, expected {FORMAT!r}); "
+            "recording.save(path) writes one"
+        )
+    try:
+        header = json.loads(metadata["recording"])
+        shapes: dict[str, list[int]] = header["shapes"]
+        tensors = {name: aligned(_shaped(tensor, shapes.get(name))) for name, tensor in stored.items()}
+        texts = {name: [_text_from(text, tensors) for text in of_layer] for name, of_layer in header["layers"].items()}
+        for text in (text for of_layer in texts.values() for text in of_layer):
+            text.whole(), text.calls()  # everything is checked before anything is asked
+        return str(header["model"]), texts
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"{path}: a damaged recording ({type(error).__name__}: {error})") from error
+
+
+def _shaped(tensor: Tensor, shape: list[int] | None) -> Tensor:
+    """A stored tensor without what it was filled up with."""
+    return tensor if shape is None else tensor[: math.prod(shape)].view(shape)
+
+
+def _text_from(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Text:
+    def tensor(name: str | None) -> Tensor | None:
+        return None if name is None else tensors[name]
+
+    def part(data: Any) -> Any:
+        if isinstance(data, list):
+            return [part(each) for each in data]
+        if not isinstance(data, dict):
+            return data
+        if "tensor" in data:
+            return tensors[data["tensor"]]
+        return made_from(KINDS[data["kind"]], {name: part(value) for name, value in data.items() if name != "kind"})
+
+    pieces = [
+        Piece(p["query_len"], p["first"], p["key_len"], part(p["mask"]), part(p["bias"]), tensor(p["tokens"]))
+        for p in data["pieces"]
+    ]
+    query, key, value = tensors[data["query"]], tensors[data["key"]], tensor(data["value"])
+    if value is not None and (value.dim() != 4 or value.shape[:3] != key.shape[:3]):
+        raise ShapeError(f"value {list(value.shape)} does not fit key {list(key.shape)}")
+    if max(piece.first + piece.key_len for piece in pieces) != key.shape[2]:
+        raise ShapeError(f"the calls do not have the {key.shape[2]} keys that there are")
+    for piece in pieces:
+        if piece.tokens is not None and piece.tokens.shape != (query.shape[0], piece.query_len):
+            raise ShapeError(f"tokens {list(piece.tokens.shape)} do not fit {piece.query_len} queries")
+    heads = None if data["heads"] is None else tuple(data["heads"])
+    if heads is not None and len(heads) != query.shape[1]:
+        raise ShapeError(f"{len(heads)} numbers do not name {query.shape[1]} heads")
+    return Text(
+        list(query.split([piece.query_len for piece in pieces], dim=2)),
+        key, value, data["scale"], data["softcap"], tensor(data["sink"]), tensor(data["additive"]), pieces, heads,
+        lse=tensor(data["lse"]),
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Changes single heads while a model runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.layers import Attend, Heads, ScoringArguments, Watcher
+from regard.recording.rules import HiddenKey
+from regard.recording.watching import Place, watching
+from regard.shapes import ShapeError
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One change to one head, for `intervene`. Args: layer: name or number, as in `record`. head: number."""
+
+    layer: str | int
+    head: int
+
+    def before(self, scoring: ScoringArguments) -> ScoringArguments:
+        """What attention is told of a score."""
+        return scoring
+
+    def after(self, output: Tensor) -> Tensor:
+        """What goes on of the head's output [batch, query_len, value_dim]."""
+        return output
+
+
+@dataclass(frozen=True)
+class Ablate(Intervention):
+    """The head gives nothing: its output is 0."""
+
+    def after(self, output: Tensor) -> Tensor:
+        return torch.zeros_like(output)
+
+
+@dataclass(frozen=True)
+class Scale(Intervention):
+    """The head gives `factor` times its output."""
+
+    factor: float
+
+    def after(self, output: Tensor) -> Tensor:
+        return self.factor * output
+
+
+@dataclass(frozen=True)
+class Replace(Intervention):
+    """The head gives something else.
+
+    Args:
+        output: a tensor that broadcasts to [batch, query_len, value_dim], such as the head's mean or what it gave on
+            another text; or a function that is given the head's output and returns such a tensor.
+    """
+
+    output: Tensor | Callable[[Tensor], Tensor]
+
+    def after(self, output: Tensor) -> Tensor:
+        other = self.output if isinstance(self.output, Tensor) else self.output(output)
+        try:
+            return other.to(output).expand(output.shape)
+        except RuntimeError:
+            raise ShapeError(
+                f"Replace: layer {self.layer!r}, head {self.head}: output must broadcast to [batch, query_len, "
+                f"value_dim] = {list(output.shape)}, got {list(other.shape)}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class HideKey(Intervention):
+    """No query of the head sees the key at this index. A call that has no such key stays as it is."""
+
+    key: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, int) or isinstance(self.key, bool) or self.key < 0:
+            raise ValueError(f"HideKey: key must be an index, 0 or more, got {self.key!r}")
+
+    def before(self, scoring: ScoringArguments) -> ScoringArguments:
+        mask = scoring["mask"]
+        hidden = HiddenKey(self.head, self.key)
+        return {**scoring, "mask": hidden if mask is None else mask & hidden}
+
+
+@contextmanager
+def intervene(model: nn.Module, *changes: Intervention) -> Iterator[None]:
+    """Changes single heads while the ``with`` block runs.
+
+    Several changes of one head are made in the order in which they are given, and those of an outer block before those
+    of an inner one. Gradients flow through them. A recording, inside or outside, has what attention was given: with a
+    key hidden, but not what becomes of a head's output afterwards.
+
+    Args:
+        model: as in `record`.
+        changes: `Ablate`, `Scale`, `Replace`, `HideKey`.
+    Raises:
+        ValueError: a layer or head that does not exist.
+
+    >>> layer = MultiHeadAttention(8, 2, output=False)
+    >>> with intervene(layer, Ablate("attention", 1)):
+    ...     output = layer(torch.randn(1, 5, 8))
+    >>> output[0, 0, 4:]
+    tensor([0., 0., 0., 0.], grad_fn=<SliceBackward0>)
+    """
+    wrong = next((type(change).__name__ for change in changes if not isinstance(change, Intervention)), None)
+    if wrong is not None:
+        raise TypeError(f"intervene: expected Ablate, Scale, Replace or HideKey, got {wrong}")
+
+    def watch(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
+        here = [change for change in changes if change.layer in (place.name, place.number)]
+        count = heads.query.shape[1]
+        for change in here:
+            if not 0 <= change.head < count:
+                raise ValueError(f"intervene: {place.name} has heads 0 to {count - 1}, got {change.head}")
+            scoring = change.before(scoring)
+        output = before(heads, scoring, attend)
+        if not here:
+            return output
+        parts = list(output.unbind(1))
+        for change in here:
+            parts[change.head] = change.after(parts[change.head])
+        return torch.stack(parts, dim=1)
+
+    with watching("intervene", model, {change.layer for change in changes}, watch):
+        yield

@@ -1,0 +1,292 @@
+"""Keeps query and key of every attention layer while a model runs."""
+
+import html
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.biases import as_bias
+from regard.layers import Attend, Heads, ScoringArguments, Watcher
+from regard.recording.file import read, write
+from regard.recording.rules import HeadsBias, HeadsMask, each_tensor
+from regard.recording.summary import Summary, html_table, summarise
+from regard.recording.texts import Piece, Recorded, Text
+from regard.recording.watching import Place, watching
+
+
+class Recording(Mapping[str, Recorded]):
+    """What a model's attention layers saw, by name ("layers.0", ...) or by number, in the order of their first call.
+
+    Made by `record` and `load_recording`.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        heads: Sequence[int] | None = None,
+        values: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        """The model's name, or its class."""
+        self._chosen = None if heads is None else tuple(dict.fromkeys(heads))
+        self._values, self._dtype = values, dtype
+        self._texts: dict[str, list[Text]] = {}
+        self._reading: Tensor | None = None
+
+    def __getitem__(self, name: str | int) -> Recorded:
+        """The last text that a layer saw, whole, though it may have been read in pieces with a cache."""
+        return self._layer(name)[-1].whole()
+
+    def calls(self, name: str | int) -> list[Recorded]:
+        """Every call of a layer, one by one, each with the keys that it had."""
+        return [call for text in self._layer(name) for call in text.calls()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """What the model read, int [batch, length], if it was seen: the last text of the first layer that knows."""
+        return next((seen.tokens for seen in self.values() if seen.tokens is not None), None)
+
+    @torch.no_grad()
+    def summary(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        documents: Tensor | None = None,
+        progress: Callable[[int, int], None] = lambda done, all: None,
+    ) -> Summary:
+        """Every head in a few numbers (see `regard.recording.summary`).
+
+        Args:
+            tokens: what the model read, int [batch, length], whole; None: what was recorded.
+            documents: int, as tokens: which document each of them belongs to; None: nothing is said of documents.
+            progress: called with the layers done and all there are.
+        Raises:
+            ShapeError: a layer saw something else: cross-attention, or a text whose beginning was not recorded.
+            ValueError: the tokens are not known.
+        """
+        heads = Summary()
+        for number, (name, seen) in enumerate(self.items(), start=1):
+            read = seen.tokens if tokens is None else tokens
+            if read is None:
+                raise ValueError(
+                    f"summary: the tokens that {name} read were not seen; give them, summary(tokens), and record "
+                    "without the layers that read no tokens: record(model, layers=[...])"
+                )
+            heads += summarise(name, seen, read, documents)
+            progress(number, len(self))
+        return heads
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all of it into one safetensors file, which `load_recording` reads: the tensors, and in the header
+        what a score was, the model's name and the tokens.
+
+        lse is computed for what is written, one pass over the scores. A mask or bias that is a function is written out
+        cell by cell, up to `LARGEST` cells.
+
+        Raises:
+            ValueError: nothing was recorded, or a mask that is a function is too large.
+        """
+        if not self:
+            raise ValueError("recording.save: there is nothing to write; has the model run inside the with block?")
+        write(path, self.model, self._texts)
+
+    def __repr__(self) -> str:
+        of = f" of {self.model}" if self.model else ""
+        return f"<Recording{of}: {len(self)} layer{'s' * (len(self) != 1)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [["", "layer", "heads", "queries", "keys", "mask", "calls"]]
+        for number, (name, texts) in enumerate(self._texts.items()):
+            seen = texts[-1].whole()
+            calls = sum(len(text.pieces) for text in texts)
+            _, _, query_len, key_len, _ = seen.grid
+            heads = len(seen.heads)
+            rows.append([*map(str, (number, name, heads, query_len, key_len, seen.scoring.mask or "", calls))])
+        return f"<p>{html.escape(repr(self).strip('<>'))}</p>" + html_table(rows)
+
+    def _layer(self, name: str | int) -> "list[Text]":
+        if isinstance(name, int) and -len(self) <= name < len(self):
+            name = list(self._texts)[name]
+        try:
+            return self._texts[name]  # type: ignore[index]
+        except (KeyError, TypeError):
+            known = ", ".join(self._texts) or "none: has the model run inside the with block?"
+            raise KeyError(f"recording: no layer {name!r}; recorded are: {known}") from None
+
+    def _add(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool) -> None:
+        """Keeps one call of a layer.
+
+        Args:
+            settled: that nobody will write into these tensors is known (regard's own layers and caches).
+        """
+        text = self._text(name, heads, scoring, settled)
+        texts = self._texts.setdefault(name, [])
+        if not (texts and texts[-1].take(text, settled)):
+            texts.append(text)
+
+    def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool) -> "Text":
+        """One call as a text of one piece."""
+        count, kv_heads = heads.query.shape[1], heads.key.shape[1]
+        mask, bias = scoring["mask"], scoring["bias"]
+        bias = None if bias is None else each_tensor(as_bias(bias), _kept)
+        sink = None if scoring["sink"] is None else _kept(scoring["sink"])
+        additive = None if scoring["additive"] is None else _kept(scoring["additive"].v)
+        tensors = [heads.query, heads.key, *([heads.value] if self._values else [])]
+        if self._chosen is None:
+            tensors = [t.detach() if settled else _kept(t) for t in tensors]
+        else:
+            wrong = [head for head in self._chosen if not 0 <= head < count]
+            if wrong or not self._chosen:
+                raise ValueError(f"record: {name} has heads 0 to {count - 1}, heads= was {list(self._chosen)}")
+            chosen = list(self._chosen)
+            of_kv = [head // (count // kv_heads) for head in chosen]
+            tensors = [t.detach()[:, chosen if i == 0 else of_kv] for i, t in enumerate(tensors)]
+            mask = None if mask is None else HeadsMask(mask, chosen, count)
+            bias = None if bias is None else HeadsBias(bias, chosen, count)
+            sink = None if sink is None else sink[chosen]
+            additive = None if additive is None else additive[chosen]
+        if self._dtype is not None:
+            tensors = [_narrowed(tensor, self._dtype, name) for tensor in tensors]
+        query, key = tensors[:2]
+        return Text(
+            [query], key, tensors[2] if self._values else None, scoring["scale"], scoring["softcap"], sink, additive,
+            [Piece(query.shape[2], 0, key.shape[2], mask, bias, self._tokens(query))], self._chosen,
+        )  # fmt: skip
+
+    def _tokens(self, query: Tensor) -> Tensor | None:
+        """What the model is reading, if it is that which the queries stand for."""
+        read = self._reading
+        return read if read is not None and read.shape == (query.shape[0], query.shape[2]) else None
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    *,
+    layers: str | int | Iterable[str | int] | None = None,
+    heads: Sequence[int] | None = None,
+    values: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Recording]:
+    """Records a model's attention layers while the ``with`` block runs.
+
+    A recording inside another one takes nothing from it: both see every call. With `intervene`, inside or outside,
+    a recording has what attention was really given.
+
+    Args:
+        model: a module that contains `MultiHeadAttention` layers, or one of transformers with
+            ``attn_implementation="regard"``; there, a layer is named as its module is.
+        layers: names, or numbers in the order of the layers' first calls; None: all of them.
+        heads: numbers; None: all of them. What is chosen is copied.
+        values: whether to keep the values too, so that `Recorded.steps` reaches the output.
+        dtype: what query, key and value are kept in; None: their own. float16 halves float32's memory; lse and weights
+            are then those of the rounded numbers.
+    Raises:
+        ValueError: a layer or head that does not exist; or, when the block is left, no attention went through regard.
+
+    >>> layer = MultiHeadAttention(8, 2)
+    >>> with record(layer) as recording:
+    ...     output = layer(torch.randn(1, 5, 8))
+    >>> recording["attention"].weights().shape
+    torch.Size([1, 2, 5, 5])
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"record: dtype must be floating, such as torch.float16, or None, got {dtype}")
+    wanted = None if layers is None else {layers} if isinstance(layers, (str, int)) else set(layers)
+    recording = Recording(_name(model), heads=heads, values=values, dtype=dtype)
+
+    def keep(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
+        def kept(heads: Heads, scoring: ScoringArguments) -> Tensor:
+            if wanted is None or place.name in wanted or place.number in wanted:
+                recording._add(place.name, heads, scoring, place.settled)
+            return attend(heads, scoring)
+
+        return before(heads, scoring, kept)
+
+    with watching("record", model, wanted or set(), keep), _reading(model, recording):
+        yield recording
+
+
+@contextmanager
+def _reading(model: nn.Module, recording: Recording) -> Iterator[None]:
+    """Lets a recording know the tokens: whatever a part of the model is given as `tokens` or `input_ids`, and of the
+    model itself the first argument that holds whole numbers."""
+
+    def note(places: Mapping[str, int], module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found = [named.get(name, given[at] if at < len(given) else None) for name, at in places.items()]
+        if module is model:
+            recording._reading = None
+            found += given
+        ids = next((t for t in found if isinstance(t, Tensor) and t.dim() == 2 and not _is_floating(t)), None)
+        if ids is not None:
+            recording._reading = ids.detach().clone()
+
+    hooks = []
+    for module in model.modules():
+        try:
+            arguments = list(inspect.signature(module.forward).parameters)
+        except (TypeError, ValueError):  # compiled, and it does not tell
+            arguments = []
+        places = {name: at for at, name in enumerate(arguments) if name in ("tokens", "input_ids")}
+        if places or module is model:
+            hooks.append(module.register_forward_pre_hook(partial(note, places), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+
+
+def _name(model: nn.Module) -> str:
+    """What a model is called: the name it was loaded by, or its class."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    return name if isinstance(name, str) and name else type(model).__name__
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A tensor that stays as it is: itself if it is a fresh result, a copy if somebody writes into it, as an optimizer
+    does into parameters and a static cache into its keys. (In inference mode nobody can tell.)"""
+    written = tensor.is_inference() or tensor._version > 0 or (tensor.is_leaf and tensor.requires_grad)
+    return tensor.detach().clone() if written or isinstance(tensor, nn.Parameter) else tensor.detach()
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    narrow = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((narrow.isinf() & tensor.isfinite()).any()):
+        raise ValueError(
+            f"record: {name} has numbers that {dtype} cannot hold (up to {torch.finfo(dtype).max:g}); use "
+            "dtype=torch.bfloat16, or None"
+        )
+    return narrow
+
+
+def load_recording(path: str | os.PathLike[str]) -> Recording:
+    """What `Recording.save` wrote; its answers are the same, bit for bit.
+
+    The tensors stay in the file, mapped into memory, and are read when they are asked for: leave it where it is.
+
+    Raises:
+        ValueError: there is no such file, or it is damaged, or no recording, or of another version.
+    """
+    model, texts = read(path)
+    recording = Recording(model)
+    recording._texts.update(texts)
+    return recording

@@ -1,0 +1,195 @@
+"""What a head does, in a few numbers.
+
+A head is described by shares of its weight. They are means over the queries from the second on, induction over those
+that have an earlier occurrence. In a text, the first token that a query may see is usually where a head rests that has
+found nothing, its sink (Xiao et al. 2023).
+
+    previous token   weight on the token just before
+    first token      weight on the first token
+    same token       weight on the query's own place and on earlier places with the same token
+    induction        weight on tokens that follow an earlier occurrence of the query's token (Olsson et al. 2022)
+    local            weight on tokens nearer than `LOCAL`, the query's own included
+    document         weight on the query's own document, where it could go to others, beyond what even attention would
+                     put there: sum(weight - even) / sum(1 - even); 0 as if there were no documents, 1 never outside
+"""
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.masks import Document
+from regard.observation import Distance, Entropy, Observation, Share, Visible
+from regard.recording.texts import Recorded
+from regard.shapes import ShapeError
+
+LOCAL = 8
+KIND_SHARE = 0.4
+"""A head is called by a kind when that share of its weight, or more, is of that kind."""
+
+LOCAL_SHARE = 0.5
+"""The same for "local", which is so much wider that more of it is needed to mean something."""
+
+DOCUMENT_SHARE = 0.8
+"""The same for "document", the widest of all."""
+
+EVEN_SPREAD = 0.8
+"""From this spread on, a head of no kind is called even."""
+
+
+class HeadSummary(NamedTuple):
+    """One head on one text: means over batch and queries, and the kind with the largest share."""
+
+    layer: str
+    head: int
+    entropy: float
+    """Mean entropy in nats."""
+    spread: float
+    """Mean of entropy over its largest possible value, log(visible keys and sink): 0 one key, 1 even."""
+    distance: float
+    """Mean distance to what is attended to, in tokens."""
+    shares: dict[str, float]
+    """previous token, first token, same token, induction, local, and, if documents were given, document."""
+    kind: str
+    """The largest share's name; if none is large, "even", "local", "document" or "mixed" (`kind_of`)."""
+
+    @property
+    def score(self) -> float:
+        """How much it is of its kind: the share; of an even head the spread, of a mixed one what is missing to it."""
+        return self.shares.get(self.kind, self.spread if self.kind == "even" else 1 - self.spread)
+
+
+class Summary(list[HeadSummary]):
+    """Every head in a few numbers. Prints as a table; in a notebook it is one."""
+
+    def of(self, kind: str) -> "Summary":
+        """The heads of a kind, those with the highest score first."""
+        return Summary(sorted((s for s in self if s.kind == kind), key=lambda s: -s.score))
+
+    def _rows(self) -> list[list[str]]:
+        return [["layer", "head", "kind", "score", "entropy", "spread", "distance"]] + [
+            [s.layer, str(s.head), s.kind, *(f"{x:.2f}" for x in (s.score, s.entropy, s.spread)), f"{s.distance:.1f}"]
+            for s in self
+        ]
+
+    def __str__(self) -> str:
+        return _text_table(self._rows(), left=(0, 2))
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows())
+
+
+def summarise(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
+    """Every head of one layer in a few numbers (see above)."""
+    batch, heads, query_len, key_len, device = seen.grid
+    for what, given in (("tokens", tokens), ("documents", documents)):
+        if given is not None and (given.shape != (batch, query_len) or query_len != key_len):
+            raise ShapeError(
+                f"summary: {name} saw {query_len} queries and {key_len} keys in {batch} rows, {what} are "
+                f"{list(given.shape)}; a summary needs a text that was read whole, from its first token on"
+            )
+    tokens = tokens.to(device)
+
+    def equal(query: Tensor, key: Tensor) -> Tensor:
+        """Whether query and key hold the same token: [batch, 1, rows, columns]."""
+        return tokens[:, None, query[:, 0], None] == tokens[:, None, None, key[0]]
+
+    def after_same(query: Tensor, key: Tensor) -> Tensor:
+        """Whether the token before the key is the query's."""
+        return equal(query, (key - 1).clamp(min=0)) & (key > 0) & (key <= query)
+
+    chosen: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda query, key: key == query - 1,
+        lambda query, key: key == 0,
+        lambda query, key: equal(query, key) & (key <= query),
+        after_same,
+        lambda query, key: (query - key).abs() < LOCAL,
+    ]
+    if documents is not None:
+        ids = documents.to(device)
+        chosen.append(lambda query, key: ids[:, None, query[:, 0], None] == ids[:, None, None, key[0]])
+    assert seen.lse is not None  # known first, so that entropy is made in the same way each time
+    entropy, distance, visible, *shared = seen.gather(Entropy(), Distance(), Visible(), *map(Share, chosen))
+    places = visible + (0 if seen.scoring.sink is None else 1)
+    spread = _mean(entropy / places.clamp(min=2).log(), places > 1)
+    later = torch.arange(query_len, device=device) > 0
+    repeated = seen_before(tokens)[:, None]
+    kinds = ("previous token", "first token", "same token", "induction", "local")
+    shares = {
+        kind: _mean(share, repeated if kind == "induction" else later)
+        for kind, share in zip(kinds, shared[: len(kinds)], strict=True)
+    }
+    if documents is not None:
+        shares["document"] = _document_share(seen, visible, documents.to(device), shared[-1])
+    numbers = seen.heads if isinstance(seen, Recorded) else range(heads)
+    summaries = []
+    for head, number in enumerate(numbers):
+        of_head = {kind: float(share[head]) for kind, share in shares.items()}
+        means = float(entropy[:, head].mean()), float(spread[head]), float(distance[:, head].mean())
+        summaries.append(HeadSummary(name, number, *means, of_head, kind_of(of_head, float(spread[head]))))
+    return summaries
+
+
+def _document_share(seen: Observation, visible: Tensor, documents: Tensor, share: Tensor) -> Tensor:
+    """Weight on the own document beyond what even attention would put there, per head: [heads]."""
+    own = Document(documents)
+    mask = own if seen.scoring.mask is None else seen.scoring.mask & own
+    inside = Observation(seen.query, seen.key, replace(seen.scoring, mask=mask.bind(seen.grid))).visible()
+    even = inside.to(share.dtype) / visible.clamp(min=1)
+    free = visible > inside  # other documents can be seen
+    return ((share - even) * free).sum((0, 2)) / ((1 - even) * free).sum((0, 2)).clamp(min=torch.finfo(even.dtype).tiny)
+
+
+def seen_before(tokens: Tensor) -> Tensor:
+    """Whether the same token stands earlier in its row: bool [batch, length]."""
+    rows = []
+    for row in tokens:
+        _, which = row.unique(return_inverse=True)
+        places = torch.arange(len(row), device=row.device)
+        first = places.new_full((len(row),), len(row)).scatter_reduce(0, which, places, "amin")
+        rows.append(first[which] < places)
+    return torch.stack(rows)
+
+
+def kind_of(shares: Mapping[str, float], spread: float) -> str:
+    """What to call a head with these shares."""
+    narrow = {kind: share for kind, share in shares.items() if kind not in ("local", "document")}
+    best = max(narrow, key=lambda kind: narrow[kind])
+    if narrow[best] >= KIND_SHARE:
+        return best
+    if spread >= EVEN_SPREAD:  # before local, which everything is in a short text
+        return "even"
+    if shares["local"] >= LOCAL_SHARE:  # before document, which everything local nearly is
+        return "local"
+    return "document" if shares.get("document", 0.0) >= DOCUMENT_SHARE else "mixed"
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """Mean per head over batch and queries where it counts; 0 where it never does: [heads]."""
+    counted = where.expand_as(values).to(values.dtype)
+    return (values * counted).sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)
+
+
+def _text_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Rows in columns; those in `left` begin at the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """The same for a notebook: the first row is the head."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows[1:])
+    return f"<table><thead>{line(rows[0], 'th')}</thead><tbody>{body}</tbody></table>"
