@@ -1,0 +1,260 @@
+"""What attention did, as figures. Drawn with matplotlib, which is needed here alone: ``pip install regard[plot]``.
+
+    regard.plots.heat_map(recording["layers.3"].head(5), labels=pieces)
+    regard.plots.head_grid(recording).savefig("heads.png")
+
+Colour and width go by the root of a weight, so that small weights can be seen; no weight looks like nothing. What draws
+one picture takes the axes to draw on, and returns them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from regard.masks import as_range
+from regard.observation import Observation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = "Blues"
+CELLS = 512
+"""Cells on a side of a heat map; a longer text is drawn pooled, each cell the largest weight it stands for."""
+
+LABELLED = 48
+"""Most tokens that are written beside a picture."""
+
+ARCS = 128
+"""Most tokens that arcs are drawn between."""
+
+
+def heat_map(
+    seen: Observation, *, row: int = 0, labels: Sequence[str] | None = None, axes: "Axes | None" = None
+) -> "Axes":
+    """One head's weights: queries down, keys across.
+
+    Args:
+        seen: one head, such as ``recording["layers.3"].head(5)``.
+        row: of the batch.
+        labels: the tokens as text; written where there are few enough.
+        axes: where to draw; None: on a new figure.
+    Raises:
+        ImportError: matplotlib is missing. ValueError: several heads, or no such row.
+    """
+    _check("heat_map", seen, row, one_head=True)
+    axes = _axes(axes, 6.0, 5.0)
+    query_len, key_len = seen.grid.query_len, seen.grid.key_len
+    drawn = _image(axes, _weights(seen, CELLS)[row, 0], query_len, key_len, CELLS)
+    axes.set(xlabel="key", ylabel="query")
+    if labels is not None:
+        _label(axes.xaxis, labels, key_len)
+        _label(axes.yaxis, labels[key_len - query_len :] if len(labels) == key_len else labels, query_len)
+    _figure(axes).colorbar(drawn, ax=axes, label="weight", ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
+    return axes
+
+
+def head_grid(seen: Observation | Mapping[str, Observation], *, row: int = 0, cells: int = 96) -> "Figure":
+    """Every head as a small heat map: layers down, heads across.
+
+    Args:
+        seen: a recording, or one layer of it.
+        row: of the batch. cells: most on a side of one map; longer texts are pooled.
+    Raises:
+        ImportError: matplotlib is missing. ValueError: nothing was recorded, or no such row.
+    """
+    pyplot = _pyplot()
+    layers: Mapping[str, Observation] = {"": seen} if isinstance(seen, Observation) else seen
+    if not layers:
+        raise ValueError("plots.head_grid: nothing was recorded")
+    for layer in layers.values():
+        _check("head_grid", layer, row)
+    across = max(layer.grid.heads for layer in layers.values())
+    figure: Figure
+    figure, grid = pyplot.subplots(
+        len(layers), across, figsize=(0.6 + 1.1 * across, 0.5 + 1.15 * len(layers)), squeeze=False, layout="constrained"
+    )
+    for down, (name, layer) in enumerate(layers.items()):
+        weights = _weights(layer, cells)[row]
+        for head, axes in enumerate(grid[down]):
+            axes.set(xticks=[], yticks=[])
+            if head >= layer.grid.heads:
+                axes.set_axis_off()
+                continue
+            _image(axes, weights[head], layer.grid.query_len, layer.grid.key_len, cells)
+            axes.set_title(f"head {_numbers(layer)[head]}", fontsize=7, pad=2)
+            if head == 0:
+                axes.set_ylabel(name, fontsize=7)
+    return figure
+
+
+def arcs(
+    seen: Observation,
+    *,
+    row: int = 0,
+    labels: Sequence[str] | None = None,
+    places: range | slice | None = None,
+    least: float = 0.1,
+    axes: "Axes | None" = None,
+) -> "Axes":
+    """One head's weights as arcs between the tokens of a text, from each query to its keys.
+
+    A weight on the query's own token is a ring around it.
+
+    Args:
+        seen: one head of self-attention.
+        row: of the batch. labels: the tokens of the whole text.
+        places: which part of the text to draw; None: all of it, up to `ARCS` tokens.
+        least: the smallest weight that is drawn.
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: several heads, not self-attention, too many tokens, or no such row.
+    """
+    patches = _matplotlib("patches")
+    _check("arcs", seen, row, one_head=True)
+    length = seen.grid.key_len
+    if seen.grid.query_len != length:
+        raise ValueError(f"plots.arcs: draws a text that attends to itself, got the scores {seen.grid}")
+    part = range(length) if places is None else as_range(places)
+    if not 0 <= part.start < part.stop <= length or part.step != 1 or len(part) > ARCS:
+        raise ValueError(
+            f"plots.arcs: places must lie in 0 to {length}, {ARCS} at most, got {part.start} to {part.stop}; "
+            "choose some, places=slice(0, 64)"
+        )
+    weights = seen.weights(queries=part, keys=part)[row, 0].float().cpu()
+    axes = _axes(axes, max(4.0, 0.22 * len(part)), 3.2)
+    colour = _pyplot().get_cmap(COLOURS)(0.85)
+    highest = 1.0
+    for query, key in (weights >= least).nonzero().tolist():
+        strength = float(weights[query, key]) ** 0.5
+        if query == key:
+            axes.plot([key], [0], "o", mfc="none", mec=colour, ms=4 + 5 * strength, alpha=strength, mew=1.2)
+            continue
+        span = abs(query - key)
+        highest = max(highest, span / 2)
+        axes.add_patch(
+            patches.Arc(
+                ((query + key) / 2, 0), span, span, theta1=0, theta2=180, color=colour, lw=0.4 + 2 * strength,
+                alpha=strength,
+            )
+        )  # fmt: skip
+    axes.set(xlim=(-0.8, len(part) - 0.2), ylim=(-0.08 * highest - 0.3, 1.05 * highest), yticks=[])
+    axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    if labels is not None:
+        axes.set_xticks(range(len(part)), [_plain(labels[place]) for place in part], rotation=90, fontsize=8)
+    else:
+        every = max(1, len(part) // 16)
+        axes.set_xticks(range(0, len(part), every), [str(place) for place in part[::every]])
+    return axes
+
+
+def entropy(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "Axes":
+    """How widely each query spreads its weight, in nats: a line for each head, below that of an even spread.
+
+    Args, Raises: as in `heat_map`, for any number of heads.
+    """
+    _check("entropy", seen, row)
+    axes = _axes(axes, 7.0, 3.2)
+    most = seen.visible().max(dim=1).values[row].clamp(min=1).log()
+    axes.plot(most.cpu().numpy(), color="0.6", lw=1, ls="--", label="even")
+    return _lines(axes, seen, seen.entropy()[row], "query", "entropy (nats)")
+
+
+def received(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "Axes":
+    """How much weight each key gets from all queries together: a line for each head, on a logarithmic scale.
+
+    Args, Raises: as in `heat_map`, for any number of heads.
+    """
+    _check("received", seen, row)
+    axes = _axes(axes, 7.0, 3.2)
+    axes.set_yscale("log")
+    return _lines(axes, seen, seen.received()[row].clamp(min=1e-6), "key", "weight received")
+
+
+def _lines(axes: "Axes", seen: Observation, values: Tensor, across: str, up: str) -> "Axes":
+    """One line for each head [heads, length]."""
+    thin = 1.0 if values.shape[1] <= 2048 else 0.5
+    for number, line in zip(_numbers(seen), values.float().cpu(), strict=True):
+        axes.plot(line.numpy(), lw=thin, label=f"head {number}")
+    axes.set(xlabel=across, ylabel=up, xlim=(0, max(1, values.shape[1] - 1)))
+    axes.spines[["right", "top"]].set_visible(False)
+    if len(values) <= 12:
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    return axes
+
+
+def _weights(seen: Observation, cells: int) -> Tensor:
+    """The weights of all heads, pooled where the text is long: [batch, heads, rows, columns]."""
+    small = max(seen.grid.query_len, seen.grid.key_len) <= cells
+    weights = seen.weights() if small else seen.image(size=cells, pool="max")
+    return weights.float().cpu()
+
+
+def _image(axes: "Axes", weights: Tensor, query_len: int, key_len: int, cells: int) -> Any:
+    norm = _matplotlib("colors").PowerNorm(0.5, vmin=0.0, vmax=1.0)
+    down, across = (-(-length // cells) for length in (query_len, key_len))  # tokens that a pixel stands for
+    rows, columns = weights.shape
+    aspect: Literal["equal", "auto"] = "equal" if query_len == key_len else "auto"
+    # averaged where the screen is coarser still: a lone weight fades, but none is skipped
+    drawn = axes.imshow(
+        weights.numpy(), cmap=COLOURS, norm=norm, extent=(-0.5, columns * across - 0.5, rows * down - 0.5, -0.5),
+        aspect=aspect, interpolation="antialiased", interpolation_stage="data",
+    )  # fmt: skip
+    axes.set(xlim=(-0.5, key_len - 0.5), ylim=(query_len - 0.5, -0.5))  # the last pixels may be cut short
+    return drawn
+
+
+def _label(axis: Any, labels: Sequence[str], length: int) -> None:
+    if len(labels) != length:
+        raise ValueError(f"plots: there are {length} tokens, got {len(labels)} labels")
+    if length <= LABELLED:
+        turned = 90 if axis.axis_name == "x" else 0
+        axis.set_ticks(range(length), [_plain(label) for label in labels], rotation=turned, fontsize=7)
+        axis.set_tick_params(length=0)
+
+
+def _plain(label: str) -> str:
+    """A token as it can be written in a figure: `$` would begin a formula, and a newline a line."""
+    return label.replace("\n", "\\n").replace("\t", "\\t").replace("$", r"\$")
+
+
+def _numbers(seen: Observation) -> Sequence[int]:
+    """The heads' numbers in their layer."""
+    numbers: Sequence[int] = getattr(seen, "heads", range(seen.grid.heads))
+    return numbers
+
+
+def _check(function: str, seen: Observation, row: int, *, one_head: bool = False) -> None:
+    if one_head and seen.grid.heads != 1:
+        raise ValueError(f"plots.{function}: draws one head, got {seen.grid.heads}; choose one: seen.head(0)")
+    if not 0 <= row < seen.grid.batch:
+        raise ValueError(f"plots.{function}: row must be 0 to {seen.grid.batch - 1}, got {row}")
+    if 0 in seen.grid[:4]:
+        raise ValueError(f"plots.{function}: there is nothing to draw in the scores {seen.grid}")
+
+
+def _axes(axes: "Axes | None", width: float, height: float) -> "Axes":
+    if axes is not None:
+        return axes
+    made: Axes = _pyplot().subplots(figsize=(width, height), layout="constrained")[1]
+    return made
+
+
+def _figure(axes: "Axes") -> Any:
+    return axes.figure
+
+
+def _pyplot() -> Any:
+    return _matplotlib("pyplot")
+
+
+def _matplotlib(part: str) -> Any:
+    """A module of matplotlib, imported when something is drawn."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"matplotlib.{part}")
+    except ImportError as error:
+        raise ImportError(f"regard.plots needs matplotlib ({error}): pip install regard[plot]") from error
