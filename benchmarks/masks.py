@@ -1,230 +1,338 @@
-"""What a mask costs: regard against torch's function given the same mask, and against the explicit formula.
+"""What a mask costs: every row of `regard bench`, kept in benchmarks/results, and the page that is made of it.
 
-    python benchmarks/masks.py [--only WORD] [--repeats 5] [--output benchmarks/results/masks.json]
-    python benchmarks/masks.py --report          writes docs/performance.md from the committed results
+    python benchmarks/masks.py [--rows PATTERN] [--quick] [--repeats 5] [--threads N] [--output FILE]
+    python benchmarks/masks.py --report          writes docs/performance.md and its plots; measures nothing
 
-Each row is one task. The peers run in turn on the same tensors, `repeats` times after one warm-up; the table holds
-medians. torch gets its best form for the task: `is_causal` where that is the mask, the documents as a batch where they
-are equally long, one call per document where they are not, `enable_gqa` for grouped heads, and otherwise a dense bool
-mask that is made beforehand (making it is not counted).
+Only a whole run is kept where the page is made from; for a part of it, or a quick one, say where with --output. A run
+that is stopped keeps the rows that are done. What is measured, and against whom, says `regard.bench`.
 """
 
 import argparse
 import json
 import math
-import platform
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-import regard
-from regard import Causal, Chunk, Document, Mask, Padding, Prefix, Strided, Window
-from regard.functional import check_call
-from regard.kernels import choose
-from regard.shapes import Grid
+from regard import bench
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "masks.json"
-sdpa = F.scaled_dot_product_attention
+SMALL_CALLS = RESULTS.with_name("small_calls.json")
+PAGE = ROOT / "docs" / "performance.md"
+
+Data = dict[str, Any]
+
+FORMS = ("torch", "torch, dense mask", "FlexAttention", "formula")
+LAYERS = ("nn.MultiheadAttention", "x-transformers")
+
+PLOTTED = ("full", "causal", "window 256", "documents of 512")
+# of middling lightness, so that they can be read on a light page and on a dark one
+COLOURS = {
+    "regard": "#2f81f7",
+    "torch": "#e8732c",
+    "torch, dense mask": "#cf5fa5",
+    "FlexAttention": "#2ea04f",
+    "formula": "#8a919a",
+}
+INK, FAINT = "#808890", "#80889040"
 
 
-@dataclass
-class Task:
-    """One row: tensors of these sizes, a mask, and torch's best form for it (None: a dense bool mask)."""
-
-    name: str
-    length: int
-    mask: Mask | None
-    torch_form: Callable[..., Tensor] | None = None
-    torch_words: str = "dense bool mask"
-    backward: bool = False
-    batch: int = 1
-    heads: int = 12
-    kv_heads: int = 12
-    head_dim: int = 64
-    query_len: int | None = None
-    dropout: float = 0.0
-    explicit: bool = False
+# --- the page -----------------------------------------------------------------------------------------------------
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return sdpa(query, key, value, is_causal=True)
-
-
-def in_batch(count: int) -> Callable[..., Tensor]:
-    """Equal documents side by side in the batch."""
-
-    def run(*tensors: Tensor) -> Tensor:
-        split = [t.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1) for t in tensors]
-        return sdpa(*split, is_causal=True)
-
-    return run
-
-
-def one_by_one(lengths: list[int]) -> Callable[..., Tensor]:
-    """A call per document."""
-
-    def run(*tensors: Tensor) -> Tensor:
-        parts = zip(*(t.split(lengths, dim=2) for t in tensors), strict=True)
-        return torch.cat([sdpa(*part, is_causal=True) for part in parts], dim=2)
-
-    return run
-
-
-def ragged(total: int, seed: int = 0) -> list[int]:
-    """Log-normal lengths that sum to `total`."""
-    draw = torch.Generator().manual_seed(seed)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        lengths.append(max(8, int(math.exp(5.5 + float(torch.randn((), generator=draw))))))
-    lengths[-1] -= sum(lengths) - total
-    return [n for n in lengths if n > 0]
-
-
-def tasks() -> list[Task]:
-    documents = ragged(8192)
-    packed = Causal() & Document.from_lengths(documents)
-    rows = torch.randint(64, 1025, (8,), generator=torch.Generator().manual_seed(0)).tolist()
-    return [
-        Task("full", 1024, None, sdpa, "as it is"),
-        Task("causal", 512, Causal(), causal, "is_causal"),
-        Task("causal", 1024, Causal(), causal, "is_causal"),
-        Task("causal", 4096, Causal(), causal, "is_causal"),
-        Task("window 256", 4096, Causal() & Window(256), explicit=True),
-        Task("window 256", 8192, Causal() & Window(256)),
-        Task("window 256, forward and backward", 4096, Causal() & Window(256), backward=True),
-        Task("8 documents of 512", 4096, Causal() & Document.from_lengths([512] * 8), in_batch(8), "as a batch"),
-        Task("ragged documents", 8192, packed, one_by_one(documents), "one by one"),
-        Task("right padding, 8 rows", 1024, Padding(rows), batch=8),
-        Task("prefix 1024 | causal", 8192, Causal() | Prefix(1024)),
-        Task("streaming, window 256 | prefix 4", 8192, Causal() & (Window(256) | Prefix(4))),
-        Task("chunks of 512, causal", 8192, Causal() & Chunk(512)),
-        Task("strided 8, causal", 8192, Causal() & Strided(8)),
-        Task("decode, 32 heads on 8", 32768, Causal(), lambda *t: sdpa(*t, enable_gqa=True), "enable_gqa",
-             heads=32, kv_heads=8, head_dim=128, query_len=1),
-        Task("dropout 0.1, causal, forward and backward", 2048, Causal(),
-             lambda *t: sdpa(*t, is_causal=True, dropout_p=0.1), "dropout_p", backward=True, dropout=0.1),
-    ]  # fmt: skip
-
-
-def explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The formula, operation by operation."""
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ value
-
-
-def measure(task: Task, dtype: torch.dtype, repeats: int) -> dict[str, object]:
-    """One row of the table."""
-    torch.manual_seed(0)
-    query_len = task.query_len or task.length
-    sizes = ((task.heads, query_len), (task.kv_heads, task.length), (task.kv_heads, task.length))
-    tensors = [torch.randn(task.batch, h, n, task.head_dim, dtype=dtype, requires_grad=task.backward) for h, n in sizes]
-    dense = None
-    if task.torch_form is None or task.explicit:
-        assert task.mask is not None
-        bound = task.mask.bind(Grid(task.batch, task.heads, query_len, task.length))
-        dense = bound.allowed(range(query_len), range(task.length)).expand(-1, -1, query_len, task.length).contiguous()
-    peers: dict[str, Callable[[], Tensor]] = {
-        "regard": lambda: regard.attention(*tensors, mask=task.mask, dropout=task.dropout),
-        "torch": (lambda: task.torch_form(*tensors)) if task.torch_form else (lambda: sdpa(*tensors, attn_mask=dense)),
-    }
-    if task.explicit:
-        peers["formula"] = lambda: explicit(*tensors, dense)
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    for repeat in range(repeats + 1):
-        for name, call in peers.items():
-            start = time.perf_counter()
-            output = call()
-            if task.backward:
-                output.backward(torch.ones_like(output))
-            if repeat:
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    checked = check_call("bench", *tensors, task.mask, None, None, None, None, None, task.dropout, None, False)
-    return {
-        "task": task.name,
-        "length": task.length,
-        "dtype": str(dtype).removeprefix("torch."),
-        "kernel": choose(checked).name,
-        "torch_form": task.torch_words,
-        **{f"{name}_ms": round(value * 1e3, 3) for name, value in medians.items()},
-        "times_faster": round(medians["torch"] / medians["regard"], 3),
-        **({"times_faster_than_formula": round(medians["formula"] / medians["regard"], 3)} if task.explicit else {}),
-    }
-
-
-def report(results: Path) -> str:
+def report(data: Data, small: Data, plots: list[str]) -> str:
     """docs/performance.md."""
-    data = json.loads(results.read_text())
-    small = json.loads((results.parent / "small_calls.json").read_text())
-    lines = [
+    rows = data["rows"]
+    functions = [row for row in rows if not row["layer"] and not row["sweep"]]
+    layers = [row for row in rows if row["layer"]]
+    parts = [
         "# Performance",
         "",
-        "Written by `python benchmarks/masks.py --report` from `benchmarks/results/`. The peers ran in turn on the",
-        "same tensors on one machine; read the ratios, the times are that machine's. \"Times faster\" is torch's",
-        "median time over regard's: above 1 regard is faster.",
+        "Written by `python benchmarks/masks.py --report` from `benchmarks/results/`. `make bench` measures anew, and",
+        "so does `regard bench` wherever regard is installed. All who appear in a row did the same work on the same",
+        "tensors, in turn, in one run; a result that differs from regard's is not timed. Read the ratios: the times",
+        "are those of one machine.",
         "",
-        f"Machine: {data['machine']['threads']} threads, torch {data['machine']['torch']}, Python "
-        f"{data['machine']['python']}; 12 heads of 64 unless the task says otherwise; medians of {data['repeats']}.",
+        _machine(data),
         "",
-        "## Masks",
+    ]
+    if plots:
+        parts += ["## Against length", "", *(f"![{_alt(plot)}]({plot})\n" for plot in plots)]
+    parts += [
+        "## Time",
         "",
-        "| task | length | dtype | kernel | regard, ms | torch, ms | torch's form | times faster |",
-        "|---|---:|---|---|---:|---:|---|---:|",
+        'Milliseconds; after the slash, how many times regard\'s time that is: above 1 regard is faster. "torch" is',
+        "`scaled_dot_product_attention` in the form that suits the task best, which the column behind it names; making",
+        "masks and compiling FlexAttention are not counted.",
+        "",
+        *_times(functions, FORMS, form=True),
     ]
-    lines += [
-        f"| {r['task']} | {r['length']} | {r['dtype']} | {r['kernel']} | {r['regard_ms']} | {r['torch_ms']} | "
-        f"{r['torch_form']} | {r['times_faster']} |"
-        for r in data["rows"]
+    if any("memory_mib" in entry for row in rows for entry in row["peers"].values()):
+        parts += [
+            "## Memory",
+            "",
+            "The most that a call takes beyond query, key and value, in MiB: the output (and the gradients) in it, and",
+            "the dense mask of those who need one. Each was measured in a process of its own.",
+            "",
+            *_memories(functions, FORMS),
+        ]
+    parts += _longest(functions)
+    if layers:
+        parts += [
+            "## Layers",
+            "",
+            "`regard.MultiHeadAttention` beside others' layers with the same weights, 768 features in 12 heads.",
+            "",
+            *_times(layers, LAYERS, form=False),
+            *_memories(layers, LAYERS),
+        ]
+    parts += _compiling(rows) + _missing(rows)
+    parts += [
+        "## Small calls",
+        "",
+        "What one call costs beyond torch's own, in microseconds.",
+        "",
+        "| call | shape | dtype | torch | regard | extra |",
+        "|---|---|---|---:|---:|---:|",
+        *(
+            f"| {r['case']} | {r['shape']} | {r['dtype']} | {r['torch_us']} | {r['regard_us']} | {r['extra_us']} |"
+            for r in small["rows"]
+        ),
     ]
-    lines += ["", "## Small calls", "", "What one call costs beyond torch's own.", ""]
-    lines += ["| call | shape | dtype | torch, µs | regard, µs | extra, µs |", "|---|---|---|---:|---:|---:|"]
-    lines += [
-        f"| {r['case']} | {r['shape']} | {r['dtype']} | {r['torch_us']} | {r['regard_us']} | {r['extra_us']} |"
-        for r in small["rows"]
+    return "\n".join(parts) + "\n"
+
+
+def _machine(data: Data) -> str:
+    machine = data["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "regard", "x-transformers") if name in machine)
+    said = (
+        f"Machine: {machine['processor']}, {machine['threads']} threads; Python {machine['python']}, {versions}. "
+        f"Medians of {data['repeats']} repeats, fewer where a row takes long. "
+        "12 heads of 64 unless the task says otherwise."
+    )
+    if data["shrink"] > 1:
+        said += f" **A quick run: every length, window and document is 1/{data['shrink']} of what its name says.**"
+    if len(data["rows"]) < data["planned"]:
+        said += f" **A run that was stopped: {len(data['rows'])} of {data['planned']} rows.**"
+    return said
+
+
+def _head(row: Data) -> str:
+    return f"| {_escaped(row['task'])} | {row['length']:,} | {row['dtype']} |"
+
+
+def _escaped(text: str) -> str:
+    """A bar would end the cell."""
+    return text.replace("|", "&#124;")
+
+
+def _table(head: list[str], numbers: int, lines: list[str]) -> list[str]:
+    """`numbers` columns, the last ones, are numbers."""
+    rule = ["---"] * (len(head) - numbers) + ["---:"] * numbers
+    rule[1] = "---:"
+    return [f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *lines, ""]
+
+
+def _times(rows: list[Data], names: tuple[str, ...], *, form: bool) -> list[str]:
+    lines = []
+    for row in rows:
+        ours = row["peers"]["regard"]["ms"]
+        cells = [row["kernel"], _number(ours)]
+        for name in names:
+            entry = row["peers"].get(name)
+            cells.append(f"{_number(entry['ms'])} / {_number(entry['ms'] / ours)}" if entry else "")
+            if form and name == "torch":
+                cells.append(_escaped(entry.get("form", "")) if entry else "")
+        lines.append(f"{_head(row)} {' | '.join(cells)} |")
+    shown = [column for name in names for column in ([name, "its form"] if form and name == "torch" else [name])]
+    return _table(["task", "length", "dtype", "kernel", "regard", *shown], 1 + len(shown), lines)
+
+
+def _memories(rows: list[Data], names: tuple[str, ...]) -> list[str]:
+    lines = []
+    for row in rows:
+        entries = [row["peers"].get(name, {}).get("memory_mib") for name in ("regard", *names)]
+        if any(entry is not None for entry in entries):
+            sizes = [row["inputs_mib"], row["results_mib"], *entries]
+            lines.append(f"{_head(row)} {' | '.join('' if n is None else _number(n) for n in sizes)} |")
+    head = ["task", "length", "dtype", "inputs", "results", "regard", *names]
+    return _table(head, 3 + len(names), lines) if lines else []
+
+
+def _longest(rows: list[Data]) -> list[str]:
+    """What the longest row needs beside its own inputs and output."""
+    row = max(rows, key=lambda row: row["length"], default=None)
+    if row is None or "memory_mib" not in row["peers"]["regard"]:
+        return []
+    data = row["inputs_mib"] + row["results_mib"]
+    extra = row["peers"]["regard"]["memory_mib"] - row["results_mib"]
+    extra = max(0.0, extra)
+    return [
+        f"The longest, {row['task']} at {row['length']:,} tokens: inputs and output are {_number(data)} MiB, and",
+        f"regard takes {_number(extra)} MiB beside them ({extra / data:.1%}). The scores of one head alone would be "
+        f"{_number(row['query_len'] * row['length'] * 4 / 2**20)} MiB.",
+        "",
     ]
-    return "\n".join(lines) + "\n"
+
+
+def _compiling(rows: list[Data]) -> list[str]:
+    seconds = [entry["compile_s"] for row in rows for entry in row["peers"].values() if "compile_s" in entry]
+    if not seconds:
+        return []
+    return [
+        "## Compiling",
+        "",
+        f"FlexAttention is compiled anew for every length and mask: {min(seconds):.1f} to {max(seconds):.1f} seconds",
+        f"here, {sum(seconds):.0f} in all. regard compiles nothing.",
+        "",
+    ]
+
+
+def _missing(rows: list[Data]) -> list[str]:
+    """Every empty cell has a reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for kind in ("not_measured", "memory_not_measured"):
+            for name, why in row[kind].items():
+                said = f"{'memory: ' if kind.startswith('memory') else ''}{why}"
+                reasons.setdefault((name, said), []).append(f"{row['task']} at {row['length']:,}")
+    if not reasons:
+        return []
+    lines = ["## Not measured", ""]
+    for (name, why), where in sorted(reasons.items()):
+        lines.append(f"- **{name}**: {why} ({'; '.join(dict.fromkeys(where))})")
+    return [*lines, ""]
+
+
+def _number(value: float) -> str:
+    """Three digits that count, and no more."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+# --- the plots ----------------------------------------------------------------------------------------------------
+
+
+def _alt(plot: str) -> str:
+    what = "Time" if "time" in plot else "Memory"
+    return f"{what} of a call against its length for full, causal, window and documents, regard and its peers"
+
+
+def series(rows: list[Data], task: str, measure: str) -> dict[str, list[tuple[int, float]]]:
+    """Length and number of each peer, for one task in float32."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        if row["task"] == task and row["dtype"] == "float32":
+            for name, entry in row["peers"].items():
+                if measure in entry:
+                    found.setdefault(name, []).append((row["length"], entry[measure]))
+    return found
+
+
+def draw(data: Data, folder: Path) -> list[str]:
+    """The plots, as SVG with a transparent ground; their names. None where nothing was measured against length."""
+    if not any(row["sweep"] for row in data["rows"]):
+        return []
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    style = {
+        "svg.fonttype": "none",  # text stays text, in the reader's own font
+        "svg.hashsalt": "regard",
+        "font.family": "sans-serif",
+        "font.size": 11,
+        "text.color": INK,
+        "axes.edgecolor": FAINT,
+        "axes.labelcolor": INK,
+        "axes.titlecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": FAINT,
+    }
+    names = []
+    for measure, unit in (("ms", "milliseconds"), ("memory_mib", "MiB beyond query, key and value")):
+        with mpl.rc_context(style):
+            figure, axes = plt.subplots(2, 2, figsize=(9, 7), sharey=True)
+            for axis, task in zip(axes.flat, PLOTTED, strict=True):
+                for name, points in series(data["rows"], task, measure).items():
+                    ours = name == "regard"
+                    axis.plot(
+                        *zip(*((n, max(value, 0.1)) for n, value in points), strict=True),
+                        label="torch, best form" if name == "torch" else name,
+                        color=COLOURS[name],
+                        linewidth=4.5 if ours else 1.5,  # broad and below, so that it shows under a line that meets it
+                        marker="o" if ours else "s",
+                        markersize=7 if ours else 3.5,
+                        zorder=2 if ours else 3,
+                    )
+                axis.set(xscale="log", yscale="log", title=task)
+                lengths = sorted({row["length"] for row in data["rows"] if row["task"] == task})
+                axis.set_xticks(lengths[:: 1 + len(lengths) // 7])
+                axis.xaxis.set_minor_locator(NullLocator())
+                axis.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"))
+                axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+                axis.yaxis.set_tick_params(labelleft=True)
+                axis.grid(visible=True, linewidth=0.8)
+                axis.spines[["top", "right"]].set_visible(False)
+            for axis in axes[1]:
+                axis.set_xlabel("length")
+            for axis in axes[:, 0]:
+                axis.set_ylabel(unit)
+            known = {
+                label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+            }
+            figure.legend(known.values(), known.keys(), loc="upper center", ncols=len(known), frameon=False)
+            figure.tight_layout(rect=(0, 0, 1, 0.95))
+            names.append(f"performance-{'time' if measure == 'ms' else 'memory'}.svg")
+            figure.savefig(folder / names[-1], transparent=True, metadata={"Date": None})
+            plt.close(figure)
+    return names
+
+
+# --- the command --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="tasks whose name contains this")
+    parser.add_argument("--rows", metavar="PATTERN", help="rows whose name contains this; * stands for anything")
+    parser.add_argument("--quick", action="store_true", help="an eighth of every length, once each")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--report", action="store_true", help="write docs/performance.md and measure nothing")
     options = parser.parse_args()
     if options.report:
-        (ROOT / "docs" / "performance.md").write_text(report(RESULTS))
+        data, small = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SMALL_CALLS))
+        PAGE.write_text(report(data, small, draw(data, PAGE.parent)), encoding="utf-8")
         return
-    rows = []
-    for task in tasks():
-        if options.only not in task.name:
-            continue
-        for dtype in (torch.float32, torch.bfloat16):
-            row = measure(task, dtype, options.repeats)
-            rows.append(row)
-            print(
-                f"{task.name:<42}{task.length:>6} {row['dtype']:<9}{row['kernel']:<7}{row['regard_ms']:>11} ms  "
-                f"torch {row['torch_ms']:>11} ms ({task.torch_words})  x {row['times_faster']}",
-                flush=True,
-            )
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "regard": regard.__version__,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(
-        json.dumps({"machine": machine, "repeats": options.repeats, "rows": rows}, indent=1) + "\n"
-    )
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    output = options.output
+    if output is None and options.rows is None and not options.quick:
+        output = RESULTS
+    shrink = bench.QUICK if options.quick else 1
+    try:
+        bench.run(
+            bench.chosen(options.rows, shrink),
+            repeats=1 if options.quick else options.repeats,
+            shrink=shrink,
+            output=output,
+            show=lambda row: print(row, flush=True),
+            watch=lambda doing: print(f"\r\x1b[K{doing}\r", end="", file=sys.stderr) if sys.stderr.isatty() else None,
+        )
+    except ValueError as error:
+        sys.exit(f"masks.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; the rows that are done are in {output}" if output else "stopped")
+    print(f"kept in {output}" if output else "not kept: only a part of the rows; --output FILE keeps them")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the same tensors, and the medians of all pairs are compared; the difference is t
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Causal, Padding, Window
+from regard import Causal, Padding, Window, bench
 
 Shape = tuple[int, int, int, int]
 
@@ -75,16 +74,9 @@ def main() -> None:
             row |= measure(lambda t=tensors, f=ours: f(*t), lambda t=tensors, f=theirs: f(*t), options.repeats)
             rows.append(row)
             print(f"{name:<36}{row['dtype']:<10}{row['torch_us']:>9} us  +{row['extra_us']:>6} us", flush=True)
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "regard": regard.__version__,
-    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
-        json.dumps({"machine": machine, "repeats": options.repeats, "rows": rows}, indent=1) + "\n"
+        json.dumps({"machine": bench.machine(), "repeats": options.repeats, "rows": rows}, indent=1) + "\n"
     )
 
 

@@ -1,0 +1,327 @@
+"""The benchmarks at tiny sizes: every row runs, all who appear in it do the same work, and the page tells what was
+measured and nothing else."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Causal, Chunk, Prefix, Strided, Window, bench
+
+ROOT = Path(__file__).parent.parent
+SHRINK = 64
+TINY = bench.tasks(SHRINK)
+PAIRS = [(task, peer) for task in TINY for peer in bench.peers(task) if not task.sweep and peer.name != "regard"]
+
+
+def script(name: str) -> ModuleType:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+masks = script("masks")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as it is: the same results, without the seconds of compiling."""
+    monkeypatch.setattr(bench, "compiled", lambda function: function)
+
+
+def results(task: bench.Task, name: str, dtype: torch.dtype = torch.float32) -> bench.Results:
+    """Output and gradients of one peer."""
+    peer = next(peer for peer in bench.peers(task) if peer.name == name)
+    return bench.work(task, peer, task.inputs(dtype))[0]()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("task", "peer"), PAIRS, ids=lambda part: getattr(part, "label", None) or part.name)
+def test_who_appears_in_a_row_gives_what_regard_gives(task: bench.Task, peer: bench.Peer) -> None:
+    why = peer.cannot(task)
+    if why is not None:
+        pytest.skip(why)
+    undropped = replace(task, dropout=0.0)
+    ours, theirs = results(undropped, "regard"), results(undropped, peer.name)
+    assert len(ours) == (1 if not task.backward else 2 if task.layer else 4)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("task", [task for task in TINY if not task.sweep], ids=lambda task: task.label)
+def test_regard_does_in_a_row_what_the_explicit_formula_does(task: bench.Task) -> None:
+    if task.layer:
+        return  # held to nn.MultiheadAttention above
+    inputs = task.inputs(torch.float32)
+    one = [tensor.detach().double() for tensor in inputs]
+    keys, values = (t.repeat_interleave(task.heads // task.kv_heads, dim=1) for t in one[1:])
+    rows = slice(None) if task.cells < 1 << 20 else slice(-64, None)  # the longest: its last queries
+    scores = one[0][:, :, rows] @ keys.mT / math.sqrt(task.head_dim)
+    if task.mask is not None:
+        bound = task.mask.bind(bench.Grid(task.batch, task.heads, task.queries, task.length))
+        allowed = bound.allowed(range(task.queries)[rows], range(task.length))
+        scores = scores.masked_fill(~allowed, -math.inf)
+    ours = results(replace(task, dropout=0.0), "regard")[0][:, :, rows]
+    torch.testing.assert_close(ours.double(), scores.softmax(-1) @ values, atol=1e-5, rtol=1e-4)
+
+
+def test_the_rows_that_were_asked_for_are_there_in_both_precisions_at_their_sizes() -> None:
+    rows = {(task.label, dtype) for task, dtype in bench.chosen(None) if not task.sweep}
+    wanted = (
+        "full, N=1024", "causal, N=512", "causal, N=1024", "window 256, N=8192", "window 256, N=131072",
+        "window 256, forward and backward, N=4096", "documents of 512, N=4096", "ragged documents, N=8192",
+        "right padding, 8 rows, N=1024", "prefix 1024 | causal, N=8192", "streaming, window 256 | prefix 4, N=8192",
+        "chunks of 512, causal, N=8192", "strided 8, causal, N=8192", "decode, 32 heads on 8 of 128, N=32768",
+        "dropout 0.1, causal, forward and backward, N=4096",
+    )  # fmt: skip
+    for label in wanted:
+        assert {(label, torch.float32), (label, torch.bfloat16)} <= rows, label
+    by_label = {task.label: task for task in bench.tasks()}
+    assert len(by_label) == len(bench.tasks()), "two rows of one name"
+    masks_of = {label: repr(by_label[label].mask) for label in wanted}
+    assert masks_of["window 256, N=8192"] == repr(Causal() & Window(256))
+    assert masks_of["prefix 1024 | causal, N=8192"] == repr(Causal() | Prefix(1024))
+    assert masks_of["streaming, window 256 | prefix 4, N=8192"] == repr(Causal() & (Window(256) | Prefix(4)))
+    assert masks_of["chunks of 512, causal, N=8192"] == repr(Causal() & Chunk(512))
+    assert masks_of["strided 8, causal, N=8192"] == repr(Causal() & Strided(8))
+    decode = by_label["decode, 32 heads on 8 of 128, N=32768"]
+    assert [tuple(t.shape) for t in decode.inputs(torch.bfloat16)] == [(1, 32, 1, 128), *[(1, 8, 32768, 128)] * 2]
+    for kind in masks.PLOTTED:
+        lengths = [task.length for task in bench.tasks() if task.name == kind]
+        assert len(lengths) >= 5, f"{kind}: too few lengths to plot"
+
+
+def test_lengths_are_those_of_the_task_whatever_they_are_divided_by() -> None:
+    for shrink in (1, bench.QUICK, SHRINK):
+        assert sum(bench.ragged(8192 // shrink, shrink)) == 8192 // shrink
+        assert all(length > 0 for length in bench.ragged(8192 // shrink, shrink))
+    assert {task.name for task in bench.tasks()} == {task.name for task in TINY}
+
+
+def test_what_is_too_large_for_a_peer_is_told_and_not_tried() -> None:
+    longest = next(task for task in bench.tasks() if task.length == 131072)
+    whys = {peer.name: peer.cannot(longest) for peer in bench.peers(longest)}
+    assert whys["regard"] is None
+    assert "16 GiB" in str(whys["torch"])
+    assert "131,072 x 131,072" in str(whys["FlexAttention"])
+    assert "768.0 GiB" in str(whys["formula"])
+
+
+@pytest.fixture
+def tiny() -> bench.Task:
+    return next(task for task in TINY if task.label == "window 256, N=128")
+
+
+def test_a_peer_that_gives_another_result_is_not_timed_and_that_is_told(
+    tiny: bench.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(task: bench.Task, inputs: tuple[Tensor, ...]) -> bench.Prepared:
+        return bench.Prepared(lambda: bench.sdpa(*inputs, is_causal=True))  # forgets the window
+
+    def broken(task: bench.Task, inputs: tuple[Tensor, ...]) -> bench.Prepared:
+        raise RuntimeError("no compiler\nat all")
+
+    able = bench.FUNCTIONS[0].cannot
+    monkeypatch.setattr(
+        bench, "FUNCTIONS", (*bench.FUNCTIONS[:2], bench.Peer("wrong", able, wrong), bench.Peer("broken", able, broken))
+    )
+    row = bench.measure(tiny, torch.float32, repeats=2, memory=False)
+    assert set(row["peers"]) == {"regard", "torch"}
+    assert "gives another result than regard" in row["not_measured"]["wrong"]
+    assert row["not_measured"]["broken"] == "RuntimeError: no compiler"
+    assert all(entry["repeats"] == 2 and entry["ms"] > 0 for entry in row["peers"].values())
+    text = bench.shown(row)
+    assert "no compiler" in text
+    assert "gives another result" in text
+
+
+def test_results_are_apart_by_a_share_of_the_largest_number() -> None:
+    ours = torch.tensor([0.0, -10.0])
+    assert bench.difference((ours,), (ours.clone(),)) == 0
+    assert bench.difference((ours, ours), (ours, torch.tensor([1.0, -10.0]))) == pytest.approx(0.1)
+    assert bench.difference((ours,), (torch.tensor([math.nan, -10.0]),)) == math.inf
+    assert bench.difference((ours,), (ours[None],)) == math.inf
+
+
+def test_gradients_are_part_of_the_work_where_they_are_asked_for() -> None:
+    task = next(task for task in TINY if task.backward and not task.dropout and not task.layer)
+    output, *gradients = results(task, "regard")
+    inputs = [tensor.detach().double().requires_grad_() for tensor in task.inputs(torch.float32)]
+    whole = bench.sdpa(*inputs, attn_mask=task.allowed())
+    whole.sum().backward()
+    torch.testing.assert_close(output.double(), whole.detach(), atol=1e-5, rtol=1e-4)
+    for gradient, tensor in zip(gradients, inputs, strict=True):
+        torch.testing.assert_close(gradient.double(), tensor.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_is_what_a_call_takes_and_gives_back_included() -> None:
+    """80 MiB that are given back inside the call, and 8 that stay, in a process that held more before."""
+    code = """
+        import torch
+        from regard.bench import most_taken
+        before = torch.ones(200 << 20, dtype=torch.uint8); del before
+        def run():
+            passing = torch.ones(80 << 20, dtype=torch.uint8)
+            del passing
+            return torch.ones(8 << 20, dtype=torch.uint8)
+        print(most_taken(run) / 2**20)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=os.environ | bench.ENVIRONMENT, capture_output=True, check=True)
+    assert 79 < float(done.stdout) < 84
+
+
+def test_the_memory_of_a_row_counts_the_dense_mask_and_is_measured_in_another_process() -> None:
+    task = next(task for task in TINY if task.label == "window 256, N=2048")
+    ours, theirs = (bench.memory_of(task, torch.float32, name, SHRINK) for name in ("regard", "torch"))
+    assert isinstance(ours, int), ours
+    assert isinstance(theirs, int), theirs
+    output = 12 * 2048 * 64 * 4
+    assert output < ours < 8 * output
+    mask = 2048 * 2048
+    assert theirs > output + 4.9 * mask  # the mask, and torch's copy of it in float32
+    assert bench.memory_of(task, torch.float32, "no such peer", SHRINK) == "StopIteration: "  # told, not thrown
+
+
+def test_rows_are_chosen_by_what_their_names_contain() -> None:
+    assert [(t.label, d) for t, d in bench.chosen("decode")] == [
+        ("decode, 32 heads on 8 of 128, N=32768", torch.float32),
+        ("decode, 32 heads on 8 of 128, N=32768", torch.bfloat16),
+    ]
+    assert {t.name for t, _ in bench.chosen("LAYER*bfloat16")} == {t.name for t in bench.tasks() if t.layer}
+    assert all(dtype == torch.float32 for task, dtype in bench.chosen(None) if task.sweep)
+    with pytest.raises(ValueError, match="no row is named like 'sideways'; there are: full; causal"):
+        bench.chosen("sideways")
+
+
+def row(task: str, length: int, **more: Any) -> dict[str, Any]:
+    """A row as it is stored."""
+    plain = {
+        "task": task, "length": length, "query_len": length, "batch": 1, "heads": 12, "kv_heads": 12, "head_dim": 64,
+        "dtype": "float32", "layer": False, "sweep": False, "kernel": "tiled", "inputs_mib": 6.0, "results_mib": 2.0,
+        "peers": {"regard": {"ms": 12.5, "repeats": 5, "memory_mib": 3.5}},
+        "not_measured": {}, "memory_not_measured": {},
+    }  # fmt: skip
+    return plain | more
+
+
+def stored(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
+    machine = {"processor": "Abacus 7", "threads": 3, "python": "3.11.7", "torch": "2.13.0", "regard": "0.1.0"}
+    return {"machine": machine, "repeats": 5, "shrink": 1, "planned": len(rows), "rows": list(rows)} | more
+
+
+SMALL = {
+    "rows": [
+        {"case": "tiny", "shape": [1, 2, 8, 16], "dtype": "float32", "torch_us": 5, "regard_us": 16, "extra_us": 11},
+    ]
+}
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    theirs = {
+        "torch": {"ms": 250.0, "memory_mib": 70.0, "form": "as a | batch"},
+        "FlexAttention": {"ms": 6.25, "compile_s": 4.5},
+    }
+    ours = {"regard": {"ms": 12.5, "memory_mib": 3.5}}
+    layer = row("layer, full", 1024, layer=True, peers=ours | {"x-transformers": {"ms": 25.0}})
+    function = row("a | b", 4096, peers=ours | theirs, not_measured={"formula": "too large"})
+    page = masks.report(stored(function, layer), SMALL, ["p-time.svg"])
+    assert (
+        "| a &#124; b | 4,096 | float32 | tiled | 12.5 | 250 / 20.0 | as a &#124; batch |  | 6.25 / 0.500 |  |" in page
+    )
+    assert "| a &#124; b | 4,096 | float32 | 6.00 | 2.00 | 3.50 | 70.0 |  |  |  |" in page
+    assert "| layer, full | 1,024 | float32 | tiled | 12.5 |  | 25.0 / 2.00 |" in page
+    assert "- **formula**: too large (a | b at 4,096)" in page
+    assert "4.5 to 4.5 seconds" in page
+    assert "Abacus 7, 3 threads" in page
+    assert "(p-time.svg)" in page
+    assert "| tiny | [1, 2, 8, 16] | float32 | 5 | 16 | 11 |" in page
+    assert "inputs and output are 8.00 MiB" in page
+    assert "regard takes 1.50 MiB beside them (18.8%)" in page
+    assert "stopped" not in page
+    assert "quick" not in page.lower()
+
+
+def test_the_page_says_that_a_run_was_quick_or_was_stopped() -> None:
+    assert "1/8 of what its name says" in masks.report(stored(row("full", 8), shrink=8), SMALL, [])
+    assert "A run that was stopped: 1 of 40 rows" in masks.report(stored(row("full", 8), planned=40), SMALL, [])
+
+
+def test_the_page_in_the_docs_is_the_one_that_the_committed_results_make() -> None:
+    data, small = (json.loads(path.read_text(encoding="utf-8")) for path in (masks.RESULTS, masks.SMALL_CALLS))
+    page = masks.PAGE.read_text(encoding="utf-8")
+    plots = [name for name in ("performance-time.svg", "performance-memory.svg") if f"({name})" in page]
+    assert masks.report(data, small, plots) == page, "run: python benchmarks/masks.py --report"
+    assert bool(plots) == any(row["sweep"] for row in data["rows"])
+    for name in plots:
+        assert (masks.PAGE.parent / name).is_file()
+
+
+def test_the_plots_hold_every_peer_of_the_four_tasks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    peers = {name: {"ms": 2.0, "memory_mib": 0.0} for name in masks.COLOURS}
+    rows = [row(task, length, sweep=True, peers=peers) for task in masks.PLOTTED for length in (512, 1024, 2048)]
+    for name in masks.draw(stored(*rows), tmp_path):
+        drawing = (tmp_path / name).read_text()
+        for word in ("torch, best form", "torch, dense mask", "FlexAttention", "formula", "documents of 512", "2k"):
+            assert word in drawing, f"{name}: {word}"
+        assert all(drawing.lower().count(colour) >= 4 for colour in masks.COLOURS.values())
+    assert masks.draw(stored(row("full", 8)), tmp_path) == []
+    assert masks.series(rows[::-1], "causal", "ms")["formula"] == [(512, 2.0), (1024, 2.0), (2048, 2.0)]
+    assert masks.series([row("causal", 9, dtype="bfloat16")], "causal", "ms") == {}
+
+
+def test_a_run_keeps_every_row_as_soon_as_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(task: bench.Task, dtype: torch.dtype, **rest: object) -> dict[str, Any]:
+        if task.label == "causal, N=8":
+            raise KeyboardInterrupt
+        return row(task.name, task.length)
+
+    monkeypatch.setattr(bench, "measure", stopped)
+    shown: list[str] = []
+    path = tmp_path / "new" / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(bench.chosen(None, SHRINK), shrink=SHRINK, output=path, show=shown.append)
+    kept = json.loads(path.read_text())
+    assert [r["task"] for r in kept["rows"]] == ["full", "full"]
+    assert len(shown) == 2
+    assert kept["planned"] == len(bench.chosen(None, SHRINK))
+    assert "A run that was stopped: 2 of" in masks.report(kept, SMALL, [])
+
+
+def test_a_part_of_the_rows_is_not_kept_in_place_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[Path | None] = []
+    monkeypatch.setattr(bench, "run", lambda rows, output, **rest: kept.append(output))
+    for arguments in ([], ["--rows", "decode"], ["--quick"], ["--rows", "decode", "--output", "some.json"]):
+        monkeypatch.setattr(sys, "argv", ["masks.py", *arguments])
+        masks.main()
+    assert kept == [masks.RESULTS, None, None, Path("some.json")]
+    assert capsys.readouterr().out.count("not kept: only a part") == 2
+
+
+def test_small_calls_compare_the_same_work() -> None:
+    small = script("small_calls")
+    for _, shape, dtype, theirs, ours in small.cases():
+        tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+        torch.testing.assert_close(ours(*tensors), theirs(*tensors))
+    figures = small.measure(lambda: torch.ones(3), lambda: torch.ones(3), repeats=3)
+    assert set(figures) == {"torch_us", "regard_us", "extra_us"}
