@@ -260,9 +260,8 @@ def bits_per_byte(
     bits = 0.0
     for first in range(0, len(pieces), batch_size):
         some = pieces[first : first + batch_size]
-        losses = _losses(model, [piece for piece, _ in some])
-        for row, (piece, counted) in zip(losses, some, strict=True):
-            bits += float(row[counted : len(piece) - 1].double().sum()) / math.log(2)
+        for losses in _losses(model, [piece for piece, _ in some], [counted for _, counted in some]):
+            bits += float(losses.double().sum()) / math.log(2)
         progress(min(first + batch_size, len(pieces)), len(pieces))
     return bits / size
 
@@ -286,23 +285,28 @@ def copying_loss(
     tokens = torch.randint(model.config.vocab_size - 1, (rows, length), generator=generator)
     tokens += tokens >= end_id  # every token but the end
     twice = torch.cat([torch.full((rows, 1), end_id), tokens, tokens], dim=1)
-    losses = _losses(model, twice.tolist())
+    losses = torch.stack(_losses(model, twice.tolist(), [0] * rows))
     return float(losses[:, :length].mean()), float(losses[:, length:].mean())
 
 
-def _losses(model: Decoder, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Cross-entropy of each row's tokens but the first, in nats: [rows, longest - 1], meaningless after a row's end."""
+def _losses(model: Decoder, rows: Sequence[Sequence[int]], known: Sequence[int]) -> tuple[Tensor, ...]:
+    """Cross-entropy of each row's tokens but the first, in nats; the first so many (`known`) of these left out."""
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
-    for place, row in enumerate(rows):
+    wanted = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
+    for place, (row, first) in enumerate(zip(rows, known, strict=True)):
         tokens[place, : len(row)] = torch.tensor(row)
-    tokens = tokens.to(model.embedding.weight.device)
+        wanted[place, first : len(row) - 1] = True
+    counts = wanted.sum(dim=1).tolist()
+    tokens, wanted = (x.to(model.embedding.weight.device) for x in (tokens, wanted))
     was_training = model.training
     model.eval()
     try:
-        logits = model(tokens[:, :-1])  # the filling comes last, so no token sees it
+        states = model.states(tokens[:, :-1])  # the filling comes last, so no token sees it
+        logits = model.logits(states[wanted])  # of what counts alone: most of the work is in the vocabulary
     finally:
         model.train(was_training)
-    return F.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none").cpu()
+    losses: tuple[Tensor, ...] = F.cross_entropy(logits.float(), tokens[:, 1:][wanted], reduction="none").split(counts)
+    return losses
 
 
 def _describe(data: Packed) -> dict[str, int | float]:
