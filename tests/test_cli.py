@@ -1,16 +1,19 @@
 """The command line as a user meets it: what it prints, and what it says to bad input."""
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from regard import Decoder, ModelConfig, attention, steps
-from regard.cli import main
+import regard
+from regard import Decoder, ModelConfig, attention, bench, steps
+from regard.cli import main, read_mask
 from regard.training.checkpoint import load, save_model
 from regard.training.text import Tokenizer, train_tokenizer
 
@@ -193,6 +196,47 @@ def test_train_writes_a_model_that_look_can_show_and_refuses_to_begin_again(
     assert "other settings: learning_rate" in " ".join(other.err.split())
 
 
+def test_training_goes_on_from_a_model_with_its_vocabulary_and_sizes_and_its_card(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number}: {TEXT}" * 5)
+    first, then = tmp_path / "first", tmp_path / "then"
+    shutil.copytree(model, first)
+    (first / "card.md").write_text("# Model card\n\n| made | by hand |\n")
+    sizes = ("--context-length", 24, "--steps", 1, "--learning-rate", 1e-9, "--precision", "no")
+    arguments = ("train", then, "--from", first, "--data", tmp_path / "texts")
+    run = Run(capsys, *arguments, *sizes)
+    assert run.code == 0, run.err
+    assert (then / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
+    old, new = load(first).model, load(then).model
+    assert new.config == replace(old.config, context_length=24)
+    for name, weight in new.state_dict().items():
+        assert torch.allclose(weight, old.state_dict()[name], rtol=1e-2, atol=1e-3), name
+    card = (then / "card.md").read_text()
+    assert "## The model that training began with\n\n| made | by hand |" in card
+    wrong = Run(capsys, "train", tmp_path / "other", "--from", first, "--data", tmp_path / "texts", "--layers", 7)
+    assert wrong.code == 2
+    assert f"decides it, {old.config.layers}; got 7" in " ".join(wrong.err.split())
+    assert not (tmp_path / "other").exists()
+
+
+def test_learned_positions_cannot_be_made_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer(train_tokenizer([TEXT], 280))
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, context_length=16, dim=12, layers=1, heads=3, positions="learned"
+    )
+    (tmp_path / "first").mkdir()
+    tokenizer.save(tmp_path / "first" / "tokenizer.json")
+    save_model(tmp_path / "first", Decoder(config))
+    (tmp_path / "text.txt").write_text(TEXT * 50)
+    run = Run(capsys, "train", tmp_path / "then", "--from", tmp_path / "first", "--data", tmp_path / "text.txt",
+              "--context-length", 32)  # fmt: skip
+    assert run.code == 2
+    assert "a vector for each of 16 positions" in " ".join(run.err.split())
+
+
 BAD = {
     "no such file": (["look", "no/such/file.txt"], "no/such/file.txt: there is no such file"),
     "a folder": (["look", "{tmp}"], "got a folder"),
@@ -215,6 +259,13 @@ BAD = {
     "nothing to resume": (["train", "{tmp}/nowhere", "--resume"], "without --resume a new run begins"),
     "no texts to train on": (["train", "{tmp}/run", "--data", "{tmp}/damaged", "--pattern", "*.md"], "*.md"),
     "a probability above one": (["generate", "the", "--top-p", "1.5"], "top_p must be"),
+    "no mask": (["plan", "--mask", "Casual()"], "mask: 'Casual' is no mask; did you mean Causal?"),
+    "a mask for another batch": (["plan", "--mask", "Padding([3, 4])"], "Padding: lengths is for batch=2"),
+    "an unknown kernel": (["plan", "--kernel", "magic"], "no kernel named 'magic'"),
+    "heads that do not divide": (["plan", "--heads", "12", "--kv-heads", "5"], "kv_heads"),
+    "a call too large for any machine": (["plan", "--length", "1000000000000"], "more than this machine can address"),
+    "no row of that name": (["bench", "--rows", "sideways"], "no row is named like 'sideways'"),
+    "a folder for numbers": (["bench", "--output", "{tmp}"], "is a folder; give a file"),
 }
 
 
@@ -242,7 +293,127 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(
     assert len(run.err.splitlines()) <= 24
 
 
-@pytest.mark.parametrize("command", ["look", "explain", "generate", "train"])
+def test_plan_prints_what_regard_plan_says_of_the_same_call(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--batch", 2, "--heads", 6, "--kv-heads", 3, "--length", 2003, "--query-len", 1009, "--head-dim", 16)
+    run = Run(capsys, "plan", *sizes, "--value-dim", 24, "--mask", "Causal() & (Window(101) | Prefix(4))")
+    assert run.code == 0, run.err
+    query, key, value = torch.empty(2, 6, 1009, 16), torch.empty(2, 3, 2003, 16), torch.empty(2, 3, 2003, 24)
+    mask = regard.Causal() & (regard.Window(101) | regard.Prefix(4))
+    assert run.out == f"{regard.plan(query, key, value, mask=mask)}\n"
+    data = json.loads(Run(capsys, "plan", *sizes, "--mask", "Causal()", "--tile-size", 7, "--lse", "--json").out)
+    expected = regard.plan(query, key, key, mask=regard.Causal(), lse=True, tile_size=7)
+    assert data["flops_needed"] == expected.flops_needed
+    assert data["tiles"] == {tile.value: count for tile, count in expected.tiles.items()}
+    assert "lse" in data["others"]["dense"]
+
+
+def test_plan_takes_kernel_precision_softcap_dropout_and_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = ("plan", "--length", 64, "--heads", 2, "--head-dim", 8)
+    assert "kernel  reference: asked for by name" in Run(capsys, *plain, "--kernel", "reference").out
+    wide, half = (json.loads(Run(capsys, *plain, "--json", "--dtype", d).out) for d in ("float64", "float16"))
+    assert wide["bytes_moved"] == 4 * half["bytes_moved"] == 4 * 64 * 2 * 8 * 8
+    for option in ("--softcap", "--dropout"):
+        data = json.loads(Run(capsys, *plain, "--json", option, 0.5).out)
+        assert option.strip("-") in data["others"]["dense"]
+    assert Run(capsys, *plain, "--backward").code == 0
+
+
+def test_plan_needs_no_memory_for_a_text_of_a_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(capsys, "plan", "--length", 1 << 20, "--heads", 1, "--mask", "Causal() & Window(4096)")
+    assert "query_len=1048576" in run.out
+    assert "nothing square" in run.out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Causal() & Window(256)",
+        "Band(None, 3) | ~(Strided(8) & Chunk(512))",
+        "Causal(offset=-2) & Band(-1, None, offset=[3, 4])",
+        "Prefix([2, 3]) | Padding([4, 5])",
+        "Document([[0, 0, 1], [0, 1, 1]]) & Document([0, 1], [0, 1, 1])",
+    ],
+)
+def test_a_mask_is_read_as_it_prints_itself(text: str) -> None:
+    assert repr(read_mask(text)) == repr(eval(text, {**vars(regard), "Document": _document}))
+    if "Document" not in text:
+        assert repr(read_mask(text)) == text
+
+
+def _document(*ids: list[int]) -> regard.Document:
+    return regard.Document(*map(torch.tensor, ids))
+
+
+def test_documents_are_read_by_their_lengths_and_lists_may_be_repeated() -> None:
+    read = read_mask(" Document.from_lengths([3, 2] * 2) ")
+    assert read.draw(10, 10) == regard.Document.from_lengths([3, 2, 3, 2]).draw(10, 10)
+
+
+NO_MASKS = {
+    "Casual()": "'Casual' is no mask; did you mean Causal?",
+    "Causal": "got 'Causal'; write Causal(...)",
+    "Causal() and Window(3)": "expected masks joined by & | ~",
+    "Causal() + Window(3)": "expected masks joined by & | ~",
+    "3": "expected masks joined by & | ~, got '3'",
+    "Window()": "missing 1 required positional argument: 'w'",
+    "Window(0)": "Window: w must be a whole number, 1 or more, got 0",
+    "Window(True)": "expected numbers and lists of numbers, got 'True'",
+    "Window(2.5)": "got '2.5'",
+    "Window(2**9)": "got '2 ** 9'",
+    "Window(*[3])": "got '*[3]'",
+    "Window(**{'w': 3})": "got",
+    "Window(width=3)": "unexpected keyword argument 'width'",
+    "Window(3": "cannot be read, at character 7: '(' was never closed",
+    "": "cannot be read",
+    "Causal()\0": "null",
+    "Where(print)": "Where cannot be written down",
+    "Dense([[1]])": "Dense cannot be written down",
+    "Document([0, [1]])": "Document([0, [1]])",
+    "Document.from_lengths([9] * 99999999)": "more than 1,048,576 numbers",
+    "Document.from_lengths([[9] * 9999] * 9999)": "more than 1,048,576 numbers",
+    "__import__('os').system('false')": "is no mask",
+    "Causal().__class__": "expected masks joined",
+    "(lambda: Causal())()": "is no mask",
+    "Window(open('x'))": "got \"open('x')\"",
+    "~" * 20000 + "Causal()": "too deeply nested",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), NO_MASKS.items(), ids=[text[:24] for text in NO_MASKS])
+def test_what_is_no_mask_is_one_clear_message_and_is_never_run(text: str, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_mask(text)
+    assert words in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    measure = bench.measure
+
+    def without_compiling(task: bench.Task, dtype: torch.dtype, **options: object) -> dict[str, object]:
+        asked.append((task.label, dtype, options["repeats"]))
+        return measure(task, dtype, repeats=1, memory=False)
+
+    monkeypatch.setattr(bench, "measure", without_compiling)
+    monkeypatch.setattr(bench, "FUNCTIONS", [peer for peer in bench.FUNCTIONS if peer.name != "FlexAttention"])
+    path = tmp_path / "numbers.json"
+    run = Run(capsys, "bench", "--quick", "--rows", "causal, N=64", "--output", path)
+    assert run.code == 0, run.err
+    assert asked == [("causal, N=64", torch.float32, 1), ("causal, N=64", torch.bfloat16, 1)]
+    assert "causal, N=64, float32: regard takes its kernel" in run.out
+    assert "is_causal" in run.out
+    kept = json.loads(path.read_text())
+    assert [row["dtype"] for row in kept["rows"]] == ["float32", "bfloat16"]
+    assert kept["shrink"] == bench.QUICK
+    printed = json.loads(Run(capsys, "bench", "--rows", "causal, N=512,*float32", "--repeats", 3, "--json").out)
+    assert asked[-1] == ("causal, N=512", torch.float32, 3)
+    assert [row["length"] for row in printed["rows"]] == [512]
+
+
+@pytest.mark.parametrize("command", ["look", "explain", "generate", "train", "plan", "bench"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, command, "--help")
     assert run.code == 0

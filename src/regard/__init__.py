@@ -4,8 +4,11 @@ attention, attention_with_lse, plan     the function, its log-sum-exp, and what 
 Causal, Window, Prefix, Document, ...   masks: who may attend to whom; they compose with & | ~
 Alibi, RelativeBias                     biases: what is added to a score
 observe, record, steps                  what a call, a model and a layer did
+intervene                               a model with single heads changed
 MultiHeadAttention, Block, ...          layers
 Encoder, Decoder, EncoderDecoder        models, from one ModelConfig
+regard.huggingface                      regard inside transformers
+regard.plots                            figures
 regard.layouts                          other libraries' weights in regard's layers and models
 regard.training                         tokenizer, data, loop and files of a language model
 """
@@ -29,7 +32,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
-from regard.recording import Recording, record
+from regard.recording import Ablate, HideKey, Recording, Replace, Scale, intervene, load_recording, record
 from regard.reference import AttentionOutput
 from regard.scores import Additive
 from regard.shapes import ShapeError
@@ -38,6 +41,7 @@ from regard.steps import Step, Steps, steps
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablate",
     "Additive",
     "Alibi",
     "AttentionOutput",
@@ -55,6 +59,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "FeedForward",
+    "HideKey",
     "KernelError",
     "LayerCache",
     "Learned",
@@ -70,7 +75,9 @@ __all__ = [
     "Prefix",
     "Recording",
     "RelativeBias",
+    "Replace",
     "Rotary",
+    "Scale",
     "ShapeError",
     "Sinusoidal",
     "SquareWarning",
@@ -85,6 +92,8 @@ __all__ = [
     "attention",
     "attention_with_lse",
     "generate",
+    "intervene",
+    "load_recording",
     "observe",
     "plan",
     "record",

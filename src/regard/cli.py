@@ -1,15 +1,17 @@
-"""The command line: regard look | explain | generate | train.
+"""The command line: regard look | explain | generate | train | plan | bench.
 
 Output that is piped is plain text, and ``--json`` gives numbers. Whatever is wrong with the input is one message and
 exit code 2.
 """
 
+import ast
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +23,7 @@ except ImportError:  # pragma: no cover
     sys.exit("regard: the command line needs typer and rich: pip install regard[cli]")
 
 if TYPE_CHECKING:
+    from regard.masks import Mask
     from regard.terminal import Look
     from regard.training.checkpoint import Loaded
     from regard.training.data import Corpus
@@ -257,6 +260,11 @@ def train(
                 raise ValueError(
                     f"--{name.replace('_', '-')}: --from {begin} decides it, {getattr(config, name)}; got {size}"
                 )
+        if config.positions == "learned" and context_length not in (None, config.context_length):
+            raise ValueError(
+                f"--context-length: {begin} has learned a vector for each of {config.context_length} positions and no "
+                f"more; got {context_length}"
+            )
         config = replace(config, context_length=context_length or config.context_length)
     console = _console(stderr=True)
     corpus = _corpus(data, pattern)
@@ -339,6 +347,215 @@ def train(
         f"random tokens, then again: loss {measures.copy_first:.2f}, then {measures.copy_second:.2f}"
     )
     console.print(f"written: {folder}; look at it: regard look FILE --model {folder}")
+
+
+@app.command()
+def plan(
+    mask: Annotated[
+        str | None,
+        typer.Option(
+            "--mask",
+            metavar="MASK",
+            help='Who may attend to whom, with & | ~: "Causal() & Window(256)". Default: everybody to everybody.',
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option("--length", min=1, help="Keys, and queries.")] = 1024,
+    query_len: Annotated[
+        int | None, typer.Option("--query-len", min=1, help="Queries, where they are fewer: the last of the text.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1)] = 1,
+    heads: Annotated[int, typer.Option("--heads", min=1)] = 12,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", min=1, help="Default: as many as heads.")] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 64,
+    value_dim: Annotated[int | None, typer.Option("--value-dim", min=1, help="Default: head_dim.")] = None,
+    dtype: Annotated[Literal["float64", "float32", "bfloat16", "float16"], typer.Option("--dtype")] = "float32",
+    softcap: Annotated[float | None, typer.Option("--softcap", help="Default: none.")] = None,
+    dropout: Annotated[float, typer.Option("--dropout", help="Probability that a weight is dropped.")] = 0.0,
+    lse: Annotated[bool, typer.Option("--lse", help="Of attention_with_lse.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Of a call that wants gradients.")] = False,
+    kernel: Annotated[str, typer.Option("--kernel", help="One that is asked for by name.")] = "auto",
+    tile_size: Annotated[int, typer.Option("--tile-size", min=1, help="Of the tiles that are counted.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Which kernel a call of attention would take, why, and what it costs. Nothing is computed.
+
+    [bold]Examples[/bold]
+
+      regard plan --length 8192 --mask "Causal() & Window(256)"
+
+      regard plan --length 4096 --mask "Causal() & Document.from_lengths(\\[512] * 8)" --backward
+
+      regard plan --length 32768 --query-len 1 --heads 32 --kv-heads 8 --head-dim 128 --mask "Causal()" --dtype bfloat16
+    """
+    import torch
+
+    from regard.functional import plan as planned
+
+    read = None if mask is None else read_mask(mask)
+    value_dim = head_dim if value_dim is None else value_dim
+    kv_heads = heads if kv_heads is None else kv_heads
+    shapes = (
+        (batch, heads, length if query_len is None else query_len, head_dim),
+        (batch, kv_heads, length, head_dim),
+        (batch, kv_heads, length, value_dim),
+    )
+    try:  # nothing is written to them, so they take no memory, only addresses
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), requires_grad=backward) for shape in shapes]
+    except RuntimeError:
+        raise ValueError(f"plan: query, key and value of {shapes[0]} are more than this machine can address") from None
+    with torch.set_grad_enabled(backward):
+        answer = planned(
+            *tensors, mask=read, softcap=softcap, dropout=dropout, lse=lse, kernel=kernel, tile_size=tile_size
+        )
+    if as_json:
+        print(json.dumps(asdict(answer) | {"tiles": {tile.value: count for tile, count in answer.tiles.items()}}))
+    else:
+        print(answer)
+
+
+@app.command()
+def bench(
+    rows: Annotated[
+        str | None,
+        typer.Option("--rows", metavar="PATTERN", help="Rows whose name contains this; * stands for anything."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="An eighth of every length, once each: to see that it runs.")
+    ] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Calls whose median is taken.")] = 5,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Keep the numbers as JSON, row by row.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What attention costs beside the other ways to compute it, on this machine: time and memory.
+
+    All of them do the same work on the same tensors, in turn, and a result that differs is told. The second number is
+    how many times regard's time they take. Ctrl-C stops; --output keeps the rows that are done.
+
+    [bold]Examples[/bold]
+
+      regard bench --quick
+
+      regard bench --rows "window*float32"
+
+      regard bench --rows decode --threads 2 --output decode.json
+    """
+    import torch
+
+    from regard import bench as benchmark
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    shrink = benchmark.QUICK if quick else 1
+    which = benchmark.chosen(rows, shrink)
+    if output is not None and output.is_dir():
+        raise ValueError(f"--output: {output} is a folder; give a file")
+    console = _console(stderr=True)
+    # plain lines: a table as wide as a terminal would have to cut the reasons
+    with console.status("") as status:
+        data = benchmark.run(
+            which,
+            repeats=1 if quick else repeats,
+            shrink=shrink,
+            output=output,
+            show=lambda row: None if as_json else print(row, flush=True),
+            watch=status.update,
+        )
+    if as_json:
+        print(json.dumps(data))
+
+
+MASKS = ("Band", "Causal", "Chunk", "Document", "Padding", "Prefix", "Strided", "Window")
+"""Masks that can be written down; `Dense` and `Where` need a tensor and a function."""
+
+LONGEST_LIST = 1 << 20
+"""Numbers in a list of a written mask."""
+
+
+def read_mask(text: str) -> "Mask":
+    """The mask that an expression means: names of masks with numbers, joined by ``&``, ``|``, ``~``. Nothing is run.
+
+    Raises:
+        ValueError: anything else.
+
+    >>> read_mask("Causal() & (Window(256) | Prefix(4))")
+    Causal() & (Window(256) | Prefix(4))
+    >>> read_mask("Causal() & open('x')")
+    Traceback (most recent call last):
+        ...
+    ValueError: mask: 'open' is no mask; there are: Band, Causal, Chunk, Document, Padding, Prefix, Strided, Window
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return _mask(tree)
+    except SyntaxError as error:
+        where = f", at character {error.offset}" if error.offset else ""
+        raise ValueError(f"mask: {text[:80]!r} cannot be read{where}: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("mask: too deeply nested") from None
+
+
+def _mask(node: ast.expr) -> "Mask":
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        left, right = _mask(node.left), _mask(node.right)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_mask(node.operand)
+    if isinstance(node, ast.Call):
+        return _made(node)
+    written = ast.unparse(node)
+    hint = f"; write {written}(...)" if written in MASKS else ""
+    raise ValueError(f"mask: expected masks joined by & | ~, got {written!r}{hint}")
+
+
+def _made(node: ast.Call) -> "Mask":
+    """One mask, made from its name and numbers."""
+    import torch
+
+    from regard import masks
+
+    name = ast.unparse(node.func)
+    if name in ("Dense", "Where"):
+        raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(MASKS)}")
+    if name not in (*MASKS, "Document.from_lengths"):
+        close = get_close_matches(name, MASKS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(MASKS)}"
+        raise ValueError(f"mask: {name!r} is no mask{hint}")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
+    values = [_value(argument, name) for argument in node.args]
+    named = {str(keyword.arg): _value(keyword.value, name) for keyword in node.keywords}
+    make: Callable[..., Mask] = masks.Document.from_lengths if name == "Document.from_lengths" else getattr(masks, name)
+    try:
+        if name == "Document":  # its ids are a tensor
+            values = [torch.tensor(value) for value in values]
+            named = {key: torch.tensor(value) for key, value in named.items()}
+        return make(*values, **named)
+    except TypeError as error:
+        raise ValueError(f"mask: {ast.unparse(node)}: {error}") from None
+
+
+def _value(node: ast.expr, name: str) -> Any:
+    """A whole number, None, or a list of these, which may be repeated: ``[512] * 8``."""
+    if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand, name)
+        if isinstance(value, int):
+            return -value
+    if isinstance(node, ast.List):
+        return [_value(element, name) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _value(node.left, name), _value(node.right, name)
+        if isinstance(left, list) and isinstance(right, int):
+            if sum(len(part) if isinstance(part, list) else 1 for part in left) * right > LONGEST_LIST:
+                raise ValueError(f"mask: {name}: a list of more than {LONGEST_LIST:,} numbers")
+            return left * right
+    raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
 
 
 class Smooth:
