@@ -153,10 +153,11 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         print(json.dumps({**result, "peak_mib": round(peak / MIB)}))
         return
+    # these first: a child's peak counts what its parent held when it was begun
+    once = [in_a_child(name, options.long) for name in ONCE if options.only in name]
     rows = ratios(options.heads, options.length, options.repeats, options.only)
     for row in rows:
         print(f"{row['task']:<42}{row['length']:>8}{row['ms']:>12} ms   x {row['times_fused']} of a forward pass")
-    once = [in_a_child(name, options.long) for name in ONCE if options.only in name]
     for row in once:
         print(f"{row['task']:<42}{', '.join(f'{k} {v}' for k, v in row.items() if k not in ('task', 'heads'))}")
     machine = {

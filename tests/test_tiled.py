@@ -153,6 +153,51 @@ def test_a_causal_square_that_torch_would_compute_whole_is_cut():
     assert found(torch.bfloat16) == ("dense", 1)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 12])
+def test_the_busiest_thread_is_found_by_counting(heads, threads):
+    work = torch.arange(1, 961).repeat(heads)  # the keys that each row of each head sees
+    shares = [share.sum() for share in work.unflatten(0, (threads, -1))]
+    assert tiled.busiest(heads, threads) == pytest.approx(float(max(shares) * threads / work.sum()), rel=0.01)
+
+
+@pytest.mark.parametrize("length", [64, 67])
+@pytest.mark.parametrize("sink", [False, True])
+def test_halves_of_a_causal_square_are_merged_forward_and_backward(monkeypatch, length, sink):
+    monkeypatch.setattr(tiled, "HALVED", 8)
+    monkeypatch.setattr(tiled, "busiest", lambda heads, threads: 1.5)
+    query, key, value = (torch.randn(2, n, length, 7, dtype=torch.float64).requires_grad_() for n in (3, 1, 1))
+    given = {"mask": Causal(), "sink": torch.randn(3, dtype=torch.float64).requires_grad_() if sink else None}
+    learning = [query, key, value, *([given["sink"]] if sink else [])]
+    grads = []
+    results = []
+    for kernel in ("tiled", "reference"):
+        results.append(attention_with_lse(query, key, value, **given, kernel=kernel))
+        loss = results[-1].output.sin().sum() + results[-1].lse.cos().sum()
+        grads.append(torch.autograd.grad(loss, learning))
+    for ours, theirs in zip([*results[0], *grads[0]], [*results[1], *grads[1]], strict=True):
+        assert_close(ours, theirs)
+
+
+def test_a_long_causal_square_of_one_head_is_halved_where_a_thread_would_idle(monkeypatch):
+    squares = []
+
+    def flash(query, key, value, dropout, causal, **more):
+        squares.append((query.shape[2], key.shape[2], causal))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, **more)
+
+    monkeypatch.setattr(tiled, "_flash", flash)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    query = torch.randn(1, 1, 4096, 4)
+    attention(query, query, query, mask=Causal())
+    halved = [(1024, 1024, True), (1024, 1024, False), (1024, 1024, True)]
+    assert squares == [*halved, (2048, 2048, False), *halved]
+    squares.clear()
+    attention(*(query.bfloat16(),) * 3, mask=Causal(), kernel="tiled")
+    attention(*(query.expand(1, 2, -1, -1),) * 3, mask=Causal(), kernel="tiled")
+    assert squares == [(4096, 4096, True)] * 2
+
+
 @pytest.mark.parametrize("step", [3, 37])
 @pytest.mark.parametrize("offset", [0, 5, -200])
 def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset):

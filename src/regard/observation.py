@@ -11,8 +11,8 @@ tile of weights once and holds a few numbers per query, per key or per pixel; se
 `seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. Where a score is a plain
 product, three things make a pass cheap:
 
-    lse       comes from one fused call of attention; with the keys as values it brings the entropy along,
-              H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
+    lse       comes from a pass of its own: one product, one exp2. Where nothing but the entropy is wanted, one fused
+              call of attention with the keys as values brings both, H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
     weights   are 2^(q' . k') with q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1]: one product, one exp2
     statistics are taken while the tile is in the processor's cache
 
@@ -41,14 +41,14 @@ from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid, ShapeError
 
-CELLS = 1 << 19
-"""Weights in a tile on a CPU: 2 MiB in float32, small enough for the cache between one operation and the next."""
+CELLS = 1 << 20
+"""Weights in a tile on a CPU: 4 MiB in float32, small enough for the cache between one operation and the next."""
 
 CELLS_ELSEWHERE = 1 << 25
 """Weights in a tile on a GPU, where starting an operation costs more than a cache gains."""
 
-ROWS, COLUMNS = 256, 512
-"""Most queries and keys in a tile. Pieces of memory for the products, and short enough rows for top-k."""
+ROWS, COLUMNS = 1024, 1024
+"""Most queries and keys in a tile, measured on a CPU: fewer cost more calls, more leave the cache."""
 
 EDGE = 64
 """Keys in the smallest rectangle that a mask is asked about: tiles begin and end at multiples of it."""
@@ -106,24 +106,25 @@ class Rectangle:
     def scores(self) -> Tensor:
         """Scores after scale, softcap, bias and mask; -inf where hidden."""
         if self._folded:
-            assert self._norm is not None
-            return self.log2 / LOG2_E + self._norm[..., None]
+            return self._product() if self._norm is None else self.log2 / LOG2_E + self._norm[..., None]
         return self._scoring.tile(*self._shown(), self.queries, self.keys)
 
     @cached_property
     def log2(self) -> Tensor:
         """The binary logarithm of the weights; -inf where hidden."""
-        if self._folded:
-            query, key = self._shown()
-            log2 = grouped_product(query, key.transpose(-2, -1))
-            return log2 if self.allowed is None else log2.masked_fill_(~self.allowed, -math.inf)
         assert self._norm is not None
-        return (self.scores - self._norm[..., None]) * LOG2_E
+        return self._product() if self._folded else (self.scores - self._norm[..., None]) * LOG2_E
 
     @cached_property
     def weights(self) -> Tensor:
         """Weights; 0 where hidden."""
         return self.log2.exp2()
+
+    def _product(self) -> Tensor:
+        """What was folded into query and key; -inf where hidden."""
+        query, key = self._shown()
+        product = grouped_product(query, key.transpose(-2, -1))
+        return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
 
     def _shown(self) -> tuple[Tensor, Tensor]:
         """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
@@ -566,7 +567,7 @@ class Compare(Statistic[Comparison]):
 
 
 class _LogSumExp(Statistic[Tensor]):
-    """lse of some queries, where no kernel has a fast way to it, or few are wanted; without gradient."""
+    """lse of some queries, without gradient. It has a pass to itself, and works in the tile's memory."""
 
     needs_weights = False
 
@@ -577,16 +578,16 @@ class _LogSumExp(Statistic[Tensor]):
         super().start(seen)
         self.top = seen._zeros(seen.grid.query_len) - math.inf
         self.total = seen._zeros(seen.grid.query_len)
-        sink = seen._sink()
-        if sink is not None:
-            self._join((slice(None),) * 3, sink.expand_as(self.top), torch.ones_like(self.total))
+        if seen.scoring.sink is not None:  # one of -inf is none
+            self.top = seen.scoring.sink.to(seen.dtype)[:, None].expand_as(self.top).clone()
+            self.total = (self.top != -math.inf).to(self.total.dtype)
 
     def area(self) -> tuple[range, range]:
         return self.queries, range(self.seen.grid.key_len)
 
     def of(self, tile: Rectangle) -> tuple[Tensor, Tensor]:
         top = tile.scores.amax(-1)
-        return top, exp(tile.scores - _finite(top)[..., None]).sum(-1)
+        return top, tile.scores.sub_(_finite(top)[..., None]).mul_(LOG2_E).exp2_().sum(-1)
 
     def add(self, tile: Rectangle, part: tuple[Tensor, Tensor]) -> None:
         self._join((tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop)), *part)
@@ -866,8 +867,9 @@ class Observation:
     def _gathered(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> tuple[Any, ...]:
         """`gather`: lse first, where it is needed and not known, then the pass."""
         working, entropy = self, None
-        if any(statistic.needs_weights for statistic in statistics) and not self._knows_lse():
-            working, entropy = self._with_lse()
+        needing = [statistic for statistic in statistics if statistic.needs_weights]
+        if needing and not self._knows_lse():
+            working, entropy = self._with_lse(entropy_alone=all(type(statistic) is Entropy for statistic in needing))
         running = [copy.copy(statistic) for statistic in statistics]
         results: dict[int, Any] = {}
         for number, statistic in enumerate(running):
@@ -899,14 +901,17 @@ class Observation:
         across = max(1, min(COLUMNS, len(columns), max(EDGE, cells // (held * EDGE))))
         down = max(1, min(ROWS, cells // (held * across)))
         done, total = 0, len(parts) * len(rows)
+        alone = isinstance(statistics[0], _LogSumExp)
+        folded = self._is_product and (alone or self._lse is not None)
         for at in parts if batch and rows else ():
             part = self[at]
             mask = part.scoring.mask or EVERYTHING
             for other in others:
                 mask = mask | (other[at].scoring.mask or EVERYTHING)
-            query, key, norm = part._prepared(rows, columns, down, across)
-            for number, start in enumerate(range(rows.start, rows.stop, down)):
-                queries = range(start, min(start + down, rows.stop))
+            high = _height(mask, rows, columns, down)
+            query, key, norm = part._prepared(rows, columns, high, across, folded)
+            for number, start in enumerate(range(rows.start, rows.stop, high)):
+                queries = range(start, min(start + high, rows.stop))
                 for keys in _tiles(mask, queries, columns, across):
                     wanting = [
                         statistic
@@ -914,7 +919,7 @@ class Observation:
                         if _overlap(queries, area[0]) and _overlap(keys, area[1])
                     ]
                     piece, first = divmod(keys.start - columns.start, across)
-                    show = _Shown(part, at, queries, keys, slice(first, first + len(keys)), wanting)
+                    show = _Shown(part, at, queries, keys, slice(first, first + len(keys)), wanting, folded)
                     tensors = query[number], key[piece], None if norm is None else norm[number]
                     if not differentiable:
                         tile = show.tile(*tensors)
@@ -928,14 +933,19 @@ class Observation:
                 progress(done, total)
 
     def _prepared(
-        self, rows: range, columns: range, down: int, across: int
+        self, rows: range, columns: range, down: int, across: int, folded: bool
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Query, key and norm of an area in the pieces that tiles are made of; folded where that is possible."""
+        """Query, key and norm of an area in the pieces that tiles are made of.
+
+        Args:
+            folded: so that a product alone gives log2 of the weights, or, as long as lse is not known, the scores.
+        """
         query, key = self.query[:, :, rows.start : rows.stop], self.key[:, :, columns.start : columns.stop]
         norm = None if self._lse is None else _finite(self._lse[:, :, rows.start : rows.stop])
-        if norm is not None and self._is_product:
-            query = torch.cat([wide(query) * (self.scoring.scale * LOG2_E), norm[..., None] * -LOG2_E], dim=-1)
-            key = F.pad(wide(key), (0, 1), value=1.0)
+        if folded:
+            query, key = wide(query) * self.scoring.scale, wide(key)
+            if norm is not None:
+                query, key = torch.cat([query, -norm[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
         pieces = query.split(down, dim=2), key.split(across, dim=2)
         return *pieces, None if norm is None else norm.split(down, dim=2)
@@ -961,9 +971,10 @@ class Observation:
         with _unrounded(self.grid.device):
             return self if self._knows_lse() else self._with_lse()[0]
 
-    def _with_lse(self) -> "tuple[Observation, Tensor | None]":
-        """This observation with its lse, and its entropy if that came along."""
-        if self._is_product:
+    def _with_lse(self, entropy_alone: bool = False) -> "tuple[Observation, Tensor | None]":
+        """This observation with its lse, and its entropy if that came along: where it is wanted and no other pass is,
+        or where a gradient is, which attention's own backward pass gives at less cost."""
+        if self._is_product and (entropy_alone or self._wants_grad()):
             lse, entropy = self._fused()
         else:
             lse, entropy = self._streamed(range(self.grid.query_len)), None
@@ -1046,14 +1057,15 @@ class _Shown:
     """Shows one tile to some statistics, as often as a backward pass needs it."""
 
     def __init__(
-        self, seen: Observation, batch: slice, queries: range, keys: range, inside: slice, to: list[Statistic[Any]]
-    ) -> None:
+        self, seen: Observation, batch: slice, queries: range, keys: range, inside: slice, to: list[Statistic[Any]],
+        folded: bool,
+    ) -> None:  # fmt: skip
         self.seen, self.batch, self.queries, self.keys, self.inside, self.to = seen, batch, queries, keys, inside, to
+        self.folded = folded
 
     def tile(self, query: Tensor, key: Tensor, norm: Tensor | None) -> Rectangle:
-        folded = norm is not None and self.seen._is_product
         key = key[:, :, self.inside]
-        return Rectangle(self.seen.scoring, self.batch, self.queries, self.keys, query, key, norm, folded)
+        return Rectangle(self.seen.scoring, self.batch, self.queries, self.keys, query, key, norm, self.folded)
 
     def __call__(self, query: Tensor, key: Tensor, norm: Tensor | None) -> tuple[Any, ...]:
         tile = self.tile(query, key, norm)
@@ -1122,6 +1134,17 @@ def _tiles(mask: Mask, queries: range, columns: range, step: int) -> Iterator[ra
         pending = found
     if pending is not None:
         yield from _cut(pending, columns.start, step)
+
+
+def _height(mask: Mask, rows: range, columns: range, most: int) -> int:
+    """Queries in a tile: fewer, where their keys move on with them, or most of a tile would be hidden."""
+    while most > EDGE:
+        middle = rows.start + max(0, len(rows) - most) // 2
+        seen = _visible(mask, range(middle, min(middle + most, rows.stop)), columns)
+        if sum(map(len, seen)) >= min(2 * most, len(columns)):
+            break
+        most //= 2
+    return most
 
 
 def _visible(mask: Mask, queries: range, columns: range) -> Iterator[range]:

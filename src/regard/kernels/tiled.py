@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,6 +58,13 @@ SPLIT = range(384, 672)
 """Lengths of a causal square that is worth cutting: torch's operator takes keys 512 at a time and computes nearly all
 of a square about that long; strips of half a usual one compute five eighths. (In half precision their masks cost more
 than that saves, and elsewhere their calls do.)"""
+
+HALVED = 2048
+"""Length from which a causal square is worth halving where its heads do not share out evenly among threads. (Not in
+half precision, where merging would round twice.)"""
+
+UNEVEN = 1.1
+"""How much more than the mean the busiest thread has to do, from which on it is worth it."""
 
 COLUMNS = 64
 """Keys in the smallest tile that is asked about: spans begin and end at multiples of it."""
@@ -406,15 +414,12 @@ class Fused:
         output = query.new_zeros(*query.shape[:3], width)
         lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
         for part in _parts(found, query, scoring):
-            result, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                part.seeing(part.of_query(query)),
-                part.seen(part.of_key(key)),
-                part.seen(part.of_key(value)),
-                0.0,
-                part.hidden is None and part.strip.causal,
-                attn_mask=part.added(query.dtype),
-                scale=scoring.scale,
-            )
+            three = part.seeing(part.of_query(query)), part.seen(part.of_key(key)), part.seen(part.of_key(value))
+            if part.hidden is None and part.strip.causal:
+                result, part_lse = _square(*three, scoring.scale)
+            else:
+                mask = part.added(query.dtype)
+                result, part_lse = _flash(*three, 0.0, False, attn_mask=mask, scale=scoring.scale)
             if part.hidden is not None and part.hidden.queries is not None:  # torch says 0 for a row without keys
                 part_lse = part_lse.masked_fill(~part.hidden.queries, -math.inf)
             part.of_query(output).copy_(result)
@@ -473,6 +478,42 @@ class Fused:
             grad_sink = -(mass * (grad_output * output).sum(-1)).sum((0, 2)).to(sink.dtype)
         three = (grad[..., :size].to(dtype) for grad, size in zip(grads, sizes, strict=True))
         return (*three, grad_sink)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A causal square; in halves where torch would leave a thread idle.
+
+    torch gives each thread equally many rows, one head after another, though the later rows of a head have more to do.
+    Here the second half of the queries sees all of the first half of the keys, which is the same work for every row,
+    and a square half as long; the two results are merged by lse.
+    """
+    length = query.shape[2]
+    uneven = length >= HALVED and busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= UNEVEN
+    if not uneven or query.dtype != wide(query[:0]).dtype:
+        return _flash(query, key, value, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+    (query, later), (old_key, new_key), (old_value, new_value) = (
+        t.split([length - length // 2, length // 2], dim=2) for t in (query, key, value)
+    )
+    first, first_lse = _square(query, old_key, old_value, scale)
+    before, before_lse = _flash(later, old_key, old_value, 0.0, False, scale=scale)
+    within, within_lse = _square(later, new_key, new_value, scale)
+    lse = torch.logaddexp(before_lse, within_lse)
+    share = exp(before_lse - lse)[..., None].to(before.dtype)
+    return torch.cat([first, torch.lerp(within, before, share)], dim=2), torch.cat([first_lse, lse], dim=2)
+
+
+def busiest(heads: int, threads: int) -> float:
+    """How much more than the mean the busiest thread has to do, if each takes equally many rows of causal squares.
+
+    >>> busiest(1, 2), busiest(12, 2)
+    (1.5, 1.0)
+    """
+    shares = [thread * heads / threads for thread in range(threads + 1)]
+    done = [int(share) + (share - int(share)) ** 2 for share in shares]  # of a head's work, at the border of a share
+    return max(after - before for before, after in pairwise(done)) * threads / heads
 
 
 def _parts(found: Cut, query: Tensor, scoring: Scoring) -> Iterator[Part]:
@@ -710,12 +751,19 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inpu
 
 
 def shorter(call: Call) -> bool:
-    """Whether strips compute much less than torch's own causal form, which could do the call as well."""
+    """Whether this kernel takes less time than torch's own causal form, which could do the call as well.
+
+    Where strips compute much less, or halves share out better among threads.
+    """
     grid, query = call.scoring.grid, call.query
+    heads = grid.batch * grid.heads
+    if grid.query_len in SPLIT:
+        worth = heads >= 4  # or the strips' calls cost more than they save
+    else:
+        worth = grid.query_len >= HALVED and busiest(heads, torch.get_num_threads()) >= UNEVEN
     return (
-        grid.query_len in SPLIT
+        worth
         and grid.query_len == grid.key_len
-        and grid.batch * grid.heads >= 4  # or the strips' calls cost more than they save
         and query.dtype == torch.float32
         and dense.is_top_left_causal(call.scoring.mask)
         and fusable(call)
