@@ -50,6 +50,9 @@ CELLS_ELSEWHERE = 1 << 25
 ROWS, COLUMNS = 1024, 1024
 """Most queries and keys in a tile, measured on a CPU: fewer cost more calls, more leave the cache."""
 
+OVERHEAD = 1 << 15
+"""Weights that could be computed in the time that a tile's calls take, measured on a CPU."""
+
 EDGE = 64
 """Keys in the smallest rectangle that a mask is asked about: tiles begin and end at multiples of it."""
 
@@ -908,7 +911,7 @@ class Observation:
             mask = part.scoring.mask or EVERYTHING
             for other in others:
                 mask = mask | (other[at].scoring.mask or EVERYTHING)
-            high = _height(mask, rows, columns, down)
+            high = _height(mask, rows, columns, down, across, held)
             query, key, norm = part._prepared(rows, columns, high, across, folded)
             for number, start in enumerate(range(rows.start, rows.stop, high)):
                 queries = range(start, min(start + high, rows.stop))
@@ -1136,15 +1139,16 @@ def _tiles(mask: Mask, queries: range, columns: range, step: int) -> Iterator[ra
         yield from _cut(pending, columns.start, step)
 
 
-def _height(mask: Mask, rows: range, columns: range, most: int) -> int:
-    """Queries in a tile: fewer, where their keys move on with them, or most of a tile would be hidden."""
-    while most > EDGE:
-        middle = rows.start + max(0, len(rows) - most) // 2
-        seen = _visible(mask, range(middle, min(middle + most, rows.stop)), columns)
-        if sum(map(len, seen)) >= min(2 * most, len(columns)):
-            break
-        most //= 2
-    return most
+def _height(mask: Mask, rows: range, columns: range, most: int, across: int, held: int) -> int:
+    """Queries in a tile, for the least cost: higher tiles are fewer, and hold more that is hidden where the keys that
+    are seen move on with the queries. Measured on the middle of the rows."""
+
+    def cost(height: int) -> float:
+        middle = rows.start + max(0, len(rows) - height) // 2
+        tiles = [*_tiles(mask, range(middle, min(middle + height, rows.stop)), columns, across)]
+        return sum(map(len, tiles)) + len(tiles) * OVERHEAD / (held * height)
+
+    return min((most >> n for n in range(most.bit_length()) if n == 0 or most >> n >= EDGE), key=cost)
 
 
 def _visible(mask: Mask, queries: range, columns: range) -> Iterator[range]:
