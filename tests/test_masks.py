@@ -27,6 +27,8 @@ from regard.masks import (
     Tile,
     Where,
     Window,
+    spell,
+    unspell,
 )
 from regard.shapes import Grid, ShapeError
 
@@ -34,6 +36,33 @@ from regard.shapes import Grid, ShapeError
 def whole(mask: Mask, grid: Grid) -> torch.Tensor:
     """What a mask allows in a call, every cell: [batch, heads, query_len, key_len]."""
     return mask.bind(grid).allowed(range(grid.query_len), range(grid.key_len)).expand(grid[:4])
+
+
+# --- as a line of text ------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_mask_that_is_spelt_and_read_again_is_the_same_mask_before_and_after_it_is_bound(data):
+    grid = data.draw(grids())
+    mask = data.draw(composed_masks(grid)).mask
+    for one in (mask, mask.bind(grid)):
+        tensors: list[torch.Tensor] = []
+        line = spell(one, tensors)
+        if line is None:
+            assert "Where" in repr(one)
+        else:
+            assert_same_cells(whole(unspell(line, tensors), grid), whole(one, grid))
+
+
+def test_masks_as_lines_by_hand():
+    lengths = torch.tensor([3, 4])
+    tensors = []
+    assert spell(~Padding(lengths) | Prefix(2), tensors) == '["Or",["Not",["Padding",{"tensor":0}]],["Prefix",2]]'
+    assert len(tensors) == 1
+    assert torch.equal(tensors[0], lengths)
+    assert spell(EVERYTHING, tensors) == '["Everything"]'
+    assert unspell('["Everything"]', []) is EVERYTHING
+    assert spell(Causal() & Where(lambda batch, head, query, key: query > key), tensors) is None
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------

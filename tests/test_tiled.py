@@ -24,7 +24,7 @@ from regard import (
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, tiled
-from regard.shapes import Grid
+from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
 
@@ -350,28 +350,87 @@ def test_what_inference_mode_planned_is_not_met_in_training():
     assert bool((learning.grad != 0).any())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch._dynamo looks at it, and hides that
-@pytest.mark.parametrize(
-    ("mask", "extra"),
-    [
-        (Causal(), {}),
-        (Causal() & Window(50), {}),
-        (Causal() & Document.from_lengths([100, 200]), {"softcap": 3.0}),
-    ],
-    ids=["dense", "fused", "written"],
-)
-def test_a_compiled_model_computes_the_same_forward_and_backward(mask, extra):
-    tensors = [torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+@pytest.fixture
+def compiler():
+    yield
+    torch._dynamo.reset()
 
-    def model(query, key, value):
-        return attention(2 * query, key, value, mask=mask, **extra).square()
+
+COMPILED = {
+    "dense": {"mask": Causal()},
+    "window": {"mask": Causal() & Window(50)},
+    "written": {"mask": Causal() & Document.from_lengths([100, 200]), "softcap": 3.0},
+    "sink": {"mask": Chunk(7) & ~Prefix(3), "sink": torch.randn(2)},
+    "written with a sink": {"mask": Strided(5) & Causal(), "softcap": 3.0, "sink": torch.randn(2)},
+    "padding": {"mask": Causal(offset=[2]) & Padding(torch.arange(300)[None] < 200)},
+    "lengths": {"mask": Causal() | Prefix([30]) & Padding([200])},
+    "cells": {"mask": Dense(torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) > 0.5)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch._dynamo looks at it, and hides that
+@pytest.mark.parametrize("lse", [False, True], ids=["output", "lse too"])
+@pytest.mark.parametrize("given", COMPILED.values(), ids=COMPILED.keys())
+def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backward(compiler, given, lse):
+    tensors = [torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    given = dict(given)
+    if "sink" in given:
+        tensors.append(given.pop("sink"))
+
+    def model(query, key, value, *sink):
+        more = {**given, **({"sink": sink[0]} if sink else {})}
+        if lse:
+            output, norm = attention_with_lse(2 * query, key, value, **more)
+            return torch.cat([output.square(), norm[..., None]], dim=-1)
+        return attention(2 * query, key, value, **more).square()
 
     def answers(function):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         output = function(*leaves)
-        return [output, *torch.autograd.grad(output.sum(), leaves)]
+        return [output, *torch.autograd.grad(output.nan_to_num(neginf=0.0).sum(), leaves)]
 
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, right in zip(answers(compiled), answers(model), strict=True):
         assert_close(ours, right)
-    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    "given", [{"mask": Where(lambda batch, head, query, key: (query + key) % 3 == 0)}, {"bias": Alibi(2)}],
+    ids=["a function", "a bias"],
+)  # fmt: skip
+def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compiler, given):
+    query, key, value = torch.randn(3, 1, 2, 300, 8)
+    learning = query.clone().requires_grad_()
+
+    def model(query):
+        return attention(2 * query, key, value, **given).square()
+
+    compiled = torch.compile(model, backend="aot_eager")
+    (ours,) = torch.autograd.grad(compiled(learning).sum(), learning)
+    (right,) = torch.autograd.grad(model(learning).sum(), learning)
+    assert_close(ours, right)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_lengths_that_a_graph_is_given_are_read_when_it_runs(compiler):
+    def model(query, lengths):
+        return attention(query, query, query, mask=Causal() & Padding(lengths))
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (300, 310, 320):
+        query, lengths = torch.randn(2, 2, length, 8), torch.tensor([length, 7])
+        assert_close(compiled(query, lengths), model(query, lengths))
+    with pytest.raises(ValueError, match=r"Padding: lengths must be 0 or more, got \[-1, 5\]"):
+        compiled(query, torch.tensor([-1, 5]))
+    with pytest.raises(ShapeError, match="Padding: a row has 400 real keys"):
+        compiled(query, torch.tensor([400, 5]))
+
+
+def test_the_node_of_a_graph_keeps_torchs_rules():
+    query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
+    lengths, sink = torch.tensor([30]), torch.randn(2)
+    line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
+    torch.library.opcheck(
+        tiled.in_graph, (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None)
+    )

@@ -440,8 +440,8 @@ def check_tokens(function: str, tokens: Tensor, vocab_size: int) -> None:
     check(function, TOKENS, tokens=tokens)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{function}: tokens must be int64 or int32, got {tokens.dtype}")
-    # on another device the look would wait for it; there the device's own check has to do
-    if tokens.device.type == "cpu" and tokens.numel():
+    # on another device the look would wait for it, and a compiler cannot look; there torch's own check has to do
+    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(

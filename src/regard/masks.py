@@ -20,6 +20,7 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
     # # # # #                . . . # #                . . . # #                # # # # #
 """
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import cached_property
@@ -185,6 +186,8 @@ class Structured(Mask):
 
     def bind(self, grid: Grid) -> Mask:
         bound = self._bind(grid)
+        if torch.compiler.is_compiling() and any(isinstance(part, Tensor) for part in vars(bound).values()):
+            return bound  # a compiler cannot look into data
         whole = bound.tile(range(grid.query_len), range(grid.key_len))
         return EVERYTHING if whole is Tile.FULL else bound
 
@@ -354,7 +357,7 @@ class Prefix(Structured):
             self.n: int | Tensor = n
         else:
             self.n = per_row(n, "Prefix: n")
-            if bool((self.n < 0).any()):
+            if _known((self.n < 0).any()):
                 raise ValueError(f"Prefix: n must be 0 or more, got {self.n.tolist()}")
 
     def _bind(self, grid: Grid) -> Self:
@@ -578,13 +581,13 @@ class Padding(Structured):
                 f"{list(keys.shape)}; use .bool() on a 0/1 attention mask"
             )
         self.keys = per_row(keys, "Padding: keys")
-        if bool((self.keys < 0).any()):
+        if _known((self.keys < 0).any()):
             raise ValueError(f"Padding: lengths must be 0 or more, got {self.keys.tolist()}")
 
     def _bind(self, grid: Grid) -> Self:
         if self.keys.dtype != torch.bool:
             check_rows(self, "lengths", self.keys, grid)
-            if self.keys.numel() and int(self.keys.max()) > grid.key_len:
+            if _known((self.keys > grid.key_len).any()):
                 raise ShapeError(f"Padding: a row has {int(self.keys.max())} real keys, but the scores are {grid}")
             return self
         if self.keys.shape[0] not in (1, grid.batch) or self.keys.shape[1] != grid.key_len:
@@ -822,7 +825,68 @@ class Not(Mask):
         return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"
 
 
+PARTS: dict[type[Mask], tuple[str, ...]] = {
+    Everything: (),
+    Band: ("before", "after", "offset"),
+    Causal: ("offset",),
+    Window: ("w", "offset"),
+    Prefix: ("n",),
+    Strided: ("step", "offset"),
+    Chunk: ("size", "offset"),
+    Document: ("query_ids", "key_ids"),
+    Padding: ("keys",),
+    Dense: ("mask",),
+    And: ("left", "right"),
+    Or: ("left", "right"),
+    Not: ("mask",),
+}
+"""Every mask that is made of data, and the arguments that make it again."""
+
+
+def spell(mask: Mask, tensors: list[Tensor]) -> str | None:
+    """A mask as a line of JSON and the tensors it names, which are added to the list; None for one with a function.
+
+    >>> spell(Causal() & ~Window(3), [])
+    '["And",["Causal",null],["Not",["Window",3,null]]]'
+    """
+    names = PARTS.get(type(mask))
+    if names is None:
+        return None
+    line = f'["{type(mask).__name__}"'
+    for name in names:
+        part = getattr(mask, name)
+        if isinstance(part, Mask):
+            inner = spell(part, tensors)
+            if inner is None:
+                return None
+            line = f"{line},{inner}"
+        elif isinstance(part, Tensor):
+            line = f'{line},{{"tensor":{len(tensors)}}}'
+            tensors.append(part)
+        else:
+            line = f"{line},{'null' if part is None else int(part)}"
+    return f"{line}]"
+
+
+def unspell(line: str, tensors: Sequence[Tensor]) -> Mask:
+    """The mask that was spelt."""
+    kinds = {kind.__name__: kind for kind in PARTS}
+
+    def made(part: Any) -> Any:
+        if isinstance(part, list):
+            return EVERYTHING if part == ["Everything"] else kinds[part[0]](*map(made, part[1:]))
+        return tensors[part["tensor"]] if isinstance(part, dict) else part
+
+    mask: Mask = made(json.loads(line))
+    return mask
+
+
 # --- what masks and biases share ----------------------------------------------------------------------------------
+
+
+def _known(wrong: Tensor) -> bool:
+    """Whether data is wrong. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
+    return not torch.compiler.is_compiling() and bool(wrong)
 
 
 def indices(which: Indices, device: torch.device | None = None) -> Tensor:

@@ -32,6 +32,7 @@ A sink changes only out and lse; it is a place with value 0. A gradient of a gra
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from regard.kernels import dense
 from regard.kernels.call import Call, Kernel
-from regard.masks import EVERYTHING, And, Band, Mask, Strided, Tile
+from regard.masks import EVERYTHING, And, Band, Mask, Strided, Tile, spell, unspell
 from regard.reference import LOG2_E, exp, reference
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid
@@ -736,6 +737,91 @@ class Gradients(torch.autograd.Function):
         return _one_by_one(Gradients, *arguments)
 
 
+@torch.library.custom_op("regard::strips", mutates_args=())
+def in_graph(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`Strips` as one node of a graph of torch.compile's: the mask as a line and its tensors (`regard.masks.spell`)."""
+    engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap)
+    return engine.forward(query, key, value, sink, scoring, None, found)
+
+
+@torch.library.custom_op("regard::strips_backward", mutates_args=())
+def _in_graph_backward(
+    grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Gradients` likewise; without a sink, the last is empty."""
+    engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap)
+    with _autograd_inside():
+        grads = engine.gradients(
+            *(query, key, value, sink, scoring, None, found),
+            output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
+        )  # fmt: skip
+    of_query, of_key, of_value, of_sink = (query.new_empty(0) if grad is None else grad for grad in grads)
+    return of_query, of_key, of_value, of_sink
+
+
+def _autograd_inside() -> AbstractContextManager[Any]:
+    """Lets the written engine ask autograd for the gradients of scores inside a node, where torch has turned it off."""
+    keys = torch._C.DispatchKey
+    off = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        off = off.remove(key)
+    guard: AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), off
+    )
+    return guard
+
+
+def _of_node(
+    query: Tensor, key: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
+    softcap: float | None,
+) -> tuple[Engine, Scoring, Cut]:  # fmt: skip
+    """What a node of a graph stands for."""
+    batch, heads, query_len, _ = query.shape
+    grid = Grid(batch, heads, query_len, key.shape[2], query.device)
+    scoring = Scoring(grid, scale, softcap, None, unspell(mask, tensors).bind(grid), sink, None)
+    call = Call(query, key, key, scoring, None, wants_lse=True)
+    return Fused if fusable(call) else Written, scoring, cut_of(call)
+
+
+@in_graph.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=wide(query[:0]).dtype)
+    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+
+
+@_in_graph_backward.register_fake
+def _(
+    grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, sink: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    four = query, key, value, query.new_empty(0) if sink is None else sink
+    return tuple(tensor.new_empty(tensor.shape) for tensor in four)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *four, tensors, mask, scale, softcap = inputs
+    ctx.save_for_backward(*output, *four, *tensors)
+    ctx.fixed = mask, scale, softcap
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    output, lse, query, key, value, sink, *tensors = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    *three, of_sink = _in_graph_backward(
+        grad_output, grad_lse, output, lse, query, key, value, sink, tensors, *ctx.fixed
+    )
+    return (*three, None if sink is None else of_sink, [None] * len(tensors), None, None, None)
+
+
+in_graph.register_autograd(_backward, setup_context=_keep)
+
+
 def _learns(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
@@ -757,7 +843,7 @@ def shorter(call: Call) -> bool:
     """
     grid, query = call.scoring.grid, call.query
     heads = grid.batch * grid.heads
-    if grid.query_len in SPLIT:
+    if SPLIT.start <= grid.query_len < SPLIT.stop:
         worth = heads >= 4  # or the strips' calls cost more than they save
     else:
         worth = grid.query_len >= HALVED and busiest(heads, torch.get_num_threads()) >= UNEVEN
@@ -796,10 +882,18 @@ def _narrowed(call: Call, span: range) -> Call:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The strips, by the engine that can; a single strip without a mask, as in decoding, is one call of torch's."""
-    if torch.compiler.is_compiling():  # a plan depends on what the mask holds: the graph breaks here
+    if not torch.compiler.is_compiling():
+        return _run(call)
+    tensors: list[Tensor] = []
+    mask = spell(call.scoring.mask or EVERYTHING, tensors)
+    if mask is None or call.dropout is not None or call.scoring.bias is not None or call.scoring.additive is not None:
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-        return broken(call)
-    return _run(call)
+        return broken(call)  # the graph breaks here: a compiler has no words for functions and random seeds
+    output, lse = in_graph(
+        *(wide(t) if call.wants_lse and fusable(call) else t for t in (call.query, call.key, call.value)),
+        call.scoring.sink, tensors, mask, call.scoring.scale, call.scoring.softcap,
+    )  # fmt: skip
+    return output.to(call.query.dtype), lse
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor | None]:

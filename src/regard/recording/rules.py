@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from regard import masks
 from regard.biases import Alibi, Bias, Given, RelativeBias, Sum
 from regard.masks import (
     EVERYTHING,
@@ -15,13 +16,11 @@ from regard.masks import (
     Band,
     Causal,
     Chunk,
-    Dense,
     Document,
     Indices,
     Mask,
     Not,
     Or,
-    Padding,
     Prefix,
     Strided,
     Tile,
@@ -229,19 +228,7 @@ class HiddenKey(Mask):
 
 
 PARTS: dict[type, tuple[str, ...]] = {
-    type(EVERYTHING): (),
-    Band: ("before", "after", "offset"),
-    Causal: ("offset",),
-    Window: ("w", "offset"),
-    Prefix: ("n",),
-    Strided: ("step", "offset"),
-    Chunk: ("size", "offset"),
-    Document: ("query_ids", "key_ids"),
-    Padding: ("keys",),
-    Dense: ("mask",),
-    And: ("left", "right"),
-    Or: ("left", "right"),
-    Not: ("mask",),
+    **masks.PARTS,
     HiddenKey: ("head", "key"),
     HeadsMask: ("mask", "heads", "of"),
     PiecesMask: ("masks", "lengths"),
