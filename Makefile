@@ -22,8 +22,10 @@ check: $(VENV)/.installed-dev ## style and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-dev ## the benchmarks, results into benchmarks/results
+bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into benchmarks/results and docs/performance.md
 	$(BIN)/python benchmarks/small_calls.py
+	$(BIN)/python benchmarks/observation.py
+	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 
@@ -38,6 +40,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

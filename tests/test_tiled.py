@@ -153,6 +153,52 @@ def test_a_causal_square_that_torch_would_compute_whole_is_cut():
     assert found(torch.bfloat16) == ("dense", 1)
 
 
+def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_they_stay():
+    query = torch.zeros(1, 12, 4096, 64)
+
+    def heights(mask, dtype=torch.float32, **more):
+        q = query.to(dtype).requires_grad_(bool(more))
+        call = check_call("test", q, q, q, mask, None, None, None, None, None, 0.0, None, False)
+        return {len(strip.queries) for strip in tiled.cut_of(call).strips}
+
+    assert heights(Causal() & Window(32)) == {64}
+    assert heights(Causal() & Window(300)) == {128}
+    assert heights(Window(2000)) == {256}
+    assert heights(Prefix(700)) == {256}
+    assert heights(Causal() & Window(300), torch.bfloat16) == {128}
+    assert heights(Causal() & Window(600), torch.bfloat16, learns=True) == {256}
+
+
+def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):
+    assert tiled.FLASH
+    query = torch.randn(1, 2, 40, 8)
+    mask = Causal() & Window(5)
+    right = attention_with_lse(query, query, query, mask=mask)
+    for name in ("_flash", "Fused"):
+        monkeypatch.delattr(tiled, name)
+    monkeypatch.setattr(tiled, "FLASH", False)
+    for ours, expected in zip(attention_with_lse(query, query, query, mask=mask), right, strict=True):
+        assert_close(ours, expected)
+
+    class Changed:
+        """An operator that has forgotten its mask."""
+
+        def __init__(self, aten):
+            self.aten = aten
+
+        def __getattr__(self, name):
+            operator = getattr(self.aten, name)
+            return lambda *arguments, attn_mask, **more: operator(*arguments, **more)
+
+    class Ops:
+        aten = Changed(torch.ops.aten)
+
+    monkeypatch.setattr(torch, "ops", Ops)
+    assert not tiled._is_as_expected()
+    monkeypatch.setattr(Ops, "aten", object())
+    assert not tiled._is_as_expected()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 12])
 def test_the_busiest_thread_is_found_by_counting(heads, threads):

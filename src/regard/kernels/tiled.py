@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +50,13 @@ from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, w
 from regard.shapes import Grid
 
 ROWS = 256
-"""Queries in a strip."""
+"""Queries in a strip, at most."""
 
 ALONE = 64
 """Queries that are worth a strip of their own."""
+
+CALL = 1 << 14
+"""Scores of one head that torch's operator computes in the time that it takes to call it."""
 
 SPLIT = range(384, 672)
 """Lengths of a causal square that is worth cutting: torch's operator takes keys 512 at a time and computes nearly all
@@ -103,26 +106,41 @@ class Strip:
         return sum(map(len, self.spans))
 
 
-def cut(
-    mask: Mask, query_len: int, key_len: int, row: int | None = None, *, rows: int = ROWS, split: range = SPLIT
-) -> Iterator[Strip]:
-    """The strips of a bound mask.
+class Cutting(NamedTuple):
+    """How to cut: what is cheapest in one kind of call.
 
-    Args:
-        rows: queries in a strip, at most. split: lengths of causal squares that are cut too; others are one strip.
+    A score of a strip of h queries costs 1 + short / h of what it costs in a high one: torch's operator multiplies
+    smaller matrices. High strips are fewer, and hold more that is hidden where keys move on with the queries.
     """
+
+    rows: int
+    """Queries in a strip, at most."""
+    split: range
+    """Lengths of causal squares that are cut too; others are one strip."""
+    short: float | None
+    """None: strips are as high as they may be."""
+    call: float = 0.0
+    """What a strip costs by itself, in scores of all heads."""
+
+
+def cut(
+    mask: Mask, query_len: int, key_len: int, row: int | None = None, *, by: Cutting | None = None
+) -> Iterator[Strip]:
+    """The strips of a bound mask, in one batch row or all."""
+    by = Cutting(ROWS, SPLIT, None) if by is None else by
     causal, rest = _without_causal(mask)
     for segment in _segments(sorted(mask.breaks(query_len)), query_len):
-        high = rows
+        high = 0
         if causal is not None:
             diagonal = range(segment.start + causal, segment.stop + causal)
             if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
                 before = mask.tile(segment, range(diagonal.start))
                 if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
-                    if len(segment) not in split:
+                    if len(segment) not in by.split:
                         yield Strip(row, segment, (diagonal,), full=False, causal=True)
                         continue
-                    high = min(rows, ROWS // 2)
+                    high = min(by.rows, ROWS // 2)
+        high = high or _height(mask, segment, key_len, by)
         for start in range(segment.start, max(segment.stop, segment.start + 1), high):
             queries = range(start, min(start + high, segment.stop))
             spans: list[range] = []
@@ -134,6 +152,20 @@ def cut(
                 else:
                     spans.append(columns)
             yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
+
+
+def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
+    """Queries in a strip of a segment, for the least cost, as its middle tells."""
+    if by.short is None or len(segment) <= ALONE:
+        return by.rows
+    short = by.short
+
+    def cost(height: int) -> float:
+        start = max(segment.start, (segment.start + segment.stop - height) // 2)
+        seen = _visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
+        return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.call / height
+
+    return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= ALONE), key=cost)
 
 
 def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows: int) -> Iterator[Strip]:
@@ -247,7 +279,7 @@ class Cut:
         masks: the mask of each batch row that has strips of its own, by row; under None that of all.
     """
 
-    def __init__(self, mask: Mask, grid: Grid, rows: int, split: range) -> None:
+    def __init__(self, mask: Mask, grid: Grid, by: Cutting) -> None:
         self.masks: dict[int | None, Mask] = {None: mask}
         if grid.batch > 1 and mask.by_row:
             self.masks = {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
@@ -256,9 +288,9 @@ class Cut:
             strip
             for row, one in self.masks.items()
             for strip in (
-                _by_residue(one, *lengths, row, rows)
+                _by_residue(one, *lengths, row, by.rows)
                 if _is_strided(one, grid.query_len)
-                else cut(one, *lengths, row, rows=rows, split=split)
+                else cut(one, *lengths, row, by=by)
             )
         )
         self._hidden: dict[Strip, Hidden] = {}
@@ -293,16 +325,24 @@ class Cut:
 
 def cut_of(call: Call) -> Cut:
     """A call's mask, cut; remembered where the mask can be told from others."""
-    grid, mask = call.scoring.grid, call.scoring.mask or EVERYTHING
-    if fusable(call):
-        rows, split = ROWS, SPLIT if call.query.dtype == wide(call.query[:0]).dtype else range(0)
-    else:
-        few = WRITTEN // max(1, grid.batch * grid.heads * grid.key_len)
-        rows, split = min(max(few, ALONE // 4), ROWS), range(grid.query_len + 1)
+    grid, mask, by = call.scoring.grid, call.scoring.mask or EVERYTHING, cutting(call)
     structure = mask.structure()
     if structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
-        return Cut(mask, grid, rows, split)  # what is made in these modes must not be met outside them
-    return _remembered(_Known(mask, structure), grid, rows, split)
+        return Cut(mask, grid, by)  # what is made in these modes must not be met outside them
+    return _remembered(_Known(mask, structure), grid, by)
+
+
+def cutting(call: Call) -> Cutting:
+    """How to cut a call."""
+    grid, query = call.scoring.grid, call.query
+    heads = max(1, grid.batch * grid.heads)
+    if not fusable(call):
+        few = WRITTEN // (heads * max(1, grid.key_len))
+        return Cutting(min(max(few, ALONE // 4), ROWS), range(grid.query_len + 1), None)
+    if query.dtype == wide(query[:0]).dtype or call.wants_lse:
+        return Cutting(ROWS, SPLIT, 26.0, CALL / heads)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, call.key, call.value))
+    return Cutting(ROWS, range(0), 128.0 if learns else 40.0, CALL / heads)
 
 
 class _Known:
@@ -319,8 +359,8 @@ class _Known:
 
 
 @lru_cache(maxsize=32)
-def _remembered(known: _Known, grid: Grid, rows: int, split: range) -> Cut:
-    return Cut(known.mask, grid, rows, split)
+def _remembered(known: _Known, grid: Grid, by: Cutting) -> Cut:
+    return Cut(known.mask, grid, by)
 
 
 def _places(strip: Strip, scoring: Scoring) -> range | Tensor:
@@ -481,7 +521,34 @@ class Fused:
         return (*three, grad_sink)
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+def _is_as_expected() -> bool:
+    """Whether this torch has the operator, whose name is private and promises nothing, and it does what is relied on.
+
+    Two queries that see one key each, forward and backward.
+    """
+    try:
+        query, key = torch.eye(2).view(1, 1, 2, 2), torch.tensor([[[[3.0, 0.0], [0.0, 5.0]]]])
+        mask = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+        ops = torch.ops.aten
+        output, lse = ops._scaled_dot_product_flash_attention_for_cpu(
+            query, key, key, 0.0, False, attn_mask=mask, scale=2.0
+        )
+        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            output, query, key, key, output, lse, 0.0, False, attn_mask=mask, scale=2.0
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    expected = (key, torch.tensor([[[6.0, 10.0]]]), 0 * query, 0 * key, output)
+    return all(torch.allclose(one, other) for one, other in zip((output, lse, *grads), expected, strict=True))
+
+
+FLASH = _is_as_expected()
+"""Where this is false, everything runs on the written engine."""
+
+
+def _flash(*arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    """torch's flash attention for the CPU: output and log-sum-exp."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, **more)  # type: ignore[no-any-return]
 
 
 def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -494,7 +561,7 @@ def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
     length = query.shape[2]
     uneven = length >= HALVED and busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= UNEVEN
     if not uneven or query.dtype != wide(query[:0]).dtype:
-        return _flash(query, key, value, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+        return _flash(query, key, value, 0.0, True, scale=scale)
     (query, later), (old_key, new_key), (old_value, new_value) = (
         t.split([length - length // 2, length // 2], dim=2) for t in (query, key, value)
     )
@@ -870,7 +937,7 @@ def fusable(call: Call) -> bool:
         return False
     if scoring.bias is not None and torch.is_grad_enabled():
         return False  # a bias may want a gradient
-    return call.query.device.type == "cpu"
+    return FLASH and call.query.device.type == "cpu"
 
 
 def _narrowed(call: Call, span: range) -> Call:
