@@ -1,6 +1,7 @@
 """The tiled kernel's own promises: strips hold every allowed cell once, skip what is empty, and add up."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -54,9 +55,11 @@ def cells(strips, mask, grid):
     times = torch.zeros(grid.batch, grid.query_len, grid.key_len, dtype=torch.int64)
     for strip in strips:
         rows = range(grid.batch) if strip.row is None else [strip.row]
-        for span in strip.spans:
+        for n, span in product(range(strip.times), strip.spans):
             places = torch.meshgrid(
-                *(torch.tensor(list(axis), dtype=torch.int64) for axis in (rows, strip.queries, span)), indexing="ij"
+                torch.tensor(list(rows), dtype=torch.int64),
+                *(torch.tensor(list(axis), dtype=torch.int64) + n * strip.step for axis in (strip.queries, span)),
+                indexing="ij",
             )
             times[tuple(places)] += 1
     allowed = mask.allowed(range(grid.query_len), range(grid.key_len)).any(dim=1)
@@ -167,6 +170,59 @@ def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_the
     assert heights(Prefix(700)) == {256}
     assert heights(Causal() & Window(300), torch.bfloat16) == {128}
     assert heights(Causal() & Window(600), torch.bfloat16, learns=True) == {256}
+
+
+ALIKE = {
+    "window": Causal(offset=0) & Window(5, offset=0),
+    "both ways": Window(6, offset=3),
+    "documents of one length": Causal() & Document(torch.arange(64)[None] // 16),
+    "documents of two lengths": Document(torch.tensor([0] * 8 + [1] * 8 + [2] * 20 + [3] * 8 + [4] * 20)[None]),
+    "chunks": Chunk(8),
+    "chunks, causal": Chunk(16) & Causal(),
+    "a window and chunks": Causal() & (Window(4) | Chunk(16)),
+    "cells": Chunk(8) & Where(lambda batch, head, query, key: (query % 8) * 3 >= key % 8),
+}
+
+
+@pytest.mark.parametrize("mask", ALIKE.values(), ids=ALIKE.keys())
+@pytest.mark.parametrize("sink", [False, True])
+def test_strips_that_are_alike_are_one_call_and_add_up(small, mask, sink):
+    query, key, value = (torch.randn(1, n, 64, 7, dtype=torch.float64) for n in (4, 2, 2))
+    given = {"mask": mask, "sink": torch.randn(4, dtype=torch.float64).requires_grad_() if sink else None}
+    learning = [t.requires_grad_() for t in (query, key, value)] + ([given["sink"]] if sink else [])
+    call = check_call("test", query, key, value, mask, None, None, None, None, None, 0.0, None, True)
+    strips = tiled.cut_of(call).strips
+    assert max(strip.times for strip in strips) > 1
+    times, allowed = cells(strips, call.scoring.mask, call.scoring.grid)
+    assert bool((times[allowed] == 1).all())
+    found = []
+    for kernel in ("tiled", "reference"):
+        output, lse = attention_with_lse(query, key, value, **given, kernel=kernel)
+        loss = output.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
+        found.append([output, lse, *torch.autograd.grad(loss, learning)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):
+    query, value = torch.randn(2, 1, 2, 64, 4).unbind()
+    mask = Chunk(8) & Where(lambda batch, head, query, key: key % 8 != 3)
+    clean = attention_with_lse(query, query, value, mask=mask, kernel="reference")
+    value = value.clone()
+    value[:, :, 3::8] = math.nan
+    for ours, theirs in zip(attention_with_lse(query, query, value, mask=mask, kernel="tiled"), clean, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
+    def times(heads):
+        query = torch.zeros(1, heads, 4096, 8)
+        call = check_call("test", query, query, query, Window(100), None, None, None, None, None, 0.0, None, False)
+        return max(len(strip.queries) * strip.times * heads for strip in tiled.cut_of(call).strips)
+
+    assert times(1) > 3000
+    assert 4000 < times(8) <= tiled.TOGETHER
+    assert times(128) == 128 * 128  # one strip
 
 
 def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):

@@ -233,6 +233,8 @@ class Positioned(Structured):
         return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
 
     def _tile(self, rows: range, columns: range) -> Tile:
+        if not isinstance(self.offset, Tensor):
+            return self._tile_at(self.offset or 0, rows, columns)
         return together(self._tile_at(offset, rows, columns) for offset in self._offsets())
 
     def _tile_at(self, offset: int, rows: range, columns: range) -> Tile:

@@ -77,6 +77,10 @@ COLUMNS = 64
 LEAST_OF_RESIDUE = 8
 """Queries of a strided mask that share their keys, for them to be worth strips of their own."""
 
+TOGETHER = 8192
+"""Queries of all heads in strips that are computed together, at most: their result is a copy, which should stay in the
+cache. With few heads, one call keeps all threads busy where a strip could not."""
+
 KEPT = 1 << 20
 """Cells whose mask is remembered with a plan: up to 5 MiB for one."""
 
@@ -92,6 +96,7 @@ class Strip:
         row: the batch row it is for; None for all rows at once.
         full: whether every query may see every key of the spans.
         causal: whether query i of the strip may see the first i + 1 keys of its one span, and nothing else.
+        times, step: how many strips alike it stands for, each so many queries and keys after the one before.
     """
 
     row: int | None
@@ -99,10 +104,12 @@ class Strip:
     spans: tuple[range, ...]
     full: bool
     causal: bool = False
+    times: int = 1
+    step: int = 0
 
     @property
     def keys(self) -> int:
-        """How many keys it computes."""
+        """How many keys each of its queries meets."""
         return sum(map(len, self.spans))
 
 
@@ -121,6 +128,8 @@ class Cutting(NamedTuple):
     """None: strips are as high as they may be."""
     call: float = 0.0
     """What a strip costs by itself, in scores of all heads."""
+    together: bool = False
+    """Whether strips that are alike are computed by one call."""
 
 
 def cut(
@@ -141,11 +150,12 @@ def cut(
                         continue
                     high = min(by.rows, ROWS // 2)
         high = high or _height(mask, segment, key_len, by)
+        spans: list[range] = []
         for start in range(segment.start, max(segment.stop, segment.start + 1), high):
             queries = range(start, min(start + high, segment.stop))
-            spans: list[range] = []
-            full = True
-            for columns, tile in _visible(mask, queries, range(key_len)):
+            places = _places_near(spans, len(queries), key_len)
+            spans, full = [], True
+            for columns, tile in (found for place in places for found in _visible(mask, queries, place)):
                 full = full and tile is Tile.FULL
                 if spans and spans[-1].stop == columns.start:
                     spans[-1] = range(spans[-1].start, columns.stop)
@@ -237,6 +247,20 @@ def _segments(breaks: list[int], length: int) -> Iterator[range]:
     yield range(start, end)
 
 
+def _places_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
+    """All keys, in parts that are likely to be empty as a whole or not: around those of the strip before."""
+    start = 0
+    for span in spans:
+        stop = min(key_len, span.start + -(-(len(span) + moved) // COLUMNS) * COLUMNS)
+        if span.start > start:
+            yield range(start, span.start)
+        if stop > max(start, span.start):
+            yield range(max(start, span.start), stop)
+        start = max(start, stop)
+    if start < key_len:
+        yield range(start, key_len)
+
+
 def _visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
     """The parts of a strip that are not empty, from left to right."""
     tile = mask.tile(rows, columns)
@@ -295,6 +319,41 @@ class Cut:
         )
         self._hidden: dict[Strip, Hidden] = {}
         self._kept = 0
+        if by.together:
+            self.strips = tuple(self._together(grid))
+
+    def _together(self, grid: Grid) -> Iterator[Strip]:
+        """The strips, those that are alike and equally far apart as one, which is then a batch of views."""
+        alike: dict[Hashable, list[Strip]] = {}
+        looked = 0
+        for strip in self.strips:
+            kind: list[Hashable] = [strip.row, strip.full, strip.causal, len(strip.queries), strip.queries.step]
+            single = strip.queries.step == 1 and len(strip.spans) == 1 and strip.spans[0].step == 1 and strip.keys
+            if not single or (grid.batch > 1 and strip.row is None):
+                kind.append(strip)
+            else:
+                kind += [strip.keys, strip.spans[0].start - strip.queries.start]
+                mask = self.masks[strip.row]
+                if not (strip.full or strip.causal or (isinstance(mask, Band) and isinstance(mask.offset, int))):
+                    looked += len(strip.queries) * strip.keys
+                    if looked > KEPT or grid.device.type != "cpu":
+                        kind.append(strip)
+                    else:
+                        allowed = mask.allowed(strip.queries, strip.spans[0])
+                        kind += [allowed.shape, allowed.contiguous().numpy().tobytes()]
+            alike.setdefault(tuple(kind), []).append(strip)
+        for strips in alike.values():
+            most = max(1, TOGETHER // max(1, len(strips[0].queries) * grid.heads))
+            while strips:
+                first, times = strips[0], 1
+                step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
+                while (
+                    times < min(most, len(strips))
+                    and strips[times].queries.start - strips[times - 1].queries.start == step
+                ):
+                    times += 1
+                yield first if times == 1 else replace(first, times=times, step=step)
+                strips = strips[times:]
 
     def hidden(self, strip: Strip, scoring: Scoring) -> Hidden | None:
         """What a strip hides: None for nothing, and for a causal one, where torch knows it.
@@ -339,10 +398,11 @@ def cutting(call: Call) -> Cutting:
     if not fusable(call):
         few = WRITTEN // (heads * max(1, grid.key_len))
         return Cutting(min(max(few, ALONE // 4), ROWS), range(grid.query_len + 1), None)
+    together = call.scoring.bias is None  # which differs from strip to strip
     if query.dtype == wide(query[:0]).dtype or call.wants_lse:
-        return Cutting(ROWS, SPLIT, 26.0, CALL / heads)
+        return Cutting(ROWS, SPLIT, 26.0, CALL / heads, together)
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, call.key, call.value))
-    return Cutting(ROWS, range(0), 128.0 if learns else 40.0, CALL / heads)
+    return Cutting(ROWS, range(0), 128.0 if learns else 40.0, CALL / heads, together)
 
 
 class _Known:
@@ -392,18 +452,38 @@ class Part:
 
     def of_query(self, tensor: Tensor) -> Tensor:
         """The strip's queries, or what is there one per query."""
-        return tensor[self.rows, :, self.queries]
+        tensor = tensor[self.rows]
+        return self._views(tensor, self.strip.queries) if self.strip.times > 1 else tensor[:, :, self.queries]
 
     def of_key(self, tensor: Tensor) -> Tensor:
         """The strip's keys or values, its spans end to end."""
-        pieces = [tensor[self.rows, :, span.start : span.stop : span.step] for span in self.strip.spans]
+        tensor = tensor[self.rows]
+        if self.strip.times > 1:
+            return self._views(tensor, self.strip.spans[0])
+        pieces = [tensor[:, :, span.start : span.stop : span.step] for span in self.strip.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _views(self, tensor: Tensor, first: range) -> Tensor:
+        """Strips that are alike as a batch, without a copy: [times, heads, length, ...]; their keys may overlap."""
+        stop = first.stop + (self.strip.times - 1) * self.strip.step
+        views = tensor[0, :, first.start : stop].unfold(1, len(first), self.strip.step)
+        return views.transpose(0, 1) if tensor.dim() == 3 else views.permute(1, 0, 3, 2)
 
     def add_to_key(self, total: Tensor, part: Tensor) -> None:
         """Adds what is there one per key to the whole."""
+        total = total[self.rows]
+        if self.strip.times > 1:
+            (span,) = self.strip.spans
+            if self.strip.step >= len(span):
+                self._views(total, span).add_(part)
+            else:
+                for n, one in enumerate(part):
+                    start = span.start + n * self.strip.step
+                    total[0, :, start : start + len(span)] += one
+            return
         start = 0
         for span in self.strip.spans:
-            total[self.rows, :, span.start : span.stop : span.step] += part[:, :, start : start + len(span)]
+            total[:, :, span.start : span.stop : span.step] += part[:, :, start : start + len(span)]
             start += len(span)
 
     def seeing(self, query: Tensor) -> Tensor:
@@ -969,7 +1049,7 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
         return _apply(Written, call, (call.query, call.key, call.value), call.dropout, found, call.scoring.learned())
     strip = found.strips[0]
     if (
-        len(found.strips) == 1
+        len(found.strips) == strip.times == 1
         and strip.row is None
         and strip.full
         and len(strip.spans) == 1
@@ -1009,8 +1089,8 @@ def _apply(
 def cells(call: Call) -> int:
     """Scores in all strips."""
     grid = call.scoring.grid
-    rows = sum(len(s.queries) * s.keys * (grid.batch if s.row is None else 1) for s in cut_of(call).strips)
-    return rows * grid.heads
+    strips = cut_of(call).strips
+    return grid.heads * sum(len(s.queries) * s.keys * s.times * (grid.batch if s.row is None else 1) for s in strips)
 
 
 def held(call: Call) -> int:
