@@ -20,7 +20,7 @@ from regard import bench
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "masks.json"
-SMALL_CALLS = RESULTS.with_name("small_calls.json")
+OTHERS = tuple(RESULTS.with_name(f"{name}.json") for name in ("small_calls", "observation", "recording"))
 PAGE = ROOT / "docs" / "performance.md"
 
 Data = dict[str, Any]
@@ -43,8 +43,13 @@ INK, FAINT = "#808890", "#80889040"
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def report(data: Data, small: Data, plots: list[str]) -> str:
-    """docs/performance.md."""
+def report(data: Data, small: Data, looking: Data, recorded: Data, plots: list[str]) -> str:
+    """docs/performance.md.
+
+    Args:
+        data: what this script measured. small, looking, recorded: what small_calls.py, observation.py and recording.py
+            did.
+    """
     rows = data["rows"]
     functions = [row for row in rows if not row["layer"] and not row["sweep"]]
     layers = [row for row in rows if row["layer"]]
@@ -89,7 +94,7 @@ def report(data: Data, small: Data, plots: list[str]) -> str:
             *_times(layers, LAYERS, form=False),
             *_memories(layers, LAYERS),
         ]
-    parts += _compiling(rows) + _missing(rows)
+    parts += _compiling(rows) + _missing(rows) + _looking(looking) + _recorded(recorded)
     parts += [
         "## Small calls",
         "",
@@ -187,6 +192,60 @@ def _compiling(rows: list[Data]) -> list[str]:
         "",
         f"FlexAttention is compiled anew for every length and mask: {min(seconds):.1f} to {max(seconds):.1f} seconds",
         f"here, {sum(seconds):.0f} in all. regard compiles nothing.",
+        "",
+    ]
+
+
+def _looking(data: Data) -> list[str]:
+    """What benchmarks/observation.py measured."""
+    first = data["rows"][0]
+    lines = [f"| {row['task']} | {_number(row['ms'])} | {_number(row['times_fused'])} |" for row in data["rows"]]
+    once = [
+        f"| {row['task']} | {row['length']:,} | "
+        + (f"{_number(row['seconds'])} s" if "seconds" in row else f"{_number(row['ms'])} ms")
+        + f" | {_number(row['peak_mib'])} |"
+        for row in data["once"]
+    ]
+    return [
+        "## Looking",
+        "",
+        f"Statistics of {first['heads']} heads of 64 over {first['length']:,} tokens, causal, float32, from query and",
+        "key (and lse, where that is known): milliseconds, and how many fused forward passes that is.",
+        "",
+        "| task | ms | forward passes |",
+        "|---|---:|---:|",
+        *lines,
+        "",
+        "One head of 64, once, in a process of its own; memory is all that the process held, Python and torch too.",
+        "",
+        "| task | length | time | MiB |",
+        "|---|---:|---:|---:|",
+        *once,
+        "",
+    ]
+
+
+def _recorded(data: Data) -> list[str]:
+    """What benchmarks/recording.py measured."""
+    rows = {row["task"]: row for row in data["rows"]}
+    ours, theirs = rows["recorded, statistics"], rows["eager, statistics"]
+    plain = rows["sdpa"]["memory_mib"]
+    less = (theirs["memory_mib"] - plain) / (ours["memory_mib"] - plain)
+    return [
+        "## A model of transformers, recorded",
+        "",
+        f"A BERT of {data['layers']} layers of 12 heads, {data['length']:,} tokens, float32, transformers "
+        f"{data['machine']['transformers']}. Statistics are the entropy of",
+        "each query, what each key receives, and the 8 largest weights, of every head. Memory is what a task takes",
+        "beyond the model.",
+        "",
+        "| task | ms | MiB |",
+        "|---|---:|---:|",
+        *(f"| {row['task']} | {_number(row['ms'])} | {_number(row['memory_mib'])} |" for row in data["rows"]),
+        "",
+        f"With statistics, recording is {_number(theirs['ms'] / ours['ms'])} times as fast as `output_attentions=True` "
+        f'under "eager", and takes',
+        f"{_number(less)} times less beyond the plain forward pass.",
         "",
     ]
 
@@ -310,8 +369,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write docs/performance.md and measure nothing")
     options = parser.parse_args()
     if options.report:
-        data, small = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, SMALL_CALLS))
-        PAGE.write_text(report(data, small, draw(data, PAGE.parent)), encoding="utf-8")
+        data, *others = (json.loads(path.read_text(encoding="utf-8")) for path in (RESULTS, *OTHERS))
+        PAGE.write_text(report(data, *others, draw(data, PAGE.parent)), encoding="utf-8")
         return
     if options.threads is not None:
         torch.set_num_threads(options.threads)

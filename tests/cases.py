@@ -11,12 +11,16 @@ import torch
 from hypothesis import strategies as st
 
 from regard.biases import Alibi, RelativeBias
+from regard.kernels import KERNELS
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Strided, Where, Window
 from regard.shapes import Grid
 
 # A different prime for every axis (heads: two groups of kv_heads).
 BATCH, KV_HEADS, HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 3, 6, 7, 11, 5, 13
 GRID = Grid(BATCH, HEADS, QUERY_LEN, KEY_LEN)
+
+# FlexAttention needs a GPU; tests/test_flex.py holds what of it can be held without one.
+ON_A_CPU = [kernel.name for kernel in KERNELS if kernel.name != "flex"]
 
 
 class Ruled(NamedTuple):

@@ -233,6 +233,23 @@ SMALL = {
     ]
 }
 
+LOOKING = {
+    "rows": [{"task": "entropy", "heads": 7, "length": 8192, "ms": 650.0, "times_fused": 1.25}],
+    "once": [
+        {"task": "an image", "heads": 1, "length": 131072, "seconds": 21.5, "peak_mib": 416},
+        {"task": "a tile", "heads": 1, "length": 131072, "ms": 0.25, "slowest_ms": 0.5, "peak_mib": 400},
+    ],
+}
+RECORDED = {
+    "machine": {"transformers": "5.23.0"}, "layers": 6, "length": 2048,
+    "rows": [
+        {"task": "sdpa", "ms": 1000.0, "memory_mib": 100.0},
+        {"task": "recorded, statistics", "ms": 2000.0, "memory_mib": 150.0},
+        {"task": "eager, statistics", "ms": 5000.0, "memory_mib": 1300.0},
+    ],
+}  # fmt: skip
+REST = SMALL, LOOKING, RECORDED
+
 
 def test_the_page_says_what_the_results_say() -> None:
     theirs = {
@@ -242,7 +259,7 @@ def test_the_page_says_what_the_results_say() -> None:
     ours = {"regard": {"ms": 12.5, "memory_mib": 3.5}}
     layer = row("layer, full", 1024, layer=True, peers=ours | {"x-transformers": {"ms": 25.0}})
     function = row("a | b", 4096, peers=ours | theirs, not_measured={"formula": "too large"})
-    page = masks.report(stored(function, layer), SMALL, ["p-time.svg"])
+    page = masks.report(stored(function, layer), *REST, ["p-time.svg"])
     assert (
         "| a &#124; b | 4,096 | float32 | tiled | 12.5 | 250 / 20.0 | as a &#124; batch |  | 6.25 / 0.500 |  |" in page
     )
@@ -253,6 +270,13 @@ def test_the_page_says_what_the_results_say() -> None:
     assert "Abacus 7, 3 threads" in page
     assert "(p-time.svg)" in page
     assert "| tiny | [1, 2, 8, 16] | float32 | 5 | 16 | 11 |" in page
+    assert "Statistics of 7 heads of 64 over 8,192 tokens" in page
+    assert "| entropy | 650 | 1.25 |" in page
+    assert "| an image | 131,072 | 21.5 s | 416 |" in page
+    assert "| a tile | 131,072 | 0.250 ms | 400 |" in page
+    assert "| recorded, statistics | 2,000 | 150 |" in page
+    assert "recording is 2.50 times as fast" in page
+    assert "24.0 times less beyond the plain forward pass" in page
     assert "inputs and output are 8.00 MiB" in page
     assert "regard takes 1.50 MiB beside them (18.8%)" in page
     assert "stopped" not in page
@@ -260,15 +284,15 @@ def test_the_page_says_what_the_results_say() -> None:
 
 
 def test_the_page_says_that_a_run_was_quick_or_was_stopped() -> None:
-    assert "1/8 of what its name says" in masks.report(stored(row("full", 8), shrink=8), SMALL, [])
-    assert "A run that was stopped: 1 of 40 rows" in masks.report(stored(row("full", 8), planned=40), SMALL, [])
+    assert "1/8 of what its name says" in masks.report(stored(row("full", 8), shrink=8), *REST, [])
+    assert "A run that was stopped: 1 of 40 rows" in masks.report(stored(row("full", 8), planned=40), *REST, [])
 
 
 def test_the_page_in_the_docs_is_the_one_that_the_committed_results_make() -> None:
-    data, small = (json.loads(path.read_text(encoding="utf-8")) for path in (masks.RESULTS, masks.SMALL_CALLS))
+    data, *others = (json.loads(path.read_text(encoding="utf-8")) for path in (masks.RESULTS, *masks.OTHERS))
     page = masks.PAGE.read_text(encoding="utf-8")
     plots = [name for name in ("performance-time.svg", "performance-memory.svg") if f"({name})" in page]
-    assert masks.report(data, small, plots) == page, "run: python benchmarks/masks.py --report"
+    assert masks.report(data, *others, plots) == page, "run: python benchmarks/masks.py --report"
     assert bool(plots) == any(row["sweep"] for row in data["rows"])
     for name in plots:
         assert (masks.PAGE.parent / name).is_file()
@@ -303,7 +327,7 @@ def test_a_run_keeps_every_row_as_soon_as_it_is_done(tmp_path: Path, monkeypatch
     assert [r["task"] for r in kept["rows"]] == ["full", "full"]
     assert len(shown) == 2
     assert kept["planned"] == len(bench.chosen(None, SHRINK))
-    assert "A run that was stopped: 2 of" in masks.report(kept, SMALL, [])
+    assert "A run that was stopped: 2 of" in masks.report(kept, *REST, [])
 
 
 def test_a_part_of_the_rows_is_not_kept_in_place_of_the_whole(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard.functional
-from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, QUERY_LEN, VALUE_DIM, biases, tensors
+from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DIM, biases, tensors
 from comparing import assert_close
 from regard.biases import Alibi, RelativeBias
 from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
@@ -242,7 +242,7 @@ def test_a_generator_is_a_generator_whether_it_is_needed_or_not(function, genera
         function(QUERY, KEY, VALUE, dropout=dropout, generator=generator)
 
 
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS] + ["auto"])
+@pytest.mark.parametrize("kernel", [*ON_A_CPU, "auto"])
 def test_where_that_returns_numbers_is_refused_by_every_kernel_alike(kernel):
     with pytest.raises(TypeError, match=r"Where: fn must return a bool tensor .*, got torch.int64"):
         attention(QUERY, KEY, VALUE, mask=Where(lambda b, h, i, j: i - j), kernel=kernel)
@@ -307,7 +307,7 @@ def test_dropout_of_0_draws_nothing_and_neither_does_a_plan():
 
 
 @pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"mask": Causal()}], ids=["plain", "softcap", "causal"])
-@pytest.mark.parametrize("kernel", [*(kernel.name for kernel in KERNELS), "auto"])
+@pytest.mark.parametrize("kernel", [*ON_A_CPU, "auto"])
 def test_autocast_neither_rounds_scores_nor_changes_the_dtype_of_the_answer(parts, kernel):
     inputs = tensors(torch.float32)
     for function in (attention, attention_with_lse):

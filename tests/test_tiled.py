@@ -167,7 +167,8 @@ def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_the
     assert heights(Causal() & Window(32)) == {64}
     assert heights(Causal() & Window(300)) == {128}
     assert heights(Window(2000)) == {256}
-    assert heights(Prefix(700)) == {256}
+    assert heights(Prefix(700)) == {4096}  # who sees the same keys is one strip
+    assert heights(Causal() | Prefix(3000)) == {256}
     assert heights(Causal() & Window(300), torch.bfloat16) == {128}
     assert heights(Causal() & Window(600), torch.bfloat16, learns=True) == {256}
 
@@ -223,6 +224,47 @@ def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
     assert times(1) > 3000
     assert 4000 < times(8) <= tiled.TOGETHER
     assert times(128) == 128 * 128  # one strip
+
+
+def test_padded_rows_cost_what_they_hold_on_either_side():
+    query = torch.zeros(2, 3, 300, 8)
+
+    def strips(mask):
+        call = check_call("test", query, query, query, mask, None, None, None, None, None, 0.0, None, False)
+        return [(s.row, s.queries, s.spans, s.full, s.causal) for s in tiled.cut_of(call).strips if s.keys]
+
+    assert strips(Padding([100, 300])) == [
+        (0, range(300), (range(100),), True, False),
+        (1, range(300), (range(300),), True, False),
+    ]
+    assert strips(Causal() & Padding([100, 300])) == [
+        (0, range(100), (range(100),), False, True),
+        (0, range(100, 300), (range(100),), True, False),
+        (1, range(300), (range(300),), False, True),
+    ]
+    left = torch.arange(300)[None] >= torch.tensor([[70], [0]])
+    assert strips(Causal() & Padding(left)) == [
+        (0, range(70, 300), (range(70, 300),), False, True),
+        (1, range(300), (range(300),), False, True),
+    ]
+    assert strips(Document(torch.arange(300)[None] // 150)) == [
+        (None, range(150), (range(150),), True, False),
+        (None, range(150, 300), (range(150, 300),), True, False),
+    ]
+
+
+def test_a_rule_that_has_to_be_asked_is_not_asked_for_more_than_its_strips(monkeypatch):
+    asked = []
+
+    def rule(batch, head, query, key):
+        asked.append(query.numel() * key.numel())
+        return (query - key) % 2 == 0
+
+    query = torch.zeros(1, 1, 512, 4)
+    call = check_call("test", query, query, query, Where(rule), None, None, None, None, None, 0.0, None, False)
+    asked.clear()
+    tiled.cut_of(call)
+    assert sum(asked) < 40 * 512 * 512
 
 
 def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):

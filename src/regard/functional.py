@@ -248,6 +248,7 @@ def plan(
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
     kernel  dense: the first that can do the call
+            not flex: torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass
             not tiled: it can, but comes later
             not reference: it can, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128

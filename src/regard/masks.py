@@ -606,6 +606,15 @@ class Padding(Structured):
         row %= len(self.keys)
         return Padding(self.keys[row : row + 1])
 
+    def breaks(self, query_len: int) -> set[int]:
+        """Where a row's real tokens begin or end, if queries and keys are the same tokens."""
+        if self.by_row or self.keys.is_meta:
+            return set()
+        if self.keys.dtype != torch.bool:
+            return {length for length in self.keys.tolist() if 0 < length < query_len}
+        changes = self.keys[0, :query_len].to(torch.int8).diff().nonzero()[:, 0] + 1
+        return set(changes.tolist()) if len(changes) <= 2 else set()  # padding in the midst of a row is odd
+
     def _allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         if self.keys.dtype == torch.bool:
             return self.keys[:, keys[0]][:, None, None, :]

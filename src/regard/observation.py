@@ -417,7 +417,10 @@ class Top(Statistic[Largest]):
         weights, keys = self.weights[at], self.keys[at]
         # top-k is the dearest of all statistics: only rows where the tile holds a larger weight than those found
         rows = tile.weights.amax(-1) > weights[..., -1]
-        if bool(rows.any()):
+        share = float(rows.float().mean())
+        if share > 0.5:  # gathering them would cost more than it saves
+            self.add(tile, self.of(tile))
+        elif share:
             found = self._of(tile, tile.weights[rows])
             weights[rows], keys[rows] = self._merged(weights[rows], keys[rows], found)
 

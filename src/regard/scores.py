@@ -215,7 +215,7 @@ def hide(tensor: Tensor, allowed: Tensor | None) -> Tensor:
     kv_heads = tensor.shape[1]
     if seen.shape[1] not in (1, kv_heads):
         seen = seen.unflatten(1, (kv_heads, seen.shape[1] // kv_heads)).any(dim=2)
-    return _kept(tensor, seen)
+    return hide_where(tensor, seen)
 
 
 def hide_blind(query: Tensor, allowed: Tensor | None) -> Tensor:
@@ -223,10 +223,10 @@ def hide_blind(query: Tensor, allowed: Tensor | None) -> Tensor:
 
     Shapes: query [batch, heads, query_len, head_dim], allowed as in `hide`.
     """
-    return query if allowed is None else _kept(query, allowed.any(dim=-1))
+    return query if allowed is None else hide_where(query, allowed.any(dim=-1))
 
 
-def _kept(tensor: Tensor, where: Tensor) -> Tensor:
+def hide_where(tensor: Tensor, where: Tensor) -> Tensor:
     """The tensor with zeros where not; the tensor itself, not a copy, where that can be known without waiting."""
     if where.device.type == "cpu" and not torch.compiler.is_compiling() and bool(where.all()):
         return tensor

@@ -6,7 +6,7 @@ in a `Kernel`, and put it into `KERNELS` where it belongs: "auto" takes the firs
 anything square worth mentioning. The reference can do everything and stands last.
 """
 
-from regard.kernels import dense, tiled
+from regard.kernels import dense, flex, tiled
 from regard.kernels.call import Call, Kernel, KernelError, all_cells
 from regard.reference import reference
 
@@ -24,7 +24,7 @@ REFERENCE = Kernel(
 SMALL = 1 << 16
 """Up to this many numbers of query_len x key_len, building them costs less than avoiding them."""
 
-KERNELS: tuple[Kernel, ...] = (dense.KERNEL, tiled.KERNEL, REFERENCE)
+KERNELS: tuple[Kernel, ...] = (dense.KERNEL, flex.KERNEL, tiled.KERNEL, REFERENCE)
 
 
 def choose(call: Call, name: str = "auto") -> Kernel:

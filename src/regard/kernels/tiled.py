@@ -31,6 +31,7 @@ A sink changes only out and lse; it is a place with value 0. A gradient of a gra
 
 import math
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -44,7 +45,21 @@ from torch import Tensor
 
 from regard.kernels import dense
 from regard.kernels.call import Call, Kernel
-from regard.masks import EVERYTHING, And, Band, Mask, Strided, Tile, spell, unspell
+from regard.masks import (
+    EVERYTHING,
+    And,
+    Band,
+    Document,
+    Everything,
+    Mask,
+    Not,
+    Or,
+    Strided,
+    Structured,
+    Tile,
+    spell,
+    unspell,
+)
 from regard.reference import LOG2_E, exp, reference
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid
@@ -138,7 +153,10 @@ def cut(
     """The strips of a bound mask, in one batch row or all."""
     by = Cutting(ROWS, SPLIT, None) if by is None else by
     causal, rest = _without_causal(mask)
-    for segment in _segments(sorted(mask.breaks(query_len)), query_len):
+    breaks = sorted(mask.breaks(query_len))
+    if breaks and by.short is not None and _shared_by_all(mask, range(query_len), key_len) is not None:
+        breaks = []
+    for segment in _segments(breaks, query_len):
         high = 0
         if causal is not None:
             diagonal = range(segment.start + causal, segment.stop + causal)
@@ -149,19 +167,50 @@ def cut(
                         yield Strip(row, segment, (diagonal,), full=False, causal=True)
                         continue
                     high = min(by.rows, ROWS // 2)
+        if not high and by.short is not None:
+            shared = _shared_by_all(mask, segment, key_len)
+            if shared is not None:
+                yield Strip(row, segment, (shared,), full=bool(shared))
+                continue
         high = high or _height(mask, segment, key_len, by)
         spans: list[range] = []
         for start in range(segment.start, max(segment.stop, segment.start + 1), high):
             queries = range(start, min(start + high, segment.stop))
             places = _places_near(spans, len(queries), key_len)
             spans, full = [], True
-            for columns, tile in (found for place in places for found in _visible(mask, queries, place)):
+            for columns, tile in (found for place in places for found in visible(mask, queries, place)):
                 full = full and tile is Tile.FULL
                 if spans and spans[-1].stop == columns.start:
                     spans[-1] = range(spans[-1].start, columns.stop)
                 else:
                     spans.append(columns)
             yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
+
+
+def _shared_by_all(mask: Mask, segment: range, key_len: int) -> range | None:
+    """The keys of a segment whose queries all see the same ones, next to each other: it is one strip without a mask."""
+    if not _answers_at_once(mask):
+        return None
+    keys = range(key_len)
+
+    def some_before(stop: int) -> bool:
+        return mask.tile(segment, range(stop + 1)) is not Tile.EMPTY
+
+    def none_from(start: int) -> bool:
+        return mask.tile(segment, range(start, key_len)) is Tile.EMPTY
+
+    start = bisect_left(keys, True, key=some_before)
+    shared = range(start, bisect_left(keys, True, lo=start, key=none_from))
+    return shared if not shared or mask.tile(segment, shared) is Tile.FULL else None
+
+
+def _answers_at_once(mask: Mask) -> bool:
+    """Whether it answers for a rectangle without looking at its cells."""
+    if isinstance(mask, (And, Or)):
+        return _answers_at_once(mask.left) and _answers_at_once(mask.right)
+    if isinstance(mask, Not):
+        return _answers_at_once(mask.mask)
+    return isinstance(mask, (Structured, Document, Everything))
 
 
 def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
@@ -172,7 +221,7 @@ def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
 
     def cost(height: int) -> float:
         start = max(segment.start, (segment.start + segment.stop - height) // 2)
-        seen = _visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
+        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
         return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.call / height
 
     return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= ALONE), key=cost)
@@ -189,7 +238,7 @@ def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows:
         for start in range(0, len(of_residue), rows):
             queries = of_residue[start : start + rows]
             spans: list[range] = []
-            for columns, _ in _visible(rest, range(queries[0], queries[-1] + 1), range(key_len)):
+            for columns, _ in visible(rest, range(queries[0], queries[-1] + 1), range(key_len)):
                 ahead = (first + offset - columns.start) % step
                 span = range(columns.start + ahead, columns.stop, step)
                 if spans and span and spans[-1][-1] + step == span.start:
@@ -261,7 +310,7 @@ def _places_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[r
         yield range(start, key_len)
 
 
-def _visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
+def visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
     """The parts of a strip that are not empty, from left to right."""
     tile = mask.tile(rows, columns)
     if tile is Tile.EMPTY:
@@ -270,8 +319,8 @@ def _visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, T
         yield columns, tile
         return
     half = columns.start + -(-len(columns) // (2 * COLUMNS)) * COLUMNS
-    yield from _visible(mask, rows, range(columns.start, half))
-    yield from _visible(mask, rows, range(half, columns.stop))
+    yield from visible(mask, rows, range(columns.start, half))
+    yield from visible(mask, rows, range(half, columns.stop))
 
 
 class Hidden:
