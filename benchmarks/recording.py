@@ -6,11 +6,12 @@
 A BERT of transformers with random weights (768 features in 12 heads, float32), one text. Every task is a forward pass
 with something beside it; "statistics" are entropy, received mass and the 8 largest weights of every head:
 
-    sdpa                   the model as transformers runs it by default
-    regard                 the model under attn_implementation="regard"
-    recorded               the same, recorded
-    recorded, statistics   the same, and then the statistics
-    eager, statistics      output_attentions=True under "eager", and the statistics from its tensors
+    sdpa                    the model as transformers runs it by default
+    regard                  the model under attn_implementation="regard"
+    recorded                the same, recorded
+    recorded, statistics    the same, and then the statistics
+    in float16, statistics  the same, with query and key kept in float16
+    eager, statistics       output_attentions=True under "eager", and the statistics from its tensors
 
 Times are medians of interleaved repeats after one warm-up. Memory is the most that a task takes beyond what the process
 held before it, each in a process of its own.
@@ -51,15 +52,15 @@ def under(implementation: str, model: torch.nn.Module, tokens: Tensor) -> None:
     model(tokens)
 
 
-def recorded(model: torch.nn.Module, tokens: Tensor) -> regard.Recording:
+def recorded(model: torch.nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> regard.Recording:
     model.set_attn_implementation("regard")
-    with regard.record(model) as recording:
+    with regard.record(model, dtype=dtype) as recording:
         model(tokens)
     return recording
 
 
-def recorded_statistics(model: torch.nn.Module, tokens: Tensor) -> list[object]:
-    return [seen.gather(Entropy(), Received(), Top(8)) for seen in recorded(model, tokens).values()]
+def recorded_statistics(model: torch.nn.Module, tokens: Tensor, dtype: torch.dtype | None = None) -> list[object]:
+    return [seen.gather(Entropy(), Received(), Top(8)) for seen in recorded(model, tokens, dtype).values()]
 
 
 def eager_statistics(model: torch.nn.Module, tokens: Tensor) -> list[object]:
@@ -73,6 +74,7 @@ TASKS: dict[str, Callable[[torch.nn.Module, Tensor], object]] = {
     "regard": lambda model, tokens: under("regard", model, tokens),
     "recorded": recorded,
     "recorded, statistics": recorded_statistics,
+    "in float16, statistics": lambda model, tokens: recorded_statistics(model, tokens, torch.float16),
     "eager, statistics": eager_statistics,
 }
 

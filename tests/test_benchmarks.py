@@ -349,3 +349,23 @@ def test_small_calls_compare_the_same_work() -> None:
         torch.testing.assert_close(ours(*tensors), theirs(*tensors))
     figures = small.measure(lambda: torch.ones(3), lambda: torch.ones(3), repeats=3)
     assert set(figures) == {"torch_us", "regard_us", "extra_us"}
+
+
+def test_every_way_to_look_runs_and_is_compared_with_one_forward_pass() -> None:
+    rows = script("observation").ratios(heads=2, length=96, repeats=1, only="")
+    assert rows[0]["task"] == "fused forward"
+    assert rows[0]["times_fused"] == 1.0
+    assert len(rows) > 10
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_recording_is_compared_with_weights_that_give_the_same_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = script("recording")
+    model, tokens = recording.bert(1, 48)
+    with torch.inference_mode():
+        recording.agree(model, tokens)
+        for task in recording.TASKS.values():
+            task(model, tokens)
+        monkeypatch.setattr(recording, "Received", lambda: recording.Entropy())
+        with pytest.raises(AssertionError):
+            recording.agree(model, tokens)

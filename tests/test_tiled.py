@@ -24,7 +24,7 @@ from regard import (
 )
 from regard.biases import Bias
 from regard.functional import check_call
-from regard.kernels import choose, tiled
+from regard.kernels import choose, strips, tiled
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -45,9 +45,9 @@ EXTRAS = [{}, {"sink": True}, {"softcap": 2.0}, {"bias": Alibi(HEADS)}, {"dropou
 @pytest.fixture
 def small(monkeypatch):
     """Strips so small that short lengths have many of them."""
-    monkeypatch.setattr(tiled, "ROWS", 16)
-    monkeypatch.setattr(tiled, "COLUMNS", 8)
-    monkeypatch.setattr(tiled, "ALONE", 4)
+    monkeypatch.setattr(strips, "ROWS", 16)
+    monkeypatch.setattr(strips, "COLUMNS", 8)
+    monkeypatch.setattr(strips, "ALONE", 4)
 
 
 def cells(strips, mask, grid):
@@ -133,7 +133,7 @@ def test_a_window_costs_its_width_and_not_the_length():
     assert choose(call).name == "tiled"
     computed = tiled.cells(call)
     # a strip of ROWS queries needs the window before it, rounded up to whole tiles
-    assert computed <= (1 << 17) * (tiled.ROWS + 256 + tiled.COLUMNS)
+    assert computed <= (1 << 17) * (strips.ROWS + 256 + strips.COLUMNS)
     assert computed >= (1 << 17) * 256 - 256 * 256
 
 
@@ -222,7 +222,7 @@ def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
         return max(len(strip.queries) * strip.times * heads for strip in tiled.cut_of(call).strips)
 
     assert times(1) > 3000
-    assert 4000 < times(8) <= tiled.TOGETHER
+    assert 4000 < times(8) <= strips.TOGETHER
     assert times(128) == 128 * 128  # one strip
 
 
@@ -354,7 +354,7 @@ def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset)
 @pytest.mark.parametrize("lengths", [[3, 5, 2, 9, 1], [40, 2, 2, 2, 60], [1] * 30])
 def test_short_documents_share_a_strip(small, lengths):
     mask = (Causal() & Document.from_lengths(lengths)).bind(Grid(1, 1, sum(lengths), sum(lengths)))
-    found = list(tiled.cut(mask, sum(lengths), sum(lengths)))
+    found = list(strips.cut(mask, sum(lengths), sum(lengths)))
     assert [i for strip in found for i in strip.queries] == list(range(sum(lengths)))
     assert sum(len(strip.queries) < 4 for strip in found) <= 2
 
@@ -477,7 +477,7 @@ def test_a_plan_for_data_that_was_changed_in_place_is_made_anew():
 
 
 def test_a_plan_remembers_masks_only_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(tiled, "KEPT", 20_000)
+    monkeypatch.setattr(strips, "KEPT", 20_000)
     found = cut_for(Causal() & Window(70) & Prefix(290), length=3000)
     query = torch.zeros(2, 2, 3000, 8)
     attention(query, query, query, mask=Causal() & Window(70) & Prefix(290), kernel="tiled")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call, Kernel, all_cells
-from regard.kernels.tiled import visible
+from regard.kernels.strips import visible
 from regard.masks import (
     EVERYTHING,
     And,

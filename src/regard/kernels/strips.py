@@ -1,0 +1,421 @@
+"""How a mask is cut into strips: some consecutive queries, and the spans of keys that any of them may see.
+
+Empty tiles are in no strip. Where the mask allows all of a strip it needs no mask, and where it does not, a small one.
+Nothing of size query_len x key_len exists: a mask answers for whole rectangles (`Mask.tile`), and rectangles are halved
+only where the answer is PARTIAL.
+
+    Causal() & Window(3)        strips of two queries
+
+    # . . . . .                 [0 1]                keys 0-1
+    # # . . . .
+    # # # . . .                     [2 3]            keys 0-3
+    . # # # . .
+    . . # # # .                         [4 5]        keys 2-5
+    . . . # # #
+
+A causal square is one strip, which torch's operator knows; so are queries that all see the same keys. Strips that are
+alike and equally far apart stand as one, a batch of views. What was found out is remembered by what the mask is.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.masks import EVERYTHING, And, Band, Document, Everything, Mask, Not, Or, Strided, Structured, Tile
+from regard.scores import Scoring
+from regard.shapes import Grid
+
+ROWS = 256
+"""Queries in a strip, at most."""
+
+ALONE = 64
+"""Queries that are worth a strip of their own."""
+
+SPLIT = range(384, 672)
+"""Lengths of a causal square that is worth cutting: torch's operator takes keys 512 at a time and computes nearly all
+of a square about that long; strips of half a usual one compute five eighths. (In half precision their masks cost more
+than that saves, and elsewhere their calls do.)"""
+
+COLUMNS = 64
+"""Keys in the smallest tile that is asked about: spans begin and end at multiples of it."""
+
+LEAST_OF_RESIDUE = 8
+"""Queries of a strided mask that share their keys, for them to be worth strips of their own."""
+
+TOGETHER = 8192
+"""Queries of all heads in strips that are computed together, at most: their result is a copy, which should stay in the
+cache. With few heads, one call keeps all threads busy where a strip could not."""
+
+KEPT = 1 << 20
+"""Cells whose mask is remembered with a plan: up to 5 MiB for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some queries, and the spans of keys that they may see; under a strided mask every step-th.
+
+    Attributes:
+        row: the batch row it is for; None for all rows at once.
+        full: whether every query may see every key of the spans.
+        causal: whether query i of the strip may see the first i + 1 keys of its one span, and nothing else.
+        times, step: how many strips alike it stands for, each so many queries and keys after the one before.
+    """
+
+    row: int | None
+    queries: range
+    spans: tuple[range, ...]
+    full: bool
+    causal: bool = False
+    times: int = 1
+    step: int = 0
+
+    @property
+    def keys(self) -> int:
+        """How many keys each of its queries meets."""
+        return sum(map(len, self.spans))
+
+
+class Cutting(NamedTuple):
+    """How to cut: what is cheapest in one kind of call.
+
+    A score of a strip of h queries costs 1 + short / h of what it costs in a high one: torch's operator multiplies
+    smaller matrices. High strips are fewer, and hold more that is hidden where keys move on with the queries.
+    """
+
+    rows: int
+    """Queries in a strip, at most."""
+    split: range
+    """Lengths of causal squares that are cut too; others are one strip."""
+    short: float | None
+    """None: strips are as high as they may be."""
+    call: float = 0.0
+    """What a strip costs by itself, in scores of all heads."""
+    together: bool = False
+    """Whether strips that are alike are computed by one call."""
+
+
+def cut(
+    mask: Mask, query_len: int, key_len: int, row: int | None = None, *, by: Cutting | None = None
+) -> Iterator[Strip]:
+    """The strips of a bound mask, in one batch row or all."""
+    by = Cutting(ROWS, SPLIT, None) if by is None else by
+    causal, rest = _without_causal(mask)
+    breaks = sorted(mask.breaks(query_len))
+    if breaks and by.short is not None and _shared_by_all(mask, range(query_len), key_len) is not None:
+        breaks = []
+    for segment in _segments(breaks, query_len):
+        high = 0
+        if causal is not None:
+            diagonal = range(segment.start + causal, segment.stop + causal)
+            if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
+                before = mask.tile(segment, range(diagonal.start))
+                if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
+                    if len(segment) not in by.split:
+                        yield Strip(row, segment, (diagonal,), full=False, causal=True)
+                        continue
+                    high = min(by.rows, ROWS // 2)
+        if not high and by.short is not None:
+            shared = _shared_by_all(mask, segment, key_len)
+            if shared is not None:
+                yield Strip(row, segment, (shared,), full=bool(shared))
+                continue
+        high = high or _height(mask, segment, key_len, by)
+        spans: list[range] = []
+        for start in range(segment.start, max(segment.stop, segment.start + 1), high):
+            queries = range(start, min(start + high, segment.stop))
+            places = _places_near(spans, len(queries), key_len)
+            spans, full = [], True
+            for columns, tile in (found for place in places for found in visible(mask, queries, place)):
+                full = full and tile is Tile.FULL
+                if spans and spans[-1].stop == columns.start:
+                    spans[-1] = range(spans[-1].start, columns.stop)
+                else:
+                    spans.append(columns)
+            yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
+
+
+def _shared_by_all(mask: Mask, segment: range, key_len: int) -> range | None:
+    """The keys of a segment whose queries all see the same ones, next to each other: it is one strip without a mask."""
+    if not _answers_at_once(mask):
+        return None
+    keys = range(key_len)
+
+    def some_before(stop: int) -> bool:
+        return mask.tile(segment, range(stop + 1)) is not Tile.EMPTY
+
+    def none_from(start: int) -> bool:
+        return mask.tile(segment, range(start, key_len)) is Tile.EMPTY
+
+    start = bisect_left(keys, True, key=some_before)
+    shared = range(start, bisect_left(keys, True, lo=start, key=none_from))
+    return shared if not shared or mask.tile(segment, shared) is Tile.FULL else None
+
+
+def _answers_at_once(mask: Mask) -> bool:
+    """Whether it answers for a rectangle without looking at its cells."""
+    if isinstance(mask, (And, Or)):
+        return _answers_at_once(mask.left) and _answers_at_once(mask.right)
+    if isinstance(mask, Not):
+        return _answers_at_once(mask.mask)
+    return isinstance(mask, (Structured, Document, Everything))
+
+
+def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
+    """Queries in a strip of a segment, for the least cost, as its middle tells."""
+    if by.short is None or len(segment) <= ALONE:
+        return by.rows
+    short = by.short
+
+    def cost(height: int) -> float:
+        start = max(segment.start, (segment.start + segment.stop - height) // 2)
+        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
+        return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.call / height
+
+    return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= ALONE), key=cost)
+
+
+def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows: int) -> Iterator[Strip]:
+    """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
+    (strided,) = (part for part in _parts_of_all(mask) if isinstance(part, Strided))
+    rest = _all_of(part for part in _parts_of_all(mask) if part is not strided)
+    step, offset = strided.step, strided.offset
+    assert isinstance(offset, int)  # `_is_strided` has seen to it
+    for first in range(step):
+        of_residue = range(first, query_len, step)
+        for start in range(0, len(of_residue), rows):
+            queries = of_residue[start : start + rows]
+            spans: list[range] = []
+            for columns, _ in visible(rest, range(queries[0], queries[-1] + 1), range(key_len)):
+                ahead = (first + offset - columns.start) % step
+                span = range(columns.start + ahead, columns.stop, step)
+                if spans and span and spans[-1][-1] + step == span.start:
+                    spans[-1] = range(spans[-1].start, span.stop, step)
+                elif span:
+                    spans.append(span)
+            # between the first and the last of them lie queries that are not in the strip, so full is not known
+            yield Strip(row, queries, tuple(spans) or (range(0),), full=rest is EVERYTHING and bool(spans))
+
+
+def _is_strided(mask: Mask, query_len: int) -> bool:
+    """Whether one mask among those that must all allow is strided, with enough queries to a residue."""
+    strided = [part for part in _parts_of_all(mask) if isinstance(part, Strided)]
+    return (
+        len(strided) == 1
+        and isinstance(strided[0].offset, int)
+        and 1 < strided[0].step <= query_len // LEAST_OF_RESIDUE
+    )
+
+
+def _without_causal(mask: Mask) -> tuple[int | None, Mask]:
+    """The offset of the causal mask among those that must all allow, and the others together."""
+    offset: int | None = None
+    others: list[Mask] = []
+    for part in _parts_of_all(mask):
+        if isinstance(part, Band) and (part.before, part.after) == (None, 0) and isinstance(part.offset, int):
+            offset = part.offset if offset is None else min(offset, part.offset)
+        else:
+            others.append(part)
+    return offset, _all_of(others)
+
+
+def _parts_of_all(mask: Mask) -> Iterator[Mask]:
+    """The masks that must all allow."""
+    if isinstance(mask, And):
+        yield from _parts_of_all(mask.left)
+        yield from _parts_of_all(mask.right)
+    else:
+        yield mask
+
+
+def _all_of(masks: Iterable[Mask]) -> Mask:
+    everything: Mask = EVERYTHING
+    return reduce(lambda left, right: right if left is EVERYTHING else left & right, masks, everything)
+
+
+def _segments(breaks: list[int], length: int) -> Iterator[range]:
+    """Queries between two breaks; short ones together, up to a strip's length."""
+    start = end = 0
+    for at in (*breaks, length):
+        if end > start and (at - start > ROWS or end - start >= ALONE):
+            yield range(start, end)
+            start = end
+        end = max(end, at)
+    yield range(start, end)
+
+
+def _places_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
+    """All keys, in parts that are likely to be empty as a whole or not: around those of the strip before."""
+    start = 0
+    for span in spans:
+        stop = min(key_len, span.start + -(-(len(span) + moved) // COLUMNS) * COLUMNS)
+        if span.start > start:
+            yield range(start, span.start)
+        if stop > max(start, span.start):
+            yield range(max(start, span.start), stop)
+        start = max(start, stop)
+    if start < key_len:
+        yield range(start, key_len)
+
+
+def visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
+    """The parts of a strip that are not empty, from left to right."""
+    tile = mask.tile(rows, columns)
+    if tile is Tile.EMPTY:
+        return
+    if tile is Tile.FULL or len(columns) <= COLUMNS:
+        yield columns, tile
+        return
+    half = columns.start + -(-len(columns) // (2 * COLUMNS)) * COLUMNS
+    yield from visible(mask, rows, range(columns.start, half))
+    yield from visible(mask, rows, range(half, columns.stop))
+
+
+class Hidden:
+    """What the mask hides in a strip, in the forms that are needed: made once, used in every call.
+
+    Attributes:
+        allowed: bool, broadcastable to the strip's scores.
+        queries, keys: which see something, which are seen; None for all.
+    """
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed = allowed
+        some = allowed.any(-1), allowed.any(-2)
+        self.queries, self.keys = (None if not one.is_meta and bool(one.all()) else one for one in some)
+        self._numbers: dict[torch.dtype, Tensor] = {}
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """0 where allowed and -inf where not, which is what torch takes."""
+        if dtype not in self._numbers:
+            zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
+            self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
+        return self._numbers[dtype]
+
+
+class Cut:
+    """A bound mask cut into strips, and what each of them hides.
+
+    Attributes:
+        masks: the mask of each batch row that has strips of its own, by row; under None that of all.
+    """
+
+    def __init__(self, mask: Mask, grid: Grid, by: Cutting) -> None:
+        self.masks: dict[int | None, Mask] = {None: mask}
+        if grid.batch > 1 and mask.by_row:
+            self.masks = {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
+        lengths = grid.query_len, grid.key_len
+        self.strips = tuple(
+            strip
+            for row, one in self.masks.items()
+            for strip in (
+                _by_residue(one, *lengths, row, by.rows)
+                if _is_strided(one, grid.query_len)
+                else cut(one, *lengths, row, by=by)
+            )
+        )
+        self._hidden: dict[Strip, Hidden] = {}
+        self._kept = 0
+        if by.together:
+            self.strips = tuple(self._together(grid))
+
+    def _together(self, grid: Grid) -> Iterator[Strip]:
+        """The strips, those that are alike and equally far apart as one, which is then a batch of views."""
+        alike: dict[Hashable, list[Strip]] = {}
+        looked = 0
+        for strip in self.strips:
+            kind: list[Hashable] = [strip.row, strip.full, strip.causal, len(strip.queries), strip.queries.step]
+            single = strip.queries.step == 1 and len(strip.spans) == 1 and strip.spans[0].step == 1 and strip.keys
+            if not single or (grid.batch > 1 and strip.row is None):
+                kind.append(strip)
+            else:
+                kind += [strip.keys, strip.spans[0].start - strip.queries.start]
+                mask = self.masks[strip.row]
+                if not (strip.full or strip.causal or (isinstance(mask, Band) and isinstance(mask.offset, int))):
+                    looked += len(strip.queries) * strip.keys
+                    if looked > KEPT or grid.device.type != "cpu":
+                        kind.append(strip)
+                    else:
+                        allowed = mask.allowed(strip.queries, strip.spans[0])
+                        kind += [allowed.shape, allowed.contiguous().numpy().tobytes()]
+            alike.setdefault(tuple(kind), []).append(strip)
+        for strips in alike.values():
+            most = max(1, TOGETHER // max(1, len(strips[0].queries) * grid.heads))
+            while strips:
+                first, times = strips[0], 1
+                step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
+                while (
+                    times < min(most, len(strips))
+                    and strips[times].queries.start - strips[times - 1].queries.start == step
+                ):
+                    times += 1
+                yield first if times == 1 else replace(first, times=times, step=step)
+                strips = strips[times:]
+
+    def hidden(self, strip: Strip, scoring: Scoring) -> Hidden | None:
+        """What a strip hides: None for nothing, and for a causal one, where torch knows it.
+
+        Args:
+            scoring: that of the strip's batch row.
+        """
+        if scoring.bias is not None:  # which may hide keys as well, and may be another one in every call
+            allowed = scoring.allowed(strip.queries, places(strip, scoring))
+            return None if allowed is None else Hidden(allowed)
+        if strip.full or strip.causal:
+            return None
+        if strip in self._hidden:
+            return self._hidden[strip]
+        allowed = self.masks[strip.row].allowed(where(strip.queries, scoring), where(places(strip, scoring), scoring))
+        last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
+        if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
+            hidden = last  # along a band every strip looks the same
+        else:
+            hidden = Hidden(allowed)
+            self._kept += allowed.numel()
+        if self._kept <= KEPT:
+            self._hidden[strip] = hidden
+        return hidden
+
+
+def cut_for(mask: Mask, grid: Grid, by: Cutting) -> Cut:
+    """A bound mask, cut; remembered where it can be told from others."""
+    structure = mask.structure()
+    if structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+        return Cut(mask, grid, by)  # what is made in these modes must not be met outside them
+    return _remembered(_Known(mask, structure), grid, by)
+
+
+class _Known:
+    """A mask as the key of what was found out about it."""
+
+    def __init__(self, mask: Mask, structure: Hashable) -> None:
+        self.mask, self.structure = mask, structure
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self.structure == other.structure
+
+    def __hash__(self) -> int:
+        return hash(self.structure)
+
+
+@lru_cache(maxsize=32)
+def _remembered(known: _Known, grid: Grid, by: Cutting) -> Cut:
+    return Cut(known.mask, grid, by)
+
+
+def places(strip: Strip, scoring: Scoring) -> range | Tensor:
+    """The strip's keys as places in the call."""
+    if len(strip.spans) == 1:
+        return strip.spans[0]
+    return torch.cat([where(span, scoring) for span in strip.spans])
+
+
+def where(places: range | Tensor, scoring: Scoring) -> Tensor:
+    if isinstance(places, Tensor):
+        return places
+    return torch.arange(places.start, places.stop, places.step, device=scoring.grid.device)
