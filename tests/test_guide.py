@@ -49,7 +49,8 @@ def said_of(text: str, name: str = "page") -> str:
             return f"{name}: block {number + 1} does not begin with >>>, so it would not be run:\n{block}"
     said: list[str] = []
     test = doctest.DocTestParser().get_doctest(code, {"__name__": name}, name, name, 0)
-    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append)
+    # what a page has compiled is let go of by names in its namespace, which has to be there until then
+    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append, clear_globs=False)
     return "".join(said)
 
 
