@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import library
 
 from comparing import assert_close
 from regard import (
@@ -21,6 +22,7 @@ from regard import (
     Window,
     attention,
     attention_with_lse,
+    plan,
 )
 from regard.biases import Bias
 from regard.functional import check_call
@@ -571,10 +573,31 @@ def test_lengths_that_a_graph_is_given_are_read_when_it_runs(compiler):
         compiled(query, torch.tensor([400, 5]))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(99), Causal() & Padding([1500])], ids=repr)
+def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
+    query = torch.randn(1, 1, 2100, 4)
+
+    def model(query):
+        return attention(2 * query, query, query, mask=mask)
+
+    assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(query), model(query))
+
+
+def test_a_plan_says_why_strips_are_faster_than_torchs_causal_form(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    short, long = (torch.zeros(1, heads, length, 4) for heads, length in ((4, 512), (1, 4096)))
+    assert "five eighths" in plan(short, short, short, mask=Causal()).why
+    planned = plan(long, long, long, mask=Causal())
+    assert planned.kernel == "tiled"
+    assert "unequal shares" in planned.why
+    assert planned.others["dense"] == "it can, but takes longer"
+
+
 def test_the_node_of_a_graph_keeps_torchs_rules():
     query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
     lengths, sink = torch.tensor([30]), torch.randn(2)
     line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
-    torch.library.opcheck(
+    library.opcheck(
         tiled.in_graph, (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None)
     )

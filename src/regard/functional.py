@@ -268,11 +268,7 @@ def plan(
     square = chosen.square(call)
     return Plan(
         kernel=chosen.name,
-        why="asked for by name"
-        if kernel != "auto"
-        else "torch's causal form computes nearly the whole of a square this long, strips five eighths of it"
-        if tiled.shorter(call)
-        else "the first that can do the call",
+        why="asked for by name" if kernel != "auto" else tiled.faster(call) or "the first that can do the call",
         others=others,
         mask=repr(bound),
         grid=str(grid),
@@ -290,7 +286,7 @@ def _drawback(kernel: Kernel, call: Call, chosen: Kernel) -> str:
     square = kernel.square(call)
     if square > SMALL:
         return f"holds {square:,} numbers of query_len x key_len"
-    return "comes later" if KERNELS.index(kernel) > KERNELS.index(chosen) else "computes more scores"
+    return "comes later" if KERNELS.index(kernel) > KERNELS.index(chosen) else "takes longer"
 
 
 def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:

@@ -30,13 +30,13 @@ KERNELS: tuple[Kernel, ...] = (dense.KERNEL, flex.KERNEL, tiled.KERNEL, REFERENC
 def choose(call: Call, name: str = "auto") -> Kernel:
     """The kernel for a call: the first that can and holds nothing square, or the one that is named.
 
-    One exception is measured: a short causal square that torch would compute whole goes to the tiled kernel.
+    One exception is measured: causal squares for which the tiled kernel takes less time (`tiled.faster`).
 
     Raises:
         KernelError: the named kernel cannot do it, or does not exist.
     """
     if name == "auto":
-        if tiled.shorter(call):
+        if tiled.faster(call):
             return tiled.KERNEL
         able = [kernel for kernel in KERNELS if kernel.cannot(call) is None]
         return next((kernel for kernel in able if kernel.square(call) <= SMALL), able[-1])

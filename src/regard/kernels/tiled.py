@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 from regard.kernels import dense, strips
 from regard.kernels.call import Call, Kernel
@@ -519,7 +519,7 @@ class Gradients(torch.autograd.Function):
         return _one_by_one(Gradients, *arguments)
 
 
-@torch.library.custom_op("regard::strips", mutates_args=())
+@library.custom_op("regard::strips", mutates_args=())
 def in_graph(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
     softcap: float | None,
@@ -529,7 +529,7 @@ def in_graph(
     return engine.forward(query, key, value, sink, scoring, None, found)
 
 
-@torch.library.custom_op("regard::strips_backward", mutates_args=())
+@library.custom_op("regard::strips_backward", mutates_args=())
 def _in_graph_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
     value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float, softcap: float | None,
@@ -618,24 +618,21 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inpu
     return results, tuple(None if result is None else 0 for result in results)
 
 
-def shorter(call: Call) -> bool:
-    """Whether this kernel takes less time than torch's own causal form, which could do the call as well.
-
-    Where strips compute much less, or halves share out better among threads.
-    """
-    grid, query = call.scoring.grid, call.query
+def faster(call: Call) -> str | None:
+    """Why this kernel takes less time than torch's own causal form, which could do the call as well; None if not."""
+    grid = call.scoring.grid
+    alike = grid.query_len == grid.key_len and call.query.dtype == torch.float32
+    if not (alike and dense.is_top_left_causal(call.scoring.mask) and fusable(call)):
+        return None
     heads = grid.batch * grid.heads
-    if strips.SPLIT.start <= grid.query_len < strips.SPLIT.stop:
-        worth = heads >= 4  # or the strips' calls cost more than they save
-    else:
-        worth = grid.query_len >= HALVED and busiest(heads, torch.get_num_threads()) >= UNEVEN
-    return (
-        worth
-        and grid.query_len == grid.key_len
-        and query.dtype == torch.float32
-        and dense.is_top_left_causal(call.scoring.mask)
-        and fusable(call)
-    )
+    short = strips.SPLIT.start <= grid.query_len < strips.SPLIT.stop
+    if short and heads >= 4:  # or the strips' calls cost more than they save
+        return "torch's causal form computes nearly the whole of a square this long, strips five eighths of it"
+    if grid.query_len < HALVED or torch.compiler.is_compiling():  # a compiler cannot ask for the number of threads
+        return None
+    if busiest(heads, torch.get_num_threads()) >= UNEVEN:
+        return "torch's causal form gives threads unequal shares of so few heads, halves of the square equal ones"
+    return None
 
 
 def cannot(call: Call) -> str | None:
