@@ -10,7 +10,6 @@ their own, whose largest memory is told: with everything it loads, Python and to
 
 import argparse
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from torch import Tensor
 
 import regard
 from regard import Causal, Window
+from regard.bench import machine
 from regard.observation import Entropy, Image, Observation, Received, Top
 
 RESULTS = Path(__file__).parent / "results" / "observation.json"
@@ -160,16 +160,9 @@ def main() -> None:
         print(f"{row['task']:<42}{row['length']:>8}{row['ms']:>12} ms   x {row['times_fused']} of a forward pass")
     for row in once:
         print(f"{row['task']:<42}{', '.join(f'{k} {v}' for k, v in row.items() if k not in ('task', 'heads'))}")
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "regard": regard.__version__,
-    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
-        json.dumps({"machine": machine, "repeats": options.repeats, "rows": rows, "once": once}, indent=1) + "\n"
+        json.dumps({"machine": machine(), "repeats": options.repeats, "rows": rows, "once": once}, indent=1) + "\n"
     )
 
 

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import Call, choose
+from regard.kernels.strips import visible
 from regard.masks import EVERYTHING, Indices, Mask, Tile, positive
 from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
@@ -1131,7 +1132,7 @@ class _SelectedBias(Bias):
 def _tiles(mask: Mask, queries: range, columns: range, step: int) -> Iterator[range]:
     """The keys that some of the queries may see, from left to right, cut at every `step` from the first column."""
     pending: range | None = None
-    for found in _visible(mask, queries, columns):
+    for found, _ in visible(mask, queries, columns, EDGE):
         if pending is not None and found.start == pending.stop:
             pending = range(pending.start, found.stop)
             continue
@@ -1152,19 +1153,6 @@ def _height(mask: Mask, rows: range, columns: range, most: int, across: int, hel
         return sum(map(len, tiles)) + len(tiles) * OVERHEAD / (held * height)
 
     return min((most >> n for n in range(most.bit_length()) if n == 0 or most >> n >= EDGE), key=cost)
-
-
-def _visible(mask: Mask, queries: range, columns: range) -> Iterator[range]:
-    """The parts of the columns that are not empty: halves of halves, where the mask says PARTIAL."""
-    tile = mask.tile(queries, columns)
-    if tile is Tile.EMPTY:
-        return
-    if tile is Tile.FULL or len(columns) <= EDGE:
-        yield columns
-        return
-    half = columns.start + -(-len(columns) // (2 * EDGE)) * EDGE
-    yield from _visible(mask, queries, range(columns.start, half))
-    yield from _visible(mask, queries, range(half, columns.stop))
 
 
 def _cut(places: range, origin: int, step: int) -> Iterator[range]:

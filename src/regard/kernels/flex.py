@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call, Kernel, all_cells
-from regard.kernels.strips import visible
+from regard.kernels.strips import Known, row_by_row, visible
+from regard.kernels.tiled import with_sink
 from regard.masks import (
     EVERYTHING,
     And,
@@ -35,7 +36,6 @@ from regard.masks import (
     Tile,
     Where,
 )
-from regard.reference import exp
 from regard.scores import hide_where
 from regard.shapes import Grid
 
@@ -120,9 +120,7 @@ class Blocks(NamedTuple):
 def blocks(mask: Mask, grid: Grid) -> Blocks:
     """The blocks of a bound mask, from what it says of rectangles."""
     rows, columns = -(-grid.query_len // BLOCK), -(-grid.key_len // BLOCK)
-    masks = [mask]
-    if grid.batch > 1 and mask.by_row:
-        masks = [mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)]
+    masks = list(row_by_row(mask, grid).values())
     order = torch.zeros(2, len(masks), 1, rows, columns, dtype=torch.int32)
     count = torch.zeros(2, len(masks), 1, rows, dtype=torch.int32)
     queries = torch.zeros(len(masks), grid.query_len, dtype=torch.bool)
@@ -164,23 +162,8 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return lambda score, *at: softcap * torch.tanh(score / softcap)
 
 
-class _Known:
-    """A mask as the key of what was found out about it; one that cannot be told from others is equal to itself."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask, self.structure = mask, mask.structure()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Known):
-            return False
-        return self.mask is other.mask if self.structure is None else self.structure == other.structure
-
-    def __hash__(self) -> int:
-        return id(self.mask) if self.structure is None else hash(self.structure)
-
-
 @lru_cache(maxsize=32)
-def _planned(known: _Known, grid: Grid) -> tuple[Any, Blocks]:
+def _planned(known: Known, grid: Grid) -> tuple[Any, Blocks]:
     """torch's BlockMask, with the function in it: the same object for the same mask, or torch compiles again."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -219,7 +202,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     scoring, query, key, value = call.scoring, call.query, call.key, call.value
     mask = None
     if scoring.mask is not None and scoring.mask is not EVERYTHING:
-        mask, found = _planned(_Known(scoring.mask), scoring.grid)
+        mask, found = _planned(Known(scoring.mask), scoring.grid)
         query = hide_where(query, found.queries[:, None])
         key, value = (hide_where(t, found.keys[:, None]) for t in (key, value))
     output, aux = _compiled()(
@@ -228,9 +211,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     )  # fmt: skip
     lse = aux.lse
     if scoring.sink is not None:
-        whole = torch.logaddexp(lse, scoring.sink.to(lse.dtype)[:, None])
-        share = exp(lse - whole.masked_fill(whole == -torch.inf, 0.0))
-        output, lse = output * share[..., None].to(output.dtype), whole
+        output, lse = with_sink(output, lse, scoring.sink)
     return output, lse if call.wants_lse else None
 
 
@@ -246,7 +227,7 @@ def cells(call: Call) -> int:
     grid, mask = call.scoring.grid, call.scoring.mask
     if mask is None or mask is EVERYTHING:
         return all_cells(call)
-    _, found = _planned(_Known(mask), grid)
+    _, found = _planned(Known(mask), grid)
     count = int(found.partial[0].sum() + found.full[0].sum()) * (grid.batch if len(found.queries) == 1 else 1)
     return count * grid.heads * BLOCK**2
 

@@ -263,17 +263,22 @@ def _places_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[r
         yield range(start, key_len)
 
 
-def visible(mask: Mask, rows: range, columns: range) -> Iterator[tuple[range, Tile]]:
-    """The parts of a strip that are not empty, from left to right."""
+def visible(mask: Mask, rows: range, columns: range, edge: int | None = None) -> Iterator[tuple[range, Tile]]:
+    """The parts of the columns that are not empty, from left to right: halves of halves, where the mask says PARTIAL.
+
+    Args:
+        edge: keys in the smallest part; None: `COLUMNS`.
+    """
+    edge = COLUMNS if edge is None else edge
     tile = mask.tile(rows, columns)
     if tile is Tile.EMPTY:
         return
-    if tile is Tile.FULL or len(columns) <= COLUMNS:
+    if tile is Tile.FULL or len(columns) <= edge:
         yield columns, tile
         return
-    half = columns.start + -(-len(columns) // (2 * COLUMNS)) * COLUMNS
-    yield from visible(mask, rows, range(columns.start, half))
-    yield from visible(mask, rows, range(half, columns.stop))
+    half = columns.start + -(-len(columns) // (2 * edge)) * edge
+    yield from visible(mask, rows, range(columns.start, half), edge)
+    yield from visible(mask, rows, range(half, columns.stop), edge)
 
 
 class Hidden:
@@ -306,9 +311,7 @@ class Cut:
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: Cutting) -> None:
-        self.masks: dict[int | None, Mask] = {None: mask}
-        if grid.batch > 1 and mask.by_row:
-            self.masks = {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
+        self.masks = row_by_row(mask, grid)
         lengths = grid.query_len, grid.key_len
         self.strips = tuple(
             strip
@@ -384,27 +387,36 @@ class Cut:
 
 def cut_for(mask: Mask, grid: Grid, by: Cutting) -> Cut:
     """A bound mask, cut; remembered where it can be told from others."""
-    structure = mask.structure()
-    if structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
+    known = Known(mask)
+    if known.structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
         return Cut(mask, grid, by)  # what is made in these modes must not be met outside them
-    return _remembered(_Known(mask, structure), grid, by)
+    return _remembered(known, grid, by)
 
 
-class _Known:
-    """A mask as the key of what was found out about it."""
+def row_by_row(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
+    """The bound mask of each batch row, where they differ; under None that of all, where they do not."""
+    if grid.batch == 1 or not mask.by_row:
+        return {None: mask}
+    return {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
 
-    def __init__(self, mask: Mask, structure: Hashable) -> None:
-        self.mask, self.structure = mask, structure
+
+class Known:
+    """A mask as the key of what was found out about it; one that cannot be told from others is equal to itself."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask, self.structure = mask, mask.structure()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known) and self.structure == other.structure
+        if not isinstance(other, Known):
+            return False
+        return self.mask is other.mask if self.structure is None else self.structure == other.structure
 
     def __hash__(self) -> int:
-        return hash(self.structure)
+        return id(self.mask) if self.structure is None else hash(self.structure)
 
 
 @lru_cache(maxsize=32)
-def _remembered(known: _Known, grid: Grid, by: Cutting) -> Cut:
+def _remembered(known: Known, grid: Grid, by: Cutting) -> Cut:
     return Cut(known.mask, grid, by)
 
 

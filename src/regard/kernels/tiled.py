@@ -181,9 +181,7 @@ class Fused:
             part.of_query(output).copy_(result)
             part.of_query(lse).copy_(part_lse)
         if sink is not None:
-            whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            output *= exp(lse - whole.masked_fill(whole == -math.inf, 0.0))[..., None].to(output.dtype)
-            lse = whole
+            output, lse = with_sink(output, lse, sink)
         return output[..., :size], lse
 
     @staticmethod
@@ -213,7 +211,7 @@ class Fused:
         # strips that share keys add up in float32, whatever the call's dtype
         grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype) for t in (query, key, value)]
         for part in _parts(found, query, scoring):
-            grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_query, grad_key, grad_value = _flash_backward(
                 part.of_query(grad_output),
                 part.seeing(part.of_query(query)),
                 part.seen(part.of_key(key)),
@@ -236,6 +234,24 @@ class Fused:
         return (*three, grad_sink)
 
 
+def with_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """What a sink makes of a result: one more place in the sum, with value 0."""
+    whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    share = exp(lse - whole.masked_fill(whole == -math.inf, 0.0))
+    return output * share[..., None].to(output.dtype), whole
+
+
+def _flash(*arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    """torch's flash attention for the CPU: output and log-sum-exp."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, **more)  # type: ignore[no-any-return]
+
+
+def _flash_backward(*arguments: Any, **more: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward pass: the gradients of query, key and value."""
+    aten = torch.ops.aten
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, **more)  # type: ignore[no-any-return]
+
+
 def _is_as_expected() -> bool:
     """Whether this torch has the operator, whose name is private and promises nothing, and it does what is relied on.
 
@@ -244,13 +260,8 @@ def _is_as_expected() -> bool:
     try:
         query, key = torch.eye(2).view(1, 1, 2, 2), torch.tensor([[[[3.0, 0.0], [0.0, 5.0]]]])
         mask = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
-        ops = torch.ops.aten
-        output, lse = ops._scaled_dot_product_flash_attention_for_cpu(
-            query, key, key, 0.0, False, attn_mask=mask, scale=2.0
-        )
-        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
-            output, query, key, key, output, lse, 0.0, False, attn_mask=mask, scale=2.0
-        )
+        output, lse = _flash(query, key, key, 0.0, False, attn_mask=mask, scale=2.0)
+        grads = _flash_backward(output, query, key, key, output, lse, 0.0, False, attn_mask=mask, scale=2.0)
     except (AttributeError, RuntimeError, TypeError):
         return False
     expected = (key, torch.tensor([[[6.0, 10.0]]]), 0 * query, 0 * key, output)
@@ -259,11 +270,6 @@ def _is_as_expected() -> bool:
 
 FLASH = _is_as_expected()
 """Where this is false, everything runs on the written engine."""
-
-
-def _flash(*arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for the CPU: output and log-sum-exp."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, **more)  # type: ignore[no-any-return]
 
 
 def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
