@@ -26,7 +26,7 @@ from regard import (
 )
 from regard.biases import Bias
 from regard.functional import check_call
-from regard.kernels import choose, strips, tiled
+from regard.kernels import choose, products, strips, tiled
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -87,9 +87,17 @@ def test_every_allowed_cell_is_in_exactly_one_strip_and_full_strips_hold_nothing
             assert torch.equal(inside, torch.ones_like(inside).tril())
 
 
+@pytest.fixture(params=["flash", "products"])
+def operator(request, monkeypatch):
+    """What the fused engine computes strips by."""
+    monkeypatch.setattr(products, "suit", lambda *given, **more: request.param == "products")
+    monkeypatch.setattr(products, "ROWS", 4)
+    monkeypatch.setattr(products, "CELLS", 200)
+
+
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: "".join(extra) or "nothing")
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_strips_add_up_to_the_reference_forward_and_backward_and_through_lse(small, mask, extra):
+def test_strips_add_up_to_the_reference_forward_and_backward_and_through_lse(small, operator, mask, extra):
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -149,30 +157,38 @@ def test_packed_causal_documents_are_one_causal_call_each():
     assert all(strip.causal and strip.spans == (strip.queries,) for strip in found)
 
 
-def test_a_causal_square_that_torch_would_compute_whole_is_cut():
-    def found(dtype, **parts):
-        call = check_call("test", *torch.zeros(3, 1, 4, 512, 8, dtype=dtype), Causal(), *[None] * 5, 0.0, None, False)
-        return choose(call).name, tiled.cells(call) / (4 * 512 * 512)
+def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time(monkeypatch):
+    def found(heads=8, length=512, dtype=torch.float32):
+        tensors = torch.zeros(3, 1, heads, length, 8, dtype=dtype)
+        call = check_call("test", *tensors, Causal(), *[None] * 5, 0.0, None, False)
+        return choose(call).name, tiled.cells(call) / (heads * length**2)
 
-    assert found(torch.float32) == ("tiled", 5 / 8)
-    assert found(torch.bfloat16) == ("dense", 1)
+    for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
+        monkeypatch.setattr(products, name, value)
+    assert found() == ("tiled", 9 / 16)
+    assert found(heads=4) == ("dense", 1)
+    assert found(length=1024) == ("dense", 1)
+    assert found(length=1024, dtype=torch.bfloat16) == ("tiled", 17 / 32)
+    assert found(dtype=torch.float64) == ("dense", 1)
+    monkeypatch.setattr(products, "MKL", False)
+    assert found() == ("dense", 1)
 
 
 def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_they_stay():
     query = torch.zeros(1, 12, 4096, 64)
 
-    def heights(mask, dtype=torch.float32, **more):
-        q = query.to(dtype).requires_grad_(bool(more))
+    def heights(mask, dtype=torch.float32):
+        q = query.to(dtype)
         call = check_call("test", q, q, q, mask, None, None, None, None, None, 0.0, None, False)
         return {len(strip.queries) for strip in tiled.cut_of(call).strips}
 
-    assert heights(Causal() & Window(32)) == {64}
-    assert heights(Causal() & Window(300)) == {128}
+    assert heights(Causal() & Window(32)) == {32}
+    assert heights(Causal() & Window(600)) == {64}
     assert heights(Window(2000)) == {256}
     assert heights(Prefix(700)) == {4096}  # who sees the same keys is one strip
     assert heights(Causal() | Prefix(3000)) == {256}
-    assert heights(Causal() & Window(300), torch.bfloat16) == {128}
-    assert heights(Causal() & Window(600), torch.bfloat16, learns=True) == {256}
+    assert heights(Causal() & Window(300), torch.bfloat16) == {64}
+    assert heights(Causal() & Window(2000), torch.bfloat16) == {256}
 
 
 ALIKE = {
@@ -189,7 +205,7 @@ ALIKE = {
 
 @pytest.mark.parametrize("mask", ALIKE.values(), ids=ALIKE.keys())
 @pytest.mark.parametrize("sink", [False, True])
-def test_strips_that_are_alike_are_one_call_and_add_up(small, mask, sink):
+def test_strips_that_are_alike_are_one_call_and_add_up(small, operator, mask, sink):
     query, key, value = (torch.randn(1, n, 64, 7, dtype=torch.float64) for n in (4, 2, 2))
     given = {"mask": mask, "sink": torch.randn(4, dtype=torch.float64).requires_grad_() if sink else None}
     learning = [t.requires_grad_() for t in (query, key, value)] + ([given["sink"]] if sink else [])
@@ -225,7 +241,7 @@ def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
 
     assert times(1) > 3000
     assert 4000 < times(8) <= strips.TOGETHER
-    assert times(128) == 128 * 128  # one strip
+    assert times(512) == 32 * 512  # one strip
 
 
 def test_padded_rows_cost_what_they_hold_on_either_side():
@@ -588,7 +604,9 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
 def test_a_plan_says_why_strips_are_faster_than_torchs_causal_form(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     short, long = (torch.zeros(1, heads, length, 4) for heads, length in ((4, 512), (1, 4096)))
-    assert "five eighths" in plan(short, short, short, mask=Causal()).why
+    monkeypatch.setattr(products, "suit", lambda *given, **more: given[3] == 512)
+    assert "little over half" in plan(short, short, short, mask=Causal()).why
+    assert "plain products" in plan(*(short.bfloat16(),) * 3).why
     planned = plan(long, long, long, mask=Causal())
     assert planned.kernel == "tiled"
     assert "unequal shares" in planned.why

@@ -37,12 +37,7 @@ ROWS = 256
 ALONE = 64
 """Queries that are worth a strip of their own."""
 
-SPLIT = range(384, 672)
-"""Lengths of a causal square that is worth cutting: torch's operator takes keys 512 at a time and computes nearly all
-of a square about that long; strips of half a usual one compute five eighths. (In half precision their masks cost more
-than that saves, and elsewhere their calls do.)"""
-
-COLUMNS = 64
+COLUMNS = 32
 """Keys in the smallest tile that is asked about: spans begin and end at multiples of it."""
 
 LEAST_OF_RESIDUE = 8
@@ -80,6 +75,11 @@ class Strip:
         """How many keys each of its queries meets."""
         return sum(map(len, self.spans))
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it stands for several strips that share keys."""
+        return self.times > 1 and self.step < self.keys
+
 
 class Cutting(NamedTuple):
     """How to cut: what is cheapest in one kind of call.
@@ -90,42 +90,39 @@ class Cutting(NamedTuple):
 
     rows: int
     """Queries in a strip, at most."""
-    split: range
-    """Lengths of causal squares that are cut too; others are one strip."""
     short: float | None
     """None: strips are as high as they may be."""
     call: float = 0.0
     """What a strip costs by itself, in scores of all heads."""
     together: bool = False
     """Whether strips that are alike are computed by one call."""
+    squares: bool = True
+    """Whether a causal square is one strip."""
 
 
 def cut(
     mask: Mask, query_len: int, key_len: int, row: int | None = None, *, by: Cutting | None = None
 ) -> Iterator[Strip]:
     """The strips of a bound mask, in one batch row or all."""
-    by = Cutting(ROWS, SPLIT, None) if by is None else by
+    by = Cutting(ROWS, None) if by is None else by
     causal, rest = _without_causal(mask)
     breaks = sorted(mask.breaks(query_len))
     if breaks and by.short is not None and _shared_by_all(mask, range(query_len), key_len) is not None:
         breaks = []
     for segment in _segments(breaks, query_len):
-        high = 0
-        if causal is not None:
+        if by.squares and causal is not None:
             diagonal = range(segment.start + causal, segment.stop + causal)
             if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
                 before = mask.tile(segment, range(diagonal.start))
                 if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
-                    if len(segment) not in by.split:
-                        yield Strip(row, segment, (diagonal,), full=False, causal=True)
-                        continue
-                    high = min(by.rows, ROWS // 2)
-        if not high and by.short is not None:
+                    yield Strip(row, segment, (diagonal,), full=False, causal=True)
+                    continue
+        if by.short is not None:
             shared = _shared_by_all(mask, segment, key_len)
             if shared is not None:
                 yield Strip(row, segment, (shared,), full=bool(shared))
                 continue
-        high = high or _height(mask, segment, key_len, by)
+        high = _height(mask, segment, key_len, by)
         spans: list[range] = []
         for start in range(segment.start, max(segment.stop, segment.start + 1), high):
             queries = range(start, min(start + high, segment.stop))
@@ -173,11 +170,11 @@ def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
     short = by.short
 
     def cost(height: int) -> float:
-        start = max(segment.start, (segment.start + segment.stop - height) // 2)
+        start = segment.start + len(segment) // 2 // height * height
         seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
         return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.call / height
 
-    return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= ALONE), key=cost)
+    return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= COLUMNS), key=cost)
 
 
 def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows: int) -> Iterator[Strip]:
@@ -287,19 +284,23 @@ class Hidden:
     Attributes:
         allowed: bool, broadcastable to the strip's scores.
         queries, keys: which see something, which are seen; None for all.
+        unseen: the places of the keys that no query of any batch row and head sees; None if those differ.
     """
 
     def __init__(self, allowed: Tensor) -> None:
         self.allowed = allowed
         some = allowed.any(-1), allowed.any(-2)
         self.queries, self.keys = (None if not one.is_meta and bool(one.all()) else one for one in some)
+        alike = self.keys is not None and not self.keys.is_meta and self.keys.numel() == self.keys.shape[-1]
+        self.unseen = (~self.keys.flatten()).nonzero().flatten() if self.keys is not None and alike else None
         self._numbers: dict[torch.dtype, Tensor] = {}
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """0 where allowed and -inf where not, which is what torch takes."""
         if dtype not in self._numbers:
-            zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
-            self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
+            with torch.inference_mode(False):
+                zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
+                self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
         return self._numbers[dtype]
 
 
@@ -371,8 +372,12 @@ class Cut:
             return None if allowed is None else Hidden(allowed)
         if strip.full or strip.causal:
             return None
-        if strip in self._hidden:
-            return self._hidden[strip]
+        if strip not in self._hidden:
+            with torch.inference_mode(False):
+                return self._found(strip, scoring)
+        return self._hidden[strip]
+
+    def _found(self, strip: Strip, scoring: Scoring) -> Hidden:
         allowed = self.masks[strip.row].allowed(where(strip.queries, scoring), where(places(strip, scoring), scoring))
         last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
         if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
@@ -388,8 +393,8 @@ class Cut:
 def cut_for(mask: Mask, grid: Grid, by: Cutting) -> Cut:
     """A bound mask, cut; remembered where it can be told from others."""
     known = Known(mask)
-    if known.structure is None or torch.is_inference_mode_enabled() or torch._C._are_functorch_transforms_active():
-        return Cut(mask, grid, by)  # what is made in these modes must not be met outside them
+    if known.structure is None or torch._C._are_functorch_transforms_active():
+        return Cut(mask, grid, by)  # what is made in a transform must not be met outside it
     return _remembered(known, grid, by)
 
 
@@ -417,7 +422,8 @@ class Known:
 
 @lru_cache(maxsize=32)
 def _remembered(known: Known, grid: Grid, by: Cutting) -> Cut:
-    return Cut(known.mask, grid, by)
+    with torch.inference_mode(False):  # whose tensors training could not use
+        return Cut(known.mask, grid, by)
 
 
 def places(strip: Strip, scoring: Scoring) -> range | Tensor:

@@ -6,7 +6,8 @@ query_len x key_len exists, not while planning either.
 
 A strip is computed by one of two engines:
 
-    fused    torch's flash attention for the CPU, forward and backward; it also returns the log-sum-exp
+    fused    torch's flash attention for the CPU, forward and backward; it also returns the log-sum-exp. Where rows are
+             so short that it does not pay, plain products (`regard.kernels.products`)
     written  the definition itself (`Scoring.tile`), a few rows at a time, and computed again in the backward pass: for
              softcap, additive similarity, dropout, a bias that learns, and devices without that operator
 
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,15 +32,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from regard.kernels import dense, strips
+from regard.kernels import dense, products, strips
 from regard.kernels.call import Call, Kernel
+from regard.kernels.products import attend, gradients
 from regard.kernels.strips import Cut, Cutting, Strip, cut_for, places
 from regard.masks import EVERYTHING, spell, unspell
 from regard.reference import LOG2_E, exp, reference
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid
 
-CALL = 1 << 14
+CALL = 1 << 13
 """Scores of one head that torch's operator computes in the time that it takes to call it."""
 
 HALVED = 2048
@@ -47,6 +50,9 @@ half precision, where merging would round twice.)"""
 
 UNEVEN = 1.1
 """How much more than the mean the busiest thread has to do, from which on it is worth it."""
+
+HARMLESS = 2.0**32
+"""A number in a hidden key or value that is smaller reaches nothing: it is multiplied by a weight of exactly 0."""
 
 WRITTEN = 1 << 22
 """Scores that the written engine likes to hold at a time: what fits into a processor's last cache."""
@@ -59,16 +65,14 @@ def cut_of(call: Call) -> Cut:
 
 def cutting(call: Call) -> Cutting:
     """How to cut a call."""
-    grid, query = call.scoring.grid, call.query
+    grid = call.scoring.grid
     heads = max(1, grid.batch * grid.heads)
     if not fusable(call):
         few = WRITTEN // (heads * max(1, grid.key_len))
-        return Cutting(min(max(few, strips.ALONE // 4), strips.ROWS), range(grid.query_len + 1), None)
+        return Cutting(min(max(few, strips.ALONE // 4), strips.ROWS), None, squares=False)
+    full = call.query.dtype == wide(call.query[:0]).dtype or call.wants_lse
     together = call.scoring.bias is None  # which differs from strip to strip
-    if query.dtype == wide(query[:0]).dtype or call.wants_lse:
-        return Cutting(strips.ROWS, strips.SPLIT, 26.0, CALL / heads, together)
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, call.key, call.value))
-    return Cutting(strips.ROWS, range(0), 128.0 if learns else 40.0, CALL / heads, together)
+    return Cutting(strips.ROWS, 3.0 if full else 16.0, CALL / heads, together)
 
 
 class Part:
@@ -84,6 +88,11 @@ class Part:
             scoring = replace(scoring, grid=grid, mask=found.masks[strip.row], bias=bias)
         self.scoring = replace(scoring, mask=None) if strip.full else scoring
         self.hidden = found.hidden(strip, self.scoring)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether torch's causal form does all that has to be hidden."""
+        return self.hidden is None and self.strip.causal
 
     def of_query(self, tensor: Tensor) -> Tensor:
         """The strip's queries, or what is there one per query."""
@@ -126,8 +135,14 @@ class Part:
         return query if self.hidden is None or self.hidden.queries is None else hide_blind(query, self.hidden.allowed)
 
     def seen(self, key: Tensor) -> Tensor:
-        """Keys or values with zeros where nobody sees them."""
-        return key if self.hidden is None or self.hidden.keys is None else hide(key, self.hidden.allowed)
+        """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
+        if self.hidden is None or self.hidden.keys is None:
+            return key
+        unseen = self.hidden.unseen
+        known = unseen is not None and key.device.type == "cpu" and key.numel()
+        if known and bool(key.detach()[:, :, unseen].abs().amax() < HARMLESS):  # which is not so for NaN
+            return key
+        return hide(key, self.hidden.allowed)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """The strip's scores, by the definition."""
@@ -171,15 +186,21 @@ class Fused:
         lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
         for part in _parts(found, query, scoring):
             three = part.seeing(part.of_query(query)), part.seen(part.of_key(key)), part.seen(part.of_key(value))
-            if part.hidden is None and part.strip.causal:
-                result, part_lse = _square(*three, scoring.scale)
+            to_output, to_lse = part.of_query(output), part.of_query(lse)
+            if _suits_products(part.strip, query, key, part.is_square):
+                mask = part.added(lse.dtype)
+                attend(*three, mask, scale=scoring.scale, causal=part.is_square, output=to_output, lse=to_lse)
             else:
-                mask = part.added(query.dtype)
-                result, part_lse = _flash(*three, 0.0, False, attn_mask=mask, scale=scoring.scale)
-            if part.hidden is not None and part.hidden.queries is not None:  # torch says 0 for a row without keys
-                part_lse = part_lse.masked_fill(~part.hidden.queries, -math.inf)
-            part.of_query(output).copy_(result)
-            part.of_query(lse).copy_(part_lse)
+                if part.is_square:
+                    result, part_lse = _square(*three, scoring.scale)
+                else:
+                    mask = part.added(query.dtype)
+                    result, part_lse = _flash(*three, 0.0, False, attn_mask=mask, scale=scoring.scale)
+                to_output.copy_(result)
+                to_lse.copy_(part_lse)
+            if part.hidden is not None and part.hidden.queries is not None:
+                to_output.masked_fill_(~part.hidden.queries[..., None], 0.0)
+                to_lse.masked_fill_(~part.hidden.queries, -math.inf)
         if sink is not None:
             output, lse = with_sink(output, lse, sink)
         return output[..., :size], lse
@@ -199,39 +220,67 @@ class Fused:
         grad_output: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        dtype, sizes = query.dtype, (query.shape[3], key.shape[3], value.shape[3])
+        sizes = query.shape[3], key.shape[3], value.shape[3]
         width = max(sizes)
-        query, key, value, output, grad_output = (_padded(t, width) for t in (query, key, value, output, grad_output))
-        # ds = p (dp - sum(dout * out) + dlse): the last term enters as one more feature, with value 0 and gradient 1
-        if grad_lse is not None:
-            query, key, value = (_padded(t, width + 1) for t in (query, key, value))
-            grad_output = torch.cat([grad_output, torch.ones_like(grad_output[..., :1])], dim=-1)
-            output = torch.cat([output, -grad_lse.to(output.dtype)[..., None]], dim=-1)
         finite = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is the 0 that an empty row needs
+        delta = (wide(grad_output) * wide(output)).sum(-1)
+        if grad_lse is not None:
+            delta -= grad_lse
+
+        @cache
+        def as_torch_wants_them() -> tuple[Tensor, ...]:
+            five = tuple(_padded(tensor, width) for tensor in (query, key, value, output, grad_output))
+            if grad_lse is None:
+                return five
+            # torch's operator knows no delta: dlse enters as one more feature, with value 0 and gradient 1
+            *three, out, grad = five
+            out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], dim=-1)
+            grad = torch.cat([grad, torch.ones_like(grad[..., :1])], dim=-1)
+            return (*(_padded(tensor, width + 1) for tensor in three), out, grad)
+
         # strips that share keys add up in float32, whatever the call's dtype
         grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype) for t in (query, key, value)]
         for part in _parts(found, query, scoring):
-            grad_query, grad_key, grad_value = _flash_backward(
-                part.of_query(grad_output),
-                part.seeing(part.of_query(query)),
-                part.seen(part.of_key(key)),
-                part.seen(part.of_key(value)),
-                part.of_query(output),
+            if _suits_products(part.strip, query, key, part.is_square, backward=True):
+                alone = len(part.strip.spans) == 1  # and not a copy of several spans
+                to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
+                gradients(
+                    part.of_query(grad_output),
+                    part.seeing(part.of_query(query)),
+                    part.seen(part.of_key(key)),
+                    part.seen(part.of_key(value)),
+                    part.added(lse.dtype),
+                    lse=part.of_query(finite),
+                    delta=part.of_query(delta),
+                    scale=scoring.scale,
+                    causal=part.is_square,
+                    grads=(part.of_query(grads[0]), to_key, to_value),
+                    overlap=part.strip.overlaps,
+                )
+                if not alone:
+                    part.add_to_key(grads[1], to_key)
+                    part.add_to_key(grads[2], to_value)
+                continue
+            q, k, v, out, grad = as_torch_wants_them()
+            of_query, of_key, of_value = _flash_backward(
+                part.of_query(grad),
+                part.seeing(part.of_query(q)),
+                part.seen(part.of_key(k)),
+                part.seen(part.of_key(v)),
+                part.of_query(out),
                 part.of_query(finite),
                 0.0,
-                part.hidden is None and part.strip.causal,
-                attn_mask=part.added(query.dtype),
+                part.is_square,
+                attn_mask=part.added(q.dtype),
                 scale=scoring.scale,
             )
-            part.of_query(grads[0]).copy_(grad_query)
-            part.add_to_key(grads[1], grad_key)
-            part.add_to_key(grads[2], grad_value)
+            part.of_query(grads[0]).copy_(of_query[..., : sizes[0]])
+            part.add_to_key(grads[1], of_key[..., : sizes[1]])
+            part.add_to_key(grads[2], of_value[..., : sizes[2]])
         grad_sink = None
         if sink is not None:
-            mass = exp(sink.to(lse.dtype)[:, None] - finite)
-            grad_sink = -(mass * (grad_output * output).sum(-1)).sum((0, 2)).to(sink.dtype)
-        three = (grad[..., :size].to(dtype) for grad, size in zip(grads, sizes, strict=True))
-        return (*three, grad_sink)
+            grad_sink = -(exp(sink.to(lse.dtype)[:, None] - finite) * delta).sum((0, 2)).to(sink.dtype)
+        return (*(grad.to(query.dtype) for grad in grads), grad_sink)
 
 
 def with_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,6 +352,16 @@ def busiest(heads: int, threads: int) -> float:
     shares = [thread * heads / threads for thread in range(threads + 1)]
     done = [int(share) + (share - int(share)) ** 2 for share in shares]  # of a head's work, at the border of a share
     return max(after - before for before, after in pairwise(done)) * threads / heads
+
+
+def _suits_products(strip: Strip, query: Tensor, key: Tensor, square: bool, *, backward: bool = False) -> bool:
+    """Whether plain products take less time for a strip than torch's operator."""
+    heads, times = key.shape[1], strip.times
+    stack = heads * (query.shape[0] if strip.row is None else 1)
+    if times > 1:  # either heads or strips are one axis; strips cannot be where their gradients add up
+        stack = heads if backward and strip.overlaps else max(heads, times)
+    rows = len(strip.queries) * (query.shape[1] // heads)
+    return products.suit(query.dtype, stack, rows, strip.keys, causal=square, backward=backward)
 
 
 def _parts(found: Cut, query: Tensor, scoring: Scoring) -> Iterator[Part]:
@@ -625,18 +684,20 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inpu
 
 
 def faster(call: Call) -> str | None:
-    """Why this kernel takes less time than torch's own causal form, which could do the call as well; None if not."""
-    grid = call.scoring.grid
-    alike = grid.query_len == grid.key_len and call.query.dtype == torch.float32
-    if not (alike and dense.is_top_left_causal(call.scoring.mask) and fusable(call)):
+    """Why this kernel takes less time than one call of torch's, which could do it as well; None if it does not."""
+    grid, mask, dtype = call.scoring.grid, call.scoring.mask, call.query.dtype
+    causal = dense.is_top_left_causal(mask) and grid.query_len == grid.key_len
+    if not (causal or mask in (None, EVERYTHING)) or call.scoring.bias is not None or not fusable(call):
         return None
-    heads = grid.batch * grid.heads
-    short = strips.SPLIT.start <= grid.query_len < strips.SPLIT.stop
-    if short and heads >= 4:  # or the strips' calls cost more than they save
-        return "torch's causal form computes nearly the whole of a square this long, strips five eighths of it"
-    if grid.query_len < HALVED or torch.compiler.is_compiling():  # a compiler cannot ask for the number of threads
-        return None
-    if busiest(heads, torch.get_num_threads()) >= UNEVEN:
+    kv_heads = call.key.shape[1]
+    stack, rows = grid.batch * kv_heads, grid.query_len * (grid.heads // kv_heads)
+    if products.suit(dtype, stack, rows, grid.key_len, causal=causal, backward=False):
+        if dtype == torch.float32:
+            return "torch's causal form computes nearly the whole of a square this long; here, it is little over half"
+        return f"rows are short enough for plain products, at which the processor is faster in {dtype}"
+    if not causal or dtype != torch.float32 or grid.query_len < HALVED or torch.compiler.is_compiling():
+        return None  # a compiler cannot ask for the number of threads
+    if busiest(grid.batch * grid.heads, torch.get_num_threads()) >= UNEVEN:
         return "torch's causal form gives threads unequal shares of so few heads, halves of the square equal ones"
     return None
 
@@ -725,10 +786,14 @@ def _apply(
 
 
 def cells(call: Call) -> int:
-    """Scores in all strips."""
-    grid = call.scoring.grid
-    found = cut_of(call).strips
-    return grid.heads * sum(len(s.queries) * s.keys * s.times * (grid.batch if s.row is None else 1) for s in found)
+    """Scores in all strips; of a causal square all, if torch computes it, which leaves out what it can."""
+    grid, bias, count = call.scoring.grid, call.scoring.bias, 0
+    for strip in cut_of(call).strips:
+        square = strip.causal and bias is None
+        by_products = fusable(call) and square and _suits_products(strip, call.query, call.key, square)
+        each = products.cells_of_square(strip.keys) if by_products else len(strip.queries) * strip.keys
+        count += each * strip.times * (grid.batch if strip.row is None else 1)
+    return grid.heads * count
 
 
 def held(call: Call) -> int:

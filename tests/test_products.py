@@ -1,0 +1,150 @@
+"""Plain products against the definition: every stride, group, piece and dtype that the strips hand over."""
+
+import math
+
+import pytest
+import torch
+
+from comparing import assert_close, assert_within_budget
+from regard import Causal, Dense, attention
+from regard.kernels import products
+
+
+def definition(query, key, value, mask, scale, causal, dtype=torch.float64):
+    """Output and log-sum-exp of a few lines, and what can be differentiated."""
+    query, key, value = (t.to(dtype) for t in (query, key, value))
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def views(kind, heads, length, size, draw, dtype=torch.float64):
+    """A tensor [batch, heads, length, size] in another layout of memory."""
+    if kind == "one after another":
+        return torch.randn(3, heads, length, size, dtype=dtype, generator=draw)
+    if kind == "one row":
+        return torch.randn(1, heads, length, size, dtype=dtype, generator=draw)
+    if kind == "features of all heads together":
+        return torch.randn(3, length, heads, size, dtype=dtype, generator=draw).transpose(1, 2)
+    if kind == "every second":
+        return torch.randn(3, heads, 2 * length, size, dtype=dtype, generator=draw)[:, :, 1::2]
+    assert kind == "many rows of few heads"
+    return torch.randn(heads, 7, length, size, dtype=dtype, generator=draw).transpose(0, 1)
+
+
+KINDS = [
+    "one after another", "one row", "features of all heads together", "every second", "many rows of few heads",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cells", [1 << 19, 150], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("masked", ["nothing", "causal", "numbers", "numbers by head"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind, heads, kv_heads, masked, cells):
+    monkeypatch.setattr(products, "CELLS", cells)
+    monkeypatch.setattr(products, "ROWS", 4)
+    draw = torch.Generator().manual_seed(0)
+    queries, keys = (11, 11) if masked == "causal" else (11, 17)
+    query = views(kind, heads, queries, 6, draw)
+    key, value = views(kind, kv_heads, keys, 6, draw), views(kind, kv_heads, keys, 5, draw)
+    causal, mask = masked == "causal", None
+    if masked.startswith("numbers"):
+        mask = torch.randn(1, heads if masked.endswith("head") else 1, queries, keys, dtype=query.dtype, generator=draw)
+        mask[..., 3:7] = -math.inf
+    learning = [t.detach().clone().requires_grad_() for t in (query, key, value)]
+    right = definition(*learning, mask, 0.3, causal)
+    towards = torch.randn(right[0].shape, dtype=query.dtype, generator=draw), torch.randn(right[1].shape).double()
+    grads = torch.autograd.grad(right, learning, towards)
+    right = [t.detach() for t in right]
+    output, lse = views(kind, heads, queries, 5, draw), views(kind, heads, queries, 1, draw)[..., 0]
+
+    products.attend(query, key, value, mask, scale=0.3, causal=causal, output=output, lse=lse)
+    assert_close(output, right[0], "output")
+    assert_close(lse, right[1], "lse")
+
+    found = [torch.zeros_like(query).fill_(math.nan), torch.ones_like(key), torch.zeros_like(value)]
+    delta = (right[0] * towards[0]).sum(-1) - towards[1]
+    products.gradients(
+        towards[0], query, key, value, mask,
+        lse=lse, delta=delta, scale=0.3, causal=causal, grads=tuple(found), overlap=False,
+    )  # fmt: skip
+    for name, ours, theirs in zip(("query", "key", "value"), found, (grads[0], grads[1] + 1, grads[2]), strict=True):
+        assert_close(ours, theirs, name)
+
+
+def test_rows_that_share_memory_add_up_one_after_another():
+    draw = torch.Generator().manual_seed(0)
+    query, towards = torch.randn(2, 5, 2, 3, 4, dtype=torch.float64, generator=draw).unbind()
+    tokens = torch.randn(2, 11, 4, dtype=torch.float64, generator=draw)
+    total = torch.zeros(2, 2, 11, 4, dtype=torch.float64)
+
+    def windows(tensor):
+        return tensor.unfold(1, 3, 2).permute(1, 0, 3, 2)  # five of three tokens, two apart
+
+    learning = tokens.clone().requires_grad_()
+    right, _ = definition(query, windows(learning), windows(learning), None, 1.0, False)
+    right.backward(towards)
+    output, lse = torch.empty_like(query), torch.empty(5, 2, 3, dtype=torch.float64)
+    rows = windows(tokens)
+    products.attend(query, rows, rows, None, scale=1.0, causal=False, output=output, lse=lse)
+    products.gradients(
+        towards, query, rows, rows, None, lse=lse, delta=(output * towards).sum(-1), scale=1.0, causal=False,
+        grads=(torch.empty_like(query), windows(total[0]), windows(total[1])), overlap=True,
+    )  # fmt: skip
+    assert_close(total.sum(0), learning.grad)
+
+
+@pytest.mark.parametrize("able", [True, False], ids=["with instructions for bfloat16", "without"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal(), Dense(torch.rand(70, 70) > 0.5)], ids=["all", "causal", "cells"])
+def test_errors_stay_within_the_budget_of_the_plain_computation(monkeypatch, mask, dtype, able):
+    monkeypatch.setattr(products, "suit", lambda *given, **more: True)
+    monkeypatch.setattr(products, "BFLOAT16", able)
+    draw = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, n, 70, 32, generator=draw).to(dtype) for n in (4, 2, 2)]
+    towards = torch.randn(2, 4, 70, 32, generator=draw).to(dtype)
+
+    def answers(kernel, dtype):
+        learning = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        output = attention(*learning, mask=mask, kernel=kernel)
+        return output, *torch.autograd.grad(output, learning, towards.to(dtype))
+
+    ours, plain, exact = answers("tiled", dtype), answers("reference", dtype), answers("reference", torch.float64)
+    for name, *three in zip(("output", "query", "key", "value"), ours, exact, plain, strict=True):
+        assert_within_budget(*three, name)
+
+
+def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch):
+    for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
+        monkeypatch.setattr(products, name, value)
+
+    def suit(dtype, stack=12, rows=128, keys=512, causal=False, backward=False):
+        return products.suit(dtype, stack, rows, keys, causal=causal, backward=backward)
+
+    single, half, brain = torch.float32, torch.float16, torch.bfloat16
+    assert suit(single, causal=True)
+    assert not suit(single)
+    assert not suit(single, keys=1024, causal=True)
+    assert suit(brain, keys=2048)
+    assert not suit(brain, keys=4096)
+    assert not suit(brain, stack=2)
+    assert not suit(brain, rows=32)
+    assert not suit(brain, keys=1024, causal=True, backward=True)
+    assert suit(brain, keys=1024, backward=True)
+    assert not suit(brain, rows=1024, keys=1024, backward=True)
+    assert suit(half, stack=2)
+    assert suit(half, keys=8192, backward=True)
+    monkeypatch.setattr(products, "AMX", True)
+    monkeypatch.setattr(products, "FLOAT16", True)
+    assert not suit(brain)
+    assert not suit(half)
+
+
+def test_a_causal_square_is_counted_as_it_is_computed():
+    assert products.cells_of_square(128) == 64 * 64 + 64 * 128
+    assert products.cells_of_square(100) == 64 * 64 + 36 * 100
