@@ -67,13 +67,15 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
     assert_close(output, right[0], "output")
     assert_close(lse, right[1], "lse")
 
-    found = [torch.zeros_like(query).fill_(math.nan), torch.ones_like(key), torch.zeros_like(value)]
+    found = [torch.ones_like(query), torch.ones_like(key), torch.zeros_like(value)]
     delta = (right[0] * towards[0]).sum(-1) - towards[1]
     products.gradients(
         towards[0], query, key, value, mask,
         lse=lse, delta=delta, scale=0.3, causal=causal, grads=tuple(found), overlap=False,
     )  # fmt: skip
-    for name, ours, theirs in zip(("query", "key", "value"), found, (grads[0], grads[1] + 1, grads[2]), strict=True):
+    for name, ours, theirs in zip(
+        ("query", "key", "value"), found, (grads[0] + 1, grads[1] + 1, grads[2]), strict=True
+    ):
         assert_close(ours, theirs, name)
 
 
@@ -94,7 +96,7 @@ def test_rows_that_share_memory_add_up_one_after_another():
     products.attend(query, rows, rows, None, scale=1.0, causal=False, output=output, lse=lse)
     products.gradients(
         towards, query, rows, rows, None, lse=lse, delta=(output * towards).sum(-1), scale=1.0, causal=False,
-        grads=(torch.empty_like(query), windows(total[0]), windows(total[1])), overlap=True,
+        grads=(torch.zeros_like(query), windows(total[0]), windows(total[1])), overlap=True,
     )  # fmt: skip
     assert_close(total.sum(0), learning.grad)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import library
 
-from comparing import assert_close
+from comparing import assert_close, assert_within_budget
 from regard import (
     Alibi,
     Band,
@@ -27,6 +27,7 @@ from regard import (
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, products, strips, tiled
+from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -186,7 +187,7 @@ def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_the
     assert heights(Causal() & Window(600)) == {64}
     assert heights(Window(2000)) == {256}
     assert heights(Prefix(700)) == {4096}  # who sees the same keys is one strip
-    assert heights(Causal() | Prefix(3000)) == {256}
+    assert heights(Causal() | Prefix(3000)) == {3000, 1096}
     assert heights(Causal() & Window(300), torch.bfloat16) == {64}
     assert heights(Causal() & Window(2000), torch.bfloat16) == {256}
 
@@ -199,6 +200,9 @@ ALIKE = {
     "chunks": Chunk(8),
     "chunks, causal": Chunk(16) & Causal(),
     "a window and chunks": Causal() & (Window(4) | Chunk(16)),
+    "the first keys and the last": Causal(offset=0) & (Window(5, offset=0) | Prefix(3)),
+    "every fourth": Causal(offset=0) & Strided(4),
+    "every second, near": Causal() & Window(20) & Strided(2),
     "cells": Chunk(8) & Where(lambda batch, head, query, key: (query % 8) * 3 >= key % 8),
 }
 
@@ -221,6 +225,86 @@ def test_strips_that_are_alike_are_one_call_and_add_up(small, operator, mask, si
         found.append([output, lse, *torch.autograd.grad(loss, learning)])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
+    query = torch.zeros(1, 12, 4096, 8)
+
+    def found(mask, key_len=4096):
+        key = torch.zeros(1, 12, key_len, 8)
+        call = check_call("test", query, key, key, mask, None, None, None, None, None, 0.0, None, False)
+        return tiled.cut_of(call).strips
+
+    assert found(Causal() | Prefix(1000)) == (
+        strips.Strip(None, range(1000), (range(1000),), full=True),
+        strips.Strip(None, range(1000, 4096), (range(1000, 4096),), full=False, causal=True),
+        strips.Strip(None, range(1000, 4096), (range(1000),), full=True, joins=True),
+    )
+    assert found(Causal(), 5000) == (  # later tokens and those that they follow
+        strips.Strip(None, range(4096), (range(904, 5000),), full=False, causal=True),
+        strips.Strip(None, range(4096), (range(904),), full=True, joins=True),
+    )
+    streaming = found(Causal() & (Window(256) | Prefix(4)))
+    joining = [strip for strip in streaming if strip.joins]
+    assert {strip.spans for strip in joining} == {(range(4),)}
+    assert sum(len(strip.queries) for strip in joining) > 3500
+    assert len(streaming) < 30
+    strided = found(Causal() & Strided(8))
+    assert [(strip.times, strip.step, strip.queries.step, strip.causal) for strip in strided] == [(1, 0, 8, True)] * 8
+
+
+@pytest.mark.parametrize("key_len", [64, 81, 100])
+@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("rest", [None, Causal(), Window(30), Causal() & Window(11), Document(torch.arange(100) // 30)])
+def test_strided_masks_with_keys_before_the_queries_add_up(small, operator, rest, step, key_len):
+    if isinstance(rest, Document):
+        rest = Document(torch.arange(64) // 30, torch.arange(key_len) // 30)
+    mask = Strided(step) if rest is None else Strided(step) & rest
+    query, key, value = (torch.randn(2, n, t, 7, dtype=torch.float64) for n, t in ((4, 64), (2, key_len), (2, key_len)))
+    learning = [t.requires_grad_() for t in (query, key, value)]
+    found = []
+    for kernel in ("tiled", "reference"):
+        output, lse = attention_with_lse(query, key, value, mask=mask, kernel=kernel)
+        loss = output.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
+        found.append([output, lse, *torch.autograd.grad(loss, learning)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_results_that_are_merged_stay_within_the_budget_in_half_precision():
+    draw = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        leaves = [torch.randn(1, 2, 600, 16, generator=draw).to(dtype) for _ in range(3)]
+
+        def answers(kernel, dtype, leaves=leaves):
+            learning = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+            output = attention(*learning, mask=Causal() | Prefix(300), kernel=kernel)
+            return output, *torch.autograd.grad(output.square().sum(), learning)
+
+        ours, plain, exact = answers("tiled", dtype), answers("reference", dtype), answers("reference", torch.float64)
+        for three in zip(ours, exact, plain, strict=True):
+            assert_within_budget(*three)
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() | Prefix(500), Window(64), Strided(4)], ids=repr)
+def test_biases_are_built_for_a_few_rows_at_a_time(monkeypatch, mask):
+    built = []
+    biases = Scoring.biases
+
+    def watched(*given):
+        built.append(biases(*given))
+        return built[-1]
+
+    monkeypatch.setattr(Scoring, "biases", watched)
+    monkeypatch.setattr(tiled, "WRITTEN", 1 << 17)
+    query = torch.randn(1, 4, 2000, 8)
+    with torch.no_grad():
+        output = attention(query, query, query, mask=mask, bias=Alibi(4), kernel="tiled")
+    most = max(numbers.numel() for numbers in built)
+    assert most <= 1 << 17
+    assert_close(output, attention(query, query, query, mask=mask, bias=Alibi(4), kernel="reference"))
+    call = check_call("test", query, query, query, mask, Alibi(4), *[None] * 4, 0.0, None, False)
+    assert tiled.held(call) > 4 * most
 
 
 def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):

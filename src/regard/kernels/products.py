@@ -90,9 +90,9 @@ def attend(
         mask: numbers to add to scores, float32 at least: [1 or batch, 1 or heads, query_len, key_len].
         causal: query i sees the first i + 1 keys, of as many; then there is no mask.
     """
-    by_query = [query, output] if lse is None else [query, output, lse]
-    for start, (q, into, *into_lse), (k, v), added, space in _pieces(by_query, [key, value], mask, causal, 1):
-        scores = _scores(q, k, added, scale, start if causal else None, space[0])
+    by_query, later = [query, output] if lse is None else [query, output, lse], _later(query, causal)
+    for (q, into, *into_lse), (k, v), added, space in _pieces(by_query, [key, value], mask, causal, 1):
+        scores = _scores(q, k, added, later, scale, space[0])
         top = scores.amax(-1) if into_lse else None
         weights = torch.softmax(scores, -1, out=scores)
         if top is not None:  # the largest weight is exp(top - lse)
@@ -115,7 +115,7 @@ def gradients(
     grads: tuple[Tensor, Tensor, Tensor],
     overlap: bool,
 ) -> None:
-    """Writes the gradient of query, and adds to those of key and value.
+    """Adds to the gradients of query, key and value.
 
     Args:
         lse, delta: [batch, heads, query_len]; where lse is -inf it has to be replaced by something finite.
@@ -124,9 +124,10 @@ def gradients(
         others: as in `attend`.
     """
     by_query, by_key = [query, grad_output, lse, delta, grads[0]], [key, value, *grads[1:]]
-    for start, of_query, of_key, added, space in _pieces(by_query, by_key, mask, causal, 2, overlap):
+    later = _later(query, causal)
+    for of_query, of_key, added, space in _pieces(by_query, by_key, mask, causal, 2, overlap):
         (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = of_query, of_key
-        scores = _scores(q, k, added, scale, start if causal else None, space[0])
+        scores = _scores(q, k, added, later, scale, space[0])
         weights = scores.sub_(sums.flatten(1)[..., None]).exp_()
         grad_out = grad_out.flatten(1, 2)
         grad_weights = torch.bmm(wide(grad_out), wide(v).mT, out=space[1][: weights.numel()].view_as(weights))
@@ -134,11 +135,11 @@ def gradients(
         weights, grad_out = _factors(weights, grad_out)
         to_value += weights.mT @ grad_out
         grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
-        torch.mul((grad_scores @ k).view_as(into), scale, out=into)
+        into.add_((grad_scores @ k).view_as(into), alpha=scale)
         to_key.add_(grad_scores.mT @ q, alpha=scale)
 
 
-Piece = tuple[int, list[Tensor], list[Tensor], Tensor | None, Tensor]
+Piece = tuple[list[Tensor], list[Tensor], Tensor | None, Tensor]
 
 
 def _pieces(
@@ -151,7 +152,7 @@ def _pieces(
 ) -> Iterator[Piece]:
     """A call in pieces of at most `CELLS` scores, if one head's rows are not more.
 
-    Yields the first query's place; what is there by query, as [stack, group, rows, ...], where a group are the heads
+    Yields what is there by query, as [stack, group, rows, ...], where a group are the heads
     that share a kv head; by key, as [stack, keys, ...]; the mask, as [stack, group * rows, keys]; room for scores.
     """
     batch, heads, queries = by_query[0].shape[:3]
@@ -173,7 +174,7 @@ def _pieces(
             for at in range(0, len(stack[0]), together):
                 piece = [tensor[at : at + together] for tensor in stack]
                 added = None if mask is None else piece.pop()
-                yield start, piece[: len(by_query)], piece[len(by_query) :], added, space
+                yield piece[: len(by_query)], piece[len(by_query) :], added, space
 
 
 def _stacks(tensors: list[Tensor], overlap: bool) -> list[list[Tensor]]:
@@ -190,20 +191,26 @@ def _stacks(tensors: list[Tensor], overlap: bool) -> list[list[Tensor]]:
     return [[tensor[:, head] for tensor in tensors] for head in range(heads)]
 
 
+def _later(query: Tensor, causal: bool) -> Tensor | None:
+    """What hides later keys in the rows of a causal square, as numbers to add."""
+    if not causal:
+        return None
+    return torch.full((ROWS, ROWS), -math.inf, dtype=wide(query[:0]).dtype).triu_(1)
+
+
 def _scores(
-    query: Tensor, key: Tensor, mask: Tensor | None, scale: float, diagonal: int | None, space: Tensor
+    query: Tensor, key: Tensor, mask: Tensor | None, later: Tensor | None, scale: float, space: Tensor
 ) -> Tensor:
-    """[stack, group * rows, keys]; behind `diagonal`, keys follow the rows."""
-    _, group, rows, _ = query.shape
+    """[stack, group * rows, keys]; in a causal square the last keys are the rows' own."""
+    stack, group, rows, _ = query.shape
     query, key = wide(query.flatten(1, 2)), wide(key).mT
-    shape = len(query), query.shape[1], key.shape[2]
-    out = space[: math.prod(shape)].view(shape)
+    keys = key.shape[2]
+    scores = space[: stack * group * rows * keys].view(stack, group * rows, keys)
     if mask is not None:
-        return torch.baddbmm(mask, query, key, alpha=scale, out=out)
-    scores = torch.baddbmm(out, query, key, beta=0, alpha=scale, out=out)
-    if diagonal is not None:
-        later = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
-        scores[..., diagonal:].unflatten(1, (group, rows)).masked_fill_(later, -math.inf)
+        return torch.baddbmm(mask, query, key, alpha=scale, out=scores)
+    torch.baddbmm(scores, query, key, beta=0, alpha=scale, out=scores)
+    if later is not None:
+        scores[..., keys - rows :].unflatten(1, (group, rows)).add_(later[:rows, :rows])
     return scores
 
 

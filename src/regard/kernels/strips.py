@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.masks import EVERYTHING, And, Band, Document, Everything, Mask, Not, Or, Strided, Structured, Tile
+from regard.masks import EVERYTHING, And, Band, Document, Everything, Mask, Not, Or, Prefix, Strided, Structured, Tile
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -60,6 +60,7 @@ class Strip:
         full: whether every query may see every key of the spans.
         causal: whether query i of the strip may see the first i + 1 keys of its one span, and nothing else.
         times, step: how many strips alike it stands for, each so many queries and keys after the one before.
+        joins: whether its queries were in a strip before this one, so that the two results have to be merged.
     """
 
     row: int | None
@@ -69,6 +70,7 @@ class Strip:
     causal: bool = False
     times: int = 1
     step: int = 0
+    joins: bool = False
 
     @property
     def keys(self) -> int:
@@ -78,7 +80,7 @@ class Strip:
     @property
     def overlaps(self) -> bool:
         """Whether it stands for several strips that share keys."""
-        return self.times > 1 and self.step < self.keys
+        return self.times > 1 and self.step < self.keys and self.queries.step == 1
 
 
 class Cutting(NamedTuple):
@@ -105,18 +107,21 @@ def cut(
 ) -> Iterator[Strip]:
     """The strips of a bound mask, in one batch row or all."""
     by = Cutting(ROWS, None) if by is None else by
-    causal, rest = _without_causal(mask)
-    breaks = sorted(mask.breaks(query_len))
+    breaks = mask.breaks(query_len)
     if breaks and by.short is not None and _shared_by_all(mask, range(query_len), key_len) is not None:
-        breaks = []
-    for segment in _segments(breaks, query_len):
-        if by.squares and causal is not None:
-            diagonal = range(segment.start + causal, segment.stop + causal)
-            if diagonal.start >= 0 and diagonal.stop <= key_len and len(segment) >= ALONE:
-                before = mask.tile(segment, range(diagonal.start))
-                if before is Tile.EMPTY and rest.tile(segment, diagonal) is Tile.FULL:
-                    yield Strip(row, segment, (diagonal,), full=False, causal=True)
-                    continue
+        breaks = set()
+    diagonals = {at for part in _leaves(mask) if (at := _diagonal(part)) is not None} if by.squares else set()
+    prefixes = {part.n for part in _leaves(mask) if isinstance(part, Prefix) and isinstance(part.n, int)}
+    starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
+    breaks |= {start for start, at in starts if _square_at(at, mask, range(start, query_len), key_len)}
+    for segment in _segments(sorted(breaks), query_len):
+        square = next((found for at in diagonals if (found := _square_at(at, mask, segment, key_len))), None)
+        if square is not None:
+            diagonal, before = square
+            yield Strip(row, segment, (diagonal,), full=False, causal=True)
+            if before:
+                yield Strip(row, segment, (before,), full=True, joins=True)
+            continue
         if by.short is not None:
             shared = _shared_by_all(mask, segment, key_len)
             if shared is not None:
@@ -134,23 +139,83 @@ def cut(
                     spans[-1] = range(spans[-1].start, columns.stop)
                 else:
                     spans.append(columns)
+            if by.together and len(spans) > 1:
+                spans = [*(_exactly(mask, queries, span) for span in spans[:-1]), spans[-1]]
             yield Strip(row, queries, tuple(spans) or (range(0),), full and bool(spans))
 
 
-def _shared_by_all(mask: Mask, segment: range, key_len: int) -> range | None:
-    """The keys of a segment whose queries all see the same ones, next to each other: it is one strip without a mask."""
+def _exactly(mask: Mask, queries: range, span: range) -> range:
+    """The keys of a span that are seen, if all queries see the same ones; else the span."""
+    if mask.tile(queries, span) is Tile.FULL or not _answers_at_once(mask):
+        return span
+    shared = _shared_by_all(mask, queries, span.stop, span.start)
+    return shared or span
+
+
+def _square_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[range, range] | None:
+    """The keys of a causal square that the queries of a segment see, and keys before it that all of them see."""
+    diagonal = range(segment.start + offset, segment.stop + offset)
+    if len(segment) < ALONE or diagonal.start < 0 or diagonal.stop > key_len:
+        return None
+    if mask.tile(segment, range(diagonal.stop, key_len)) is not Tile.EMPTY:
+        return None
+    inside = _on(mask, segment, diagonal)
+    if _diagonal(inside) != offset:
+        return None
+    if mask.tile(segment, range(diagonal.start)) is Tile.EMPTY:
+        return diagonal, range(0)
+    before = _shared_by_all(mask, segment, diagonal.start) if len(segment) >= ROWS else None
+    return None if before is None else (diagonal, before)
+
+
+def _diagonal(mask: Mask | Tile) -> int | None:
+    """The offset of a causal mask; None for others."""
+    if not isinstance(mask, Band) or not isinstance(mask.offset, int) or mask.before is not None or mask.after is None:
+        return None
+    return mask.offset + mask.after
+
+
+def _leaves(mask: Mask) -> Iterator[Mask]:
+    """The masks that a mask is made of."""
+    if isinstance(mask, (And, Or)):
+        yield from _leaves(mask.left)
+        yield from _leaves(mask.right)
+    elif isinstance(mask, Not):
+        yield from _leaves(mask.mask)
+    else:
+        yield mask
+
+
+def _on(mask: Mask, queries: range, keys: range) -> Mask | Tile:
+    """What is left of a mask on a rectangle, without the parts that are full or empty there."""
+    if isinstance(mask, (And, Or)):
+        parts = _on(mask.left, queries, keys), _on(mask.right, queries, keys)
+        decides, leaves = (Tile.EMPTY, Tile.FULL) if isinstance(mask, And) else (Tile.FULL, Tile.EMPTY)
+        if decides in parts:
+            return decides
+        left, right = parts
+        if left is leaves or right is leaves:
+            return right if left is leaves else left
+        assert isinstance(left, Mask)
+        assert isinstance(right, Mask)
+        return left & right if isinstance(mask, And) else left | right
+    tile = mask.tile(queries, keys)
+    return mask if tile is Tile.PARTIAL else tile
+
+
+def _shared_by_all(mask: Mask, segment: range, stop: int, start: int = 0) -> range | None:
+    """The keys, from start to stop, of a segment whose queries all see the same ones, next to each other."""
     if not _answers_at_once(mask):
         return None
-    keys = range(key_len)
 
-    def some_before(stop: int) -> bool:
-        return mask.tile(segment, range(stop + 1)) is not Tile.EMPTY
+    def some_until(key: int) -> bool:
+        return mask.tile(segment, range(start, key + 1)) is not Tile.EMPTY
 
-    def none_from(start: int) -> bool:
-        return mask.tile(segment, range(start, key_len)) is Tile.EMPTY
+    def none_from(key: int) -> bool:
+        return mask.tile(segment, range(key, stop)) is Tile.EMPTY
 
-    start = bisect_left(keys, True, key=some_before)
-    shared = range(start, bisect_left(keys, True, lo=start, key=none_from))
+    first = start + bisect_left(range(start, stop), True, key=some_until)
+    shared = range(first, first + bisect_left(range(first, stop), True, key=none_from))
     return shared if not shared or mask.tile(segment, shared) is Tile.FULL else None
 
 
@@ -177,26 +242,42 @@ def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
     return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= COLUMNS), key=cost)
 
 
-def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, rows: int) -> Iterator[Strip]:
+def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, by: Cutting) -> Iterator[Strip]:
     """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
     (strided,) = (part for part in _parts_of_all(mask) if isinstance(part, Strided))
     rest = _all_of(part for part in _parts_of_all(mask) if part is not strided)
     step, offset = strided.step, strided.offset
     assert isinstance(offset, int)  # `_is_strided` has seen to it
-    for first in range(step):
-        of_residue = range(first, query_len, step)
-        for start in range(0, len(of_residue), rows):
-            queries = of_residue[start : start + rows]
-            spans: list[range] = []
-            for columns, _ in visible(rest, range(queries[0], queries[-1] + 1), range(key_len)):
-                ahead = (first + offset - columns.start) % step
-                span = range(columns.start + ahead, columns.stop, step)
-                if spans and span and spans[-1][-1] + step == span.start:
-                    spans[-1] = range(spans[-1].start, span.stop, step)
-                elif span:
-                    spans.append(span)
-            # between the first and the last of them lie queries that are not in the strip, so full is not known
-            yield Strip(row, queries, tuple(spans) or (range(0),), full=rest is EVERYTHING and bool(spans))
+    for first in range(min(step, query_len)):
+        queries, keys = range(first, query_len, step), range((first + offset) % step, key_len, step)
+        for strip in cut(_every(rest, queries, keys), len(queries), len(keys), row, by=by):
+            spans = tuple(keys[span.start : span.stop] for span in strip.spans)
+            yield replace(strip, queries=queries[strip.queries.start : strip.queries.stop], spans=spans)
+
+
+def _every(mask: Mask, queries: range, keys: range) -> Mask:
+    """A mask on every so-manieth query and key, as a mask on their numbers."""
+    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
+        return mask if mask is EVERYTHING else _Every(mask, queries, keys)
+    # query m and key n are (ahead + (m - n) step) apart
+    ahead, step = queries.start + mask.offset - keys.start, queries.step
+    before, after = mask.before, mask.after
+    return Band(
+        None if before is None else (before - ahead) // step,
+        None if after is None else (after + ahead) // step,
+        offset=0,
+    )
+
+
+class _Every(Mask):
+    """As `_every`, where no number can be said."""
+
+    def __init__(self, mask: Mask, queries: range, keys: range) -> None:
+        self.mask, self.queries, self.keys = mask, queries, keys
+
+    def _tile(self, rows: range, columns: range) -> Tile:
+        queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]
+        return self.mask.tile(range(queries[0], queries[-1] + 1), range(keys[0], keys[-1] + 1))
 
 
 def _is_strided(mask: Mask, query_len: int) -> bool:
@@ -207,18 +288,6 @@ def _is_strided(mask: Mask, query_len: int) -> bool:
         and isinstance(strided[0].offset, int)
         and 1 < strided[0].step <= query_len // LEAST_OF_RESIDUE
     )
-
-
-def _without_causal(mask: Mask) -> tuple[int | None, Mask]:
-    """The offset of the causal mask among those that must all allow, and the others together."""
-    offset: int | None = None
-    others: list[Mask] = []
-    for part in _parts_of_all(mask):
-        if isinstance(part, Band) and (part.before, part.after) == (None, 0) and isinstance(part.offset, int):
-            offset = part.offset if offset is None else min(offset, part.offset)
-        else:
-            others.append(part)
-    return offset, _all_of(others)
 
 
 def _parts_of_all(mask: Mask) -> Iterator[Mask]:
@@ -318,36 +387,24 @@ class Cut:
             strip
             for row, one in self.masks.items()
             for strip in (
-                _by_residue(one, *lengths, row, by.rows)
+                _by_residue(one, *lengths, row, by)
                 if _is_strided(one, grid.query_len)
                 else cut(one, *lengths, row, by=by)
             )
         )
         self._hidden: dict[Strip, Hidden] = {}
-        self._kept = 0
+        self._kept = self._looked = 0
         if by.together:
             self.strips = tuple(self._together(grid))
 
     def _together(self, grid: Grid) -> Iterator[Strip]:
-        """The strips, those that are alike and equally far apart as one, which is then a batch of views."""
+        """The strips, those that are alike and equally far apart as one, which is then a batch of views.
+
+        Keys that all of them see, as those of a prefix, are a strip of their own, which joins.
+        """
         alike: dict[Hashable, list[Strip]] = {}
-        looked = 0
         for strip in self.strips:
-            kind: list[Hashable] = [strip.row, strip.full, strip.causal, len(strip.queries), strip.queries.step]
-            single = strip.queries.step == 1 and len(strip.spans) == 1 and strip.spans[0].step == 1 and strip.keys
-            if not single or (grid.batch > 1 and strip.row is None):
-                kind.append(strip)
-            else:
-                kind += [strip.keys, strip.spans[0].start - strip.queries.start]
-                mask = self.masks[strip.row]
-                if not (strip.full or strip.causal or (isinstance(mask, Band) and isinstance(mask.offset, int))):
-                    looked += len(strip.queries) * strip.keys
-                    if looked > KEPT or grid.device.type != "cpu":
-                        kind.append(strip)
-                    else:
-                        allowed = mask.allowed(strip.queries, strip.spans[0])
-                        kind += [allowed.shape, allowed.contiguous().numpy().tobytes()]
-            alike.setdefault(tuple(kind), []).append(strip)
+            alike.setdefault(self._kind(strip, grid), []).append(strip)
         for strips in alike.values():
             most = max(1, TOGETHER // max(1, len(strips[0].queries) * grid.heads))
             while strips:
@@ -358,8 +415,38 @@ class Cut:
                     and strips[times].queries.start - strips[times - 1].queries.start == step
                 ):
                     times += 1
-                yield first if times == 1 else replace(first, times=times, step=step)
+                *shared, moving = first.spans
+                if times == 1:
+                    yield first
+                else:
+                    yield replace(first, spans=(moving,), times=times, step=step)
+                    if shared:
+                        queries = range(first.queries.start, strips[times - 1].queries.stop)
+                        yield Strip(first.row, queries, tuple(shared), full=True, joins=True)
                 strips = strips[times:]
+
+    def _kind(self, strip: Strip, grid: Grid) -> Hashable:
+        """What strips share that may be computed by one call."""
+        *shared, moving = strip.spans
+        queries, mask = strip.queries, self.masks[strip.row]
+        if not strip.keys or strip.joins or moving.step != queries.step or (grid.batch > 1 and strip.row is None):
+            return strip
+        gaps = queries.step > 1
+        if shared and (gaps or any(mask.tile(queries, span) is not Tile.FULL for span in shared)):
+            return strip
+        kind = strip.row, len(queries), queries.step, tuple(shared), len(moving), moving.start - queries.start
+        if strip.full or strip.causal:
+            return (*kind, strip.causal)
+        hides = mask if gaps else _on(mask, queries, moving)
+        if isinstance(hides, Tile):
+            return (*kind, hides)
+        if not gaps and all(isinstance(part, Band) and isinstance(part.offset, int) for part in _leaves(hides)):
+            return (*kind, hides.structure())  # bands move on with the queries
+        self._looked += len(queries) * len(moving)
+        if self._looked > KEPT or grid.device.type != "cpu":
+            return strip
+        allowed = mask.allowed(where(queries, grid), where(moving, grid))
+        return (*kind, allowed.shape, allowed.contiguous().numpy().tobytes())
 
     def hidden(self, strip: Strip, scoring: Scoring) -> Hidden | None:
         """What a strip hides: None for nothing, and for a causal one, where torch knows it.
@@ -378,7 +465,8 @@ class Cut:
         return self._hidden[strip]
 
     def _found(self, strip: Strip, scoring: Scoring) -> Hidden:
-        allowed = self.masks[strip.row].allowed(where(strip.queries, scoring), where(places(strip, scoring), scoring))
+        grid = scoring.grid
+        allowed = self.masks[strip.row].allowed(where(strip.queries, grid), where(places(strip, scoring), grid))
         last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
         if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
             hidden = last  # along a band every strip looks the same
@@ -400,8 +488,10 @@ def cut_for(mask: Mask, grid: Grid, by: Cutting) -> Cut:
 
 def row_by_row(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
     """The bound mask of each batch row, where they differ; under None that of all, where they do not."""
-    if grid.batch == 1 or not mask.by_row:
+    if not mask.by_row:
         return {None: mask}
+    if grid.batch == 1:
+        return {None: mask.of_row(0).bind(grid)}
     return {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
 
 
@@ -430,10 +520,10 @@ def places(strip: Strip, scoring: Scoring) -> range | Tensor:
     """The strip's keys as places in the call."""
     if len(strip.spans) == 1:
         return strip.spans[0]
-    return torch.cat([where(span, scoring) for span in strip.spans])
+    return torch.cat([where(span, scoring.grid) for span in strip.spans])
 
 
-def where(places: range | Tensor, scoring: Scoring) -> Tensor:
+def where(places: range | Tensor, grid: Grid) -> Tensor:
     if isinstance(places, Tensor):
         return places
-    return torch.arange(places.start, places.stop, places.step, device=scoring.grid.device)
+    return torch.arange(places.start, places.stop, places.step, device=grid.device)

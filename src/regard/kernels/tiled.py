@@ -67,12 +67,11 @@ def cutting(call: Call) -> Cutting:
     """How to cut a call."""
     grid = call.scoring.grid
     heads = max(1, grid.batch * grid.heads)
-    if not fusable(call):
+    if not fusable(call) or call.scoring.bias is not None:  # numbers are held for every score, of every head
         few = WRITTEN // (heads * max(1, grid.key_len))
         return Cutting(min(max(few, strips.ALONE // 4), strips.ROWS), None, squares=False)
     full = call.query.dtype == wide(call.query[:0]).dtype or call.wants_lse
-    together = call.scoring.bias is None  # which differs from strip to strip
-    return Cutting(strips.ROWS, 3.0 if full else 16.0, CALL / heads, together)
+    return Cutting(strips.ROWS, 3.0 if full else 16.0, CALL / heads, together=True)
 
 
 class Part:
@@ -109,21 +108,23 @@ class Part:
 
     def _views(self, tensor: Tensor, first: range) -> Tensor:
         """Strips that are alike as a batch, without a copy: [times, heads, length, ...]; their keys may overlap."""
-        stop = first.stop + (self.strip.times - 1) * self.strip.step
-        views = tensor[0, :, first.start : stop].unfold(1, len(first), self.strip.step)
-        return views.transpose(0, 1) if tensor.dim() == 3 else views.permute(1, 0, 3, 2)
+        start = tensor[0, :, first.start :]
+        heads, place, *rest = start.stride()
+        return start.as_strided(
+            (self.strip.times, len(start), len(first), *start.shape[2:]),
+            (self.strip.step * place, heads, first.step * place, *rest),
+        )
 
     def add_to_key(self, total: Tensor, part: Tensor) -> None:
         """Adds what is there one per key to the whole."""
         total = total[self.rows]
         if self.strip.times > 1:
-            (span,) = self.strip.spans
-            if self.strip.step >= len(span):
-                self._views(total, span).add_(part)
+            views = self._views(total, self.strip.spans[0])
+            if not self.strip.overlaps:
+                views.add_(part)
             else:
-                for n, one in enumerate(part):
-                    start = span.start + n * self.strip.step
-                    total[0, :, start : start + len(span)] += one
+                for view, one in zip(views, part, strict=True):
+                    view += one
             return
         start = 0
         for span in self.strip.spans:
@@ -178,24 +179,37 @@ class Fused:
         dropout: None,
         found: Cut,
         *learned: Tensor,
+        wants_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         size = value.shape[3]
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
         output = query.new_zeros(*query.shape[:3], width)
         lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
+        needs_lse = wants_lse or sink is not None or any(strip.joins for strip in found.strips)
         for part in _parts(found, query, scoring):
             three = part.seeing(part.of_query(query)), part.seen(part.of_key(key)), part.seen(part.of_key(value))
             to_output, to_lse = part.of_query(output), part.of_query(lse)
             if _suits_products(part.strip, query, key, part.is_square):
-                mask = part.added(lse.dtype)
-                attend(*three, mask, scale=scoring.scale, causal=part.is_square, output=to_output, lse=to_lse)
+                result, part_lse = to_output, to_lse
+                if part.strip.joins:
+                    result, part_lse = torch.empty_like(to_output), torch.empty_like(to_lse)
+                attend(
+                    *three,
+                    part.added(lse.dtype),
+                    scale=scoring.scale,
+                    causal=part.is_square,
+                    output=result,
+                    lse=part_lse if needs_lse else None,
+                )
+            elif part.is_square:
+                result, part_lse = _square(*three, scoring.scale)
             else:
-                if part.is_square:
-                    result, part_lse = _square(*three, scoring.scale)
-                else:
-                    mask = part.added(query.dtype)
-                    result, part_lse = _flash(*three, 0.0, False, attn_mask=mask, scale=scoring.scale)
+                mask = part.added(query.dtype)
+                result, part_lse = _flash(*three, 0.0, False, attn_mask=mask, scale=scoring.scale)
+            if part.strip.joins:
+                _join(to_output, to_lse, result, part_lse)
+            elif result is not to_output:
                 to_output.copy_(result)
                 to_lse.copy_(part_lse)
             if part.hidden is not None and part.hidden.queries is not None:
@@ -274,7 +288,7 @@ class Fused:
                 attn_mask=part.added(q.dtype),
                 scale=scoring.scale,
             )
-            part.of_query(grads[0]).copy_(of_query[..., : sizes[0]])
+            part.of_query(grads[0]).add_(of_query[..., : sizes[0]])
             part.add_to_key(grads[1], of_key[..., : sizes[1]])
             part.add_to_key(grads[2], of_value[..., : sizes[2]])
         grad_sink = None
@@ -338,9 +352,19 @@ def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
     first, first_lse = _square(query, old_key, old_value, scale)
     before, before_lse = _flash(later, old_key, old_value, 0.0, False, scale=scale)
     within, within_lse = _square(later, new_key, new_value, scale)
-    lse = torch.logaddexp(before_lse, within_lse)
-    share = exp(before_lse - lse)[..., None].to(before.dtype)
-    return torch.cat([first, torch.lerp(within, before, share)], dim=2), torch.cat([first_lse, lse], dim=2)
+    _join(within, within_lse, before, before_lse)
+    return torch.cat([first, within], dim=2), torch.cat([first_lse, within_lse], dim=2)
+
+
+def _join(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds what the same queries found in other keys to output and log-sum-exp."""
+    whole = torch.logaddexp(lse, more_lse)
+    share = exp(more_lse - whole)[..., None]
+    if output.dtype == share.dtype:
+        output.lerp_(more, share)
+    else:
+        output.copy_(torch.lerp(output.to(share.dtype), more.to(share.dtype), share))
+    lse.copy_(whole)
 
 
 def busiest(heads: int, threads: int) -> float:
@@ -389,6 +413,7 @@ class Written:
         dropout: Dropout | None,
         found: Cut,
         *learned: Tensor,
+        wants_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         output = query.new_empty(*query.shape[:3], value.shape[3])
         lse = torch.empty(query.shape[:3], dtype=wide(query[:0]).dtype, device=query.device)
@@ -773,16 +798,18 @@ def _apply(
     dropout: Dropout | None,
     found: Cut,
     learned: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Runs an engine; where nothing learns, without autograd's cost, which is as much as that of a small call."""
-    sink = call.scoring.sink
-    arguments: tuple[Any, ...] = (engine, call.scoring, dropout, found, *tensors, sink, *learned)
-    learns = torch.is_grad_enabled() and any(map(_learns, (*tensors, sink, *learned)))
+    scoring = call.scoring
+    rest: tuple[Any, ...] = (*tensors, scoring.sink, *learned)
+    learns = torch.is_grad_enabled() and any(map(_learns, rest))
     if learns or torch._C._are_functorch_transforms_active():
-        output, lse = Strips.apply(*arguments)  # type: ignore[no-untyped-call]
+        output, lse = Strips.apply(engine, scoring, dropout, found, *rest)  # type: ignore[no-untyped-call]
         return output, lse
+    fixed: Any = (scoring, dropout, found)
     with torch.no_grad():
-        return Strips.forward(*arguments)
+        output, lse = engine.forward(*rest[:4], *fixed, *learned, wants_lse=call.wants_lse)
+    return output, lse if call.wants_lse else None
 
 
 def cells(call: Call) -> int:
@@ -797,8 +824,8 @@ def cells(call: Call) -> int:
 
 
 def held(call: Call) -> int:
-    """The log-sum-exp, and for the largest strip its mask and keys, or its scores where those are written out."""
-    grid, query, key = call.scoring.grid, call.query, call.key
+    """The log-sum-exp, and for the largest strip its mask, biases, keys and result, or its scores if written out."""
+    grid, query, key, bias = call.scoring.grid, call.query, call.key, call.scoring.bias
     size = wide(query[:0]).element_size()
     sizes = []
     for strip in cut_of(call).strips:
@@ -806,8 +833,10 @@ def held(call: Call) -> int:
         cells = len(strip.queries) * strip.keys
         if fusable(call):
             masked = 0 if strip.full or strip.causal else cells * (1 + query.element_size())
-            joined = 0 if len(strip.spans) == 1 else 2 * rows * key.shape[1] * strip.keys * key.shape[3]
-            sizes.append(masked + joined * query.element_size())
+            biases = 0 if bias is None else rows * grid.heads * cells * size
+            cat = 0 if len(strip.spans) == 1 else 2 * rows * key.shape[1] * strip.keys * key.shape[3]
+            result = rows * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
+            sizes.append(masked + biases + (cat + result) * query.element_size())
         else:
             sizes.append(3 * rows * grid.heads * cells * size)
     return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
