@@ -704,3 +704,17 @@ def test_the_node_of_a_graph_keeps_torchs_rules():
     library.opcheck(
         tiled.in_graph, (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None)
     )
+
+
+def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_suit(monkeypatch):
+    query = torch.randn(1, 2, 80, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    called = []
+    monkeypatch.setattr(tiled, "attend", lambda *given, **more: called.append(more) or products.attend(*given, **more))
+    for suits in (False, True):
+        monkeypatch.setattr(products, "suit", lambda *given, answer=suits, **more: answer)
+        for mask in (None, Window(200), Causal()):
+            called.clear()
+            output = attention(query, query, query, mask=mask)
+            assert bool(called) == suits
+            assert plan(query, query, query, mask=mask).kernel == ("tiled" if suits else "dense")
+            assert_close(output, attention(query, query, query, mask=mask, kernel="reference"))

@@ -780,7 +780,7 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
         and strip.spans[0].step == 1
     ):
         alone = _narrowed(call, strip.spans[0])
-        if dense.cannot(alone) is None:
+        if dense.cannot(alone) is None and faster(alone) is None:
             return dense.run(alone)
     tensors = (call.query, call.key, call.value)
     if call.wants_lse:
