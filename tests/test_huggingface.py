@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 import regard
 from comparing import assert_close, assert_same_cells, assert_within_budget
-from regard import huggingface
+from regard import huggingface, layers
 from regard.huggingface import LazyMask, LazyWeights, attend, mask_for_transformers
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
@@ -457,14 +457,14 @@ def test_a_mutant_of_attention_is_noticed(monkeypatch, family, mutant):
     theirs, ours = pair(*CAUSAL[family])
     inputs = {"input_ids": some_tokens()}
     agree(theirs, ours, **inputs)
-    monkeypatch.setattr(huggingface, "attention", mutant)
+    monkeypatch.setattr(layers, "attention", mutant)
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, **inputs)
 
 
 def test_a_lost_position_bias_is_noticed(monkeypatch):
     theirs, ours = pair(*SEQ2SEQ["T5, position bias"])
-    monkeypatch.setattr(huggingface, "attention", without("bias"))
+    monkeypatch.setattr(layers, "attention", without("bias"))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, input_ids=some_tokens(), decoder_input_ids=some_tokens(5))
 

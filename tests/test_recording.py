@@ -18,9 +18,8 @@ from cases import BATCH, GRID, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, Ruled, biase
 from comparing import assert_close, assert_same_cells, assert_zero
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import LayerCache
-from regard.functional import attention
 from regard.generation import generate
-from regard.layers import FeedForward, Heads, MultiHeadAttention
+from regard.layers import Attend, FeedForward, Heads, MultiHeadAttention
 from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window, indices
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, ModelConfig
 from regard.observation import Observation, observe
@@ -845,9 +844,6 @@ class ForeignAttention(nn.Module):
         self.output = nn.Linear(heads * head_dim, 12)
         self.kind, self.seen = cache, 0
 
-    def attend(self, heads, scoring):
-        return attention(*heads, **scoring)
-
     def forward(self, x):
         parts = self.project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -867,7 +863,7 @@ class ForeignAttention(nn.Module):
         scoring = {"mask": mask, "bias": None, "scale": None, "softcap": None, "sink": None, "additive": None}
         watcher = getattr(self, "watcher", None)
         heads = Heads(q, k, v)
-        attended = self.attend(heads, scoring) if watcher is None else watcher(heads, scoring, self.attend)
+        attended = Attend()(heads, scoring) if watcher is None else watcher(heads, scoring, Attend())
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
@@ -1094,7 +1090,7 @@ def recorded(mask=None, bias=None, *, kinds=("one",), **scoring):
             "sink": None,
             "additive": None,
         } | scoring
-        layer.watcher(heads, arguments, lambda heads, scoring: attention(*heads, **scoring))
+        layer.watcher(heads, arguments, Attend())
 
     layer.forward = call
     with record(layer, values=True) as recording:
@@ -1510,3 +1506,56 @@ def test_a_mask_of_some_heads_is_those_heads_of_the_mask(data):
     assert_same_cells(mask.allowed(rows, columns).expand(BATCH, 2, -1, -1), cells)
     tile = mask.tile(rows, columns)
     assert tile is Tile.PARTIAL or cells.all() == cells.any() == (tile is Tile.FULL)
+
+
+# --- lse on the way -------------------------------------------------------------------------------------------------
+
+
+def lse_kept(recording):
+    ((text,),) = recording._texts.values()
+    return text.lse
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(40), Padding([300, 130])], ids=repr)
+@pytest.mark.parametrize("more", [{}, {"kv_heads": 2}, {"sink": True}, {"softcap": 2.0}], ids=str)
+def test_lse_is_kept_where_the_kernel_has_it_and_changes_no_bit_of_the_output(tmp_path, mask, more):
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(32, 4, mask=mask, **more).eval()
+    x = torch.randn(2, 300, 32)
+    with torch.no_grad():
+        plain = layer(x)
+        with record(layer) as recording, record(layer, heads=[3, 1]) as some:
+            assert torch.equal(layer(x), plain)
+    by_torch_in_another_way = more == {"kv_heads": 2} and (mask is None or isinstance(mask, Causal))
+    assert (lse_kept(recording) is None) == by_torch_in_another_way
+    seen = recording["attention"]
+    remade = observe(seen.query, seen.key, **layer.scoring()).lse
+    assert_close(seen.lse, remade)
+    assert_close(some["attention"].lse, remade[:, [3, 1]])
+    assert_close(some["attention"].head(1).weights(), seen.head(1).weights())
+    recording.save(tmp_path / "run.safetensors")
+    assert torch.equal(load_recording(tmp_path / "run.safetensors")["attention"].lse, seen.lse)
+
+
+def test_lse_is_not_kept_where_asking_would_change_the_call_or_its_numbers_are_rounded():
+    layer, x = MultiHeadAttention(32, 4), torch.randn(1, 200, 32)
+
+    def kept(layer, x, **more):
+        with record(layer, **more) as recording:
+            layer(x)
+        return lse_kept(recording) is not None
+
+    assert not kept(layer, x)  # it learns
+    with torch.no_grad():
+        assert kept(layer, x)
+        assert not kept(layer, x, dtype=torch.float16)
+        assert not kept(layer, x[:, :20])
+        assert not kept(layer.bfloat16(), x.bfloat16())
+        layer.float()
+        with record(layer) as recording:
+            cache = LayerCache()
+            layer(x[:, :150], mask=Causal(), cache=cache)
+            assert lse_kept(recording) is not None
+            layer(x[:, 150:], mask=Causal(), cache=cache)
+        assert lse_kept(recording) is None
+        assert_close(recording["attention"].weights().sum(-1), torch.ones(1, 4, 200))

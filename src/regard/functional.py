@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.biases import Bias, as_bias
-from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, tiled
+from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse, tiled
 from regard.masks import EVERYTHING, Mask, Tile, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
@@ -108,6 +108,24 @@ def attention_with_lse(
     output, lse = _run(call, kernel)
     assert lse is not None  # the call wants it, and a kernel that has none says that it cannot
     return AttentionOutput(output, lse)
+
+
+def attention_and_perhaps_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    additive: Additive | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """`attention`, to the bit, and lse where the same kernel has it on the way; for those who look, not in the way."""
+    call = check_call("attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, None, False)
+    return _run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
 
 
 def check_call(

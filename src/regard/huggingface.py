@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from regard.biases import Bias, as_bias
-from regard.functional import attention
-from regard.layers import Heads, ScoringArguments
+from regard.layers import Attend, Heads, ScoringArguments
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Dense, Document, Mask, Not, Padding, Where, Window, indices
 from regard.masks import And as Both
 from regard.masks import Or as Either
@@ -127,11 +126,7 @@ def attend(
     scoring: ScoringArguments = {
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sink": s_aux, "additive": None
     }  # fmt: skip
-
-    def compute(heads: Heads, scoring: ScoringArguments) -> Tensor:
-        return attention(*heads, **scoring, dropout=dropout if module.training else 0.0)
-
-    watcher = getattr(module, "watcher", None)
+    compute, watcher = Attend(dropout if module.training else 0.0), getattr(module, "watcher", None)
     output = compute(heads, scoring) if watcher is None else watcher(heads, scoring, compute)
     weights = LazyWeights(heads, scoring) if _weights_are_asked_for(others) else None
     return output.transpose(1, 2).contiguous(), weights

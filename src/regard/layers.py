@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.cache import LayerCache
-from regard.functional import attention
+from regard.functional import attention, attention_and_perhaps_lse
 from regard.masks import Mask
 from regard.positions import Rotary
 from regard.scores import Additive
@@ -108,8 +108,19 @@ class ScoringArguments(TypedDict):
     additive: Additive | None
 
 
-Attend = Callable[[Heads, ScoringArguments], Tensor]
-"""What an attention layer does with its heads: [batch, heads, query_len, value_dim]."""
+class Attend:
+    """What an attention layer does with its heads: [batch, heads, query_len, value_dim]."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        self.dropout = dropout
+
+    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
+        return attention(*heads, **scoring, dropout=self.dropout)
+
+    def with_lse(self, heads: Heads, scoring: ScoringArguments) -> tuple[Tensor, Tensor | None]:
+        """The same, to the bit, and lse [batch, heads, query_len], where it is had on the way."""
+        return attention_and_perhaps_lse(*heads, **scoring, dropout=self.dropout)
+
 
 Watcher = Callable[[Heads, ScoringArguments, Attend], Tensor]
 """What may stand around it: it is given all that attention is given, and calls it itself or answers in its place."""
@@ -266,13 +277,8 @@ class MultiHeadAttention(nn.Module):
 
     def attend(self, heads: Heads, *, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """Attention of the projected heads: [batch, heads, query_len, value_dim]."""
-        scoring = self.scoring(mask, bias)
-        return (
-            self._attention(heads, scoring) if self.watcher is None else self.watcher(heads, scoring, self._attention)
-        )
-
-    def _attention(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
-        return attention(*heads, **scoring, dropout=self.dropout if self.training else 0.0)
+        scoring, attend = self.scoring(mask, bias), Attend(self.dropout if self.training else 0.0)
+        return attend(heads, scoring) if self.watcher is None else self.watcher(heads, scoring, attend)
 
     def scoring(self, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> ScoringArguments:
         """What `attention` is told of a score: mask and bias are the layer's own with those of a call."""

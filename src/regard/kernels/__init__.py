@@ -6,11 +6,13 @@ in a `Kernel`, and put it into `KERNELS` where it belongs: "auto" takes the firs
 anything square worth mentioning. The reference can do everything and stands last.
 """
 
+import torch
+
 from regard.kernels import dense, flex, tiled
 from regard.kernels.call import Call, Kernel, KernelError, all_cells
 from regard.reference import reference
 
-__all__ = ["KERNELS", "REFERENCE", "SMALL", "Call", "Kernel", "KernelError", "all_cells", "choose"]
+__all__ = ["KERNELS", "REFERENCE", "SMALL", "Call", "Kernel", "KernelError", "all_cells", "choose", "gives_lse"]
 
 REFERENCE = Kernel(
     name="reference",
@@ -48,3 +50,21 @@ def choose(call: Call, name: str = "auto") -> Kernel:
             others = ", ".join(k.name for k in KERNELS if k.cannot(call) is None)
             raise KernelError(f"attention: kernel {name!r} cannot do this call: {why}\n  kernels that can: {others}")
     raise KernelError(f"attention: no kernel named {name!r}; there are: auto, {', '.join(k.name for k in KERNELS)}")
+
+
+def gives_lse(call: Call) -> bool:
+    """Whether the kernel that is chosen has lse on the way: asking for it changes no bit of the output.
+
+    So it is in float32 and float64 on a CPU, where torch's own function is the same operator as the tiled kernel's. Not
+    said of calls so small that asking costs more than having it later, nor of those that learn.
+    """
+    grid, query = call.scoring.grid, call.query
+    if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_cells(call) < SMALL:
+        return False
+    if torch.compiler.is_compiling() or any(t.requires_grad for t in (query, call.key, call.value)):
+        return False
+    kernel = choose(call)
+    if kernel is not dense.KERNEL:
+        return kernel is tiled.KERNEL
+    sizes = {t.shape[3] for t in (query, call.key, call.value)}
+    return dense.square(call) == 0 and call.key.shape[1] == grid.heads and len(sizes) == 1 and tiled.FLASH

@@ -127,13 +127,16 @@ class Recording(Mapping[str, Recorded]):
             known = ", ".join(self._texts) or "none: has the model run inside the with block?"
             raise KeyError(f"recording: no layer {name!r}; recorded are: {known}") from None
 
-    def _add(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool) -> None:
+    def _add(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, lse: Tensor | None) -> None:
         """Keeps one call of a layer.
 
         Args:
             settled: that nobody will write into these tensors is known (regard's own layers and caches).
+            lse: the call's, if it is known.
         """
         text = self._text(name, heads, scoring, settled)
+        if lse is not None and self._dtype in (None, heads.query.dtype):  # not that of rounded numbers
+            text.lse = lse.detach() if self._chosen is None else lse.detach()[:, list(self._chosen)]
         texts = self._texts.setdefault(name, [])
         if not (texts and texts[-1].take(text, settled)):
             texts.append(text)
@@ -210,15 +213,27 @@ def record(
     recording = Recording(_name(model), heads=heads, values=values, dtype=dtype)
 
     def keep(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
-        def kept(heads: Heads, scoring: ScoringArguments) -> Tensor:
-            if wanted is None or place.name in wanted or place.number in wanted:
-                recording._add(place.name, heads, scoring, place.settled)
-            return attend(heads, scoring)
-
-        return before(heads, scoring, kept)
+        here = wanted is None or place.name in wanted or place.number in wanted
+        return before(heads, scoring, _Keeping(recording, place, attend) if here else attend)
 
     with watching("record", model, wanted or set(), keep), _reading(model, recording):
         yield recording
+
+
+class _Keeping(Attend):
+    """Attention that keeps what it is given, and lse where the kernel has it on the way."""
+
+    def __init__(self, recording: Recording, place: Place, attend: Attend) -> None:
+        super().__init__()
+        self._recording, self._place, self._attend = recording, place, attend
+
+    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
+        return self.with_lse(heads, scoring)[0]
+
+    def with_lse(self, heads: Heads, scoring: ScoringArguments) -> tuple[Tensor, Tensor | None]:
+        output, lse = self._attend.with_lse(heads, scoring)
+        self._recording._add(self._place.name, heads, scoring, self._place.settled, lse)
+        return output, lse
 
 
 @contextmanager
