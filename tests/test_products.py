@@ -79,6 +79,13 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
         assert_close(ours, theirs, name)
 
 
+def test_rows_that_share_memory_are_never_added_to_at_once():
+    memory = torch.zeros(2, 11, 4)
+    windows = memory.unfold(1, 3, 2).permute(1, 0, 3, 2)
+    assert [t.shape for (t,) in products._stacks([windows], overlap=True)] == [(2, 3, 4)] * 5
+    assert [t.shape for (t,) in products._stacks([windows], overlap=False)] == [(5, 3, 4)] * 2
+
+
 def test_rows_that_share_memory_add_up_one_after_another():
     draw = torch.Generator().manual_seed(0)
     query, towards = torch.randn(2, 5, 2, 3, 4, dtype=torch.float64, generator=draw).unbind()

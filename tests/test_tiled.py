@@ -317,6 +317,52 @@ def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):
         assert_close(ours, theirs)
 
 
+ODD_AND_EVEN = Where(lambda batch, head, query, key: (query // 16 % 2 == 0) | (key == query))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Prefix(8) | (Window(3) & ODD_AND_EVEN),  # strips that are alike, and others between them
+        # the second half's strips are alike in all but what they hide
+        Window(4) | (Window(7) & Document(torch.arange(256) // 128, torch.ones(272, dtype=torch.int64))),
+        Causal(offset=0) | ~Prefix(256),  # a causal square, and keys after it
+        Causal() | Prefix(100),
+        Causal() & (Window(30) | Prefix(3)),
+    ],
+    ids=repr,
+)
+def test_strips_that_are_not_quite_alike_stay_apart(small, operator, mask):
+    query, key, value = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (256, 272, 272))
+    ours, right = (attention(query, key, value, mask=mask, kernel=kernel) for kernel in ("tiled", "reference"))
+    assert_close(ours, right)
+
+
+@pytest.mark.parametrize("offset", [-7, 0, 3])
+@pytest.mark.parametrize("band", [(None, 0), (9, 0), (3, 4), (None, None), (5, None), (0, 2)])
+def test_a_band_on_every_third_query_and_key_is_a_band(band, offset):
+    mask = Band(*band, offset=offset).bind(Grid(1, 1, 40, 50))
+    for queries, keys in ((range(0, 40, 3), range(1, 50, 3)), (range(2, 40, 3), range(0, 50, 3))):
+        found = strips._every(mask, queries, keys).bind(Grid(1, 1, len(queries), len(keys)))
+        right = mask.allowed(range(40), range(50))[..., queries.start :: 3, keys.start :: 3]
+        assert torch.equal(found.allowed(range(len(queries)), range(len(keys))), right)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 3e38, -3e38])
+@pytest.mark.parametrize("mask", [Window(9), Causal() & (Window(9) | Prefix(3)), Chunk(40)], ids=repr)
+def test_whatever_stands_in_hidden_keys_and_values_reaches_nothing(small, operator, mask, number):
+    query, key, value = torch.randn(3, 1, 2, 320, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    real = torch.arange(320) % 50 != 7
+    found = []
+    for fill in (0.0, number):
+        learning = [t.clone().masked_fill_(~real[:, None], fill).requires_grad_() for t in (key, value)]
+        learning.append(query.clone().requires_grad_())
+        output, lse = attention_with_lse(learning[2], *learning[:2], mask=mask & Padding(real[None]), kernel="tiled")
+        found.append([output, lse, *torch.autograd.grad(output.square().sum() + lse.sum(), learning)])
+    for clean, ours in zip(*found, strict=True):
+        assert_close(ours, clean)
+
+
 def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
     def times(heads):
         query = torch.zeros(1, heads, 4096, 8)

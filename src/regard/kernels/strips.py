@@ -113,7 +113,7 @@ def cut(
     diagonals = {at for part in _leaves(mask) if (at := _diagonal(part)) is not None} if by.squares else set()
     prefixes = {part.n for part in _leaves(mask) if isinstance(part, Prefix) and isinstance(part.n, int)}
     starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
-    breaks |= {start for start, at in starts if _square_at(at, mask, range(start, query_len), key_len)}
+    breaks = breaks | {start for start, at in starts if _square_at(at, mask, range(start, query_len), key_len)}
     for segment in _segments(sorted(breaks), query_len):
         square = next((found for at in diagonals if (found := _square_at(at, mask, segment, key_len))), None)
         if square is not None:
@@ -256,7 +256,7 @@ def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, by: C
 
 
 def _every(mask: Mask, queries: range, keys: range) -> Mask:
-    """A mask on every so-manieth query and key, as a mask on their numbers."""
+    """A mask on queries and keys that stand equally far apart, as a mask on their numbers."""
     if not isinstance(mask, Band) or not isinstance(mask.offset, int):
         return mask if mask is EVERYTHING else _Every(mask, queries, keys)
     # query m and key n are (ahead + (m - n) step) apart
@@ -409,13 +409,15 @@ class Cut:
             most = max(1, TOGETHER // max(1, len(strips[0].queries) * grid.heads))
             while strips:
                 first, times = strips[0], 1
+                *shared, moving = first.spans
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
+                if shared and step != len(first.queries):  # between them lie queries that see something else
+                    most = 1
                 while (
                     times < min(most, len(strips))
                     and strips[times].queries.start - strips[times - 1].queries.start == step
                 ):
                     times += 1
-                *shared, moving = first.spans
                 if times == 1:
                     yield first
                 else:

@@ -184,7 +184,9 @@ class Fused:
         size = value.shape[3]
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
-        output = query.new_zeros(*query.shape[:3], width)
+        output = query.new_empty(*query.shape[:3], width)
+        if not all(strip.keys for strip in found.strips):  # their queries stay as they are
+            output.zero_()
         lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
         needs_lse = wants_lse or sink is not None or any(strip.joins for strip in found.strips)
         for part in _parts(found, query, scoring):

@@ -7,7 +7,8 @@ and changes single heads while it runs.
     recording.save("run.safetensors")
 
 The model runs as fast as ever: nothing is computed until something is asked, and what is kept is what the layer made,
-not a copy, with lse where the layer's kernel had it on the way. (A tensor into which somebody writes later, such as a static cache, is copied.)
+not a copy, with lse where the layer's kernel had it on the way. (A tensor into which somebody writes later, such as a
+static cache, is copied.)
 
 A layer may be called several times. While a model generates, the keys of a call are those of the call before and the
 new ones; such calls are one text, read in pieces, and its keys are kept once. `recording[layer]` is the last text a
