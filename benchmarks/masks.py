@@ -1,6 +1,6 @@
 """What a mask costs: every row of `regard bench`, kept in benchmarks/results, and the page that is made of it.
 
-    python benchmarks/masks.py [--rows PATTERN] [--quick] [--repeats 5] [--threads N] [--output FILE]
+    python benchmarks/masks.py [--rows PATTERN] [--quick] [--repeats 15] [--threads N] [--output FILE]
     python benchmarks/masks.py --report          writes docs/performance.md and its plots; measures nothing
 
 Only a whole run is kept where the page is made from; for a part of it, or a quick one, say where with --output. A run
@@ -364,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", metavar="PATTERN", help="rows whose name contains this; * stands for anything")
     parser.add_argument("--quick", action="store_true", help="an eighth of every length, once each")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--report", action="store_true", help="write docs/performance.md and measure nothing")

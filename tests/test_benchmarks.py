@@ -369,3 +369,13 @@ def test_a_recording_is_compared_with_weights_that_give_the_same_statistics(monk
         monkeypatch.setattr(recording, "Received", lambda: recording.Entropy())
         with pytest.raises(AssertionError):
             recording.agree(model, tokens)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_everybody_has_a_turn_in_every_repeat_and_follows_others_in_others(count: int) -> None:
+    names = [*"abcde"][:count]
+    turns = [bench.in_turn(names, repeat) for repeat in range(count)]
+    assert all(sorted(turn) == names for turn in turns)
+    before = {name: {turn[turn.index(name) - 1] for turn in turns if turn[0] != name} for name in names}
+    assert all(len(others) >= count // 2 for others in before.values())
+    assert count != 4 or all(len(others) == 3 for others in before.values())

@@ -422,7 +422,7 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="An eighth of every length, once each: to see that it runs.")
     ] = False,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Calls whose median is taken.")] = 5,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Calls whose median is taken.")] = 15,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
     ] = None,
