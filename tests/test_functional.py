@@ -432,3 +432,9 @@ def test_a_bias_that_learns_and_a_sink_get_their_gradients_through_the_public_fu
             for gradient in torch.autograd.grad(output.square().sum(), (leaf, sink)):
                 assert gradient.isfinite().all(), name
                 assert gradient.abs().max() > 0, name
+
+
+def test_a_plan_never_needs_more_than_it_computes():
+    query = torch.zeros(1, 2, 2048, 8)
+    planned = plan(query, query, query, mask=Causal() & (Window(100) | Prefix(4)), tile_size=256)
+    assert planned.flops_needed == planned.flops_computed < 2048 * 256 * 2 * 32

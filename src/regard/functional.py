@@ -201,7 +201,8 @@ class Plan:
         kernel: the kernel that would run.
         why: why this one; `others` says why not each of the others.
         tiles: how many tiles of `tile_size` x `tile_size` scores the mask calls empty, partial and full.
-        flops_needed: multiply-adds counted as two, for the scores that the mask allows (whole tiles).
+        flops_needed: multiply-adds counted as two, for the scores that the mask allows: those of whole tiles, or those
+            that are computed, if they are fewer.
         flops_computed: the same for the scores that the kernel computes.
         bytes_moved: query, key and value read once, output written once.
         square_numbers: numbers of query_len x key_len that the kernel holds; 0 where it needs none.
@@ -281,7 +282,7 @@ def plan(
     others = {k.name: k.cannot(call) or f"it can, but {_drawback(k, call, chosen)}" for k in KERNELS if k is not chosen}
     bound = call.scoring.mask or EVERYTHING
     tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
-    per_score = 2 * (query.shape[3] + value.shape[3]) * grid.batch * grid.heads
+    per_score, computed = 2 * (query.shape[3] + value.shape[3]), chosen.cells(call)
     output = query.numel() // max(1, query.shape[3]) * value.shape[3]
     square = chosen.square(call)
     return Plan(
@@ -292,8 +293,8 @@ def plan(
         grid=str(grid),
         tile_size=tile_size,
         tiles=tiles,
-        flops_needed=cells * per_score,
-        flops_computed=chosen.cells(call) * 2 * (query.shape[3] + value.shape[3]),
+        flops_needed=min(cells * grid.batch * grid.heads, computed) * per_score,
+        flops_computed=computed * per_score,
         bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
         square_numbers=square,
         peak_bytes=chosen.held(call) + output * query.element_size(),
