@@ -24,13 +24,15 @@ from regard.observation import (
     Received,
     Share,
     Spread,
+    Statistic,
     Top,
     Viewers,
     Visible,
+    _heads_of_a_tile,
     observe,
 )
 from regard.reference import softmax
-from regard.scores import Additive
+from regard.scores import Additive, grouped_product
 from regard.shapes import ShapeError
 
 QUERY, KEY, VALUE = (x.detach() for x in tensors())
@@ -57,11 +59,14 @@ CALLS = {
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
-@pytest.fixture(params=["at once", "in tiles"])
+@pytest.fixture(params=["at once", "in whole rows", "in tiles"])
 def _tiles(request, monkeypatch):
-    """All 7 x 11 scores at once, and at most 3 x 4 at a time, where 2 keys may make a tile of their own."""
-    if request.param == "in tiles":
-        for name, value in {"CELLS": 3 * BATCH * HEADS * 4 + 5, "COLUMNS": 4, "EDGE": 2}.items():
+    """All 7 x 11 scores at once; at most 3 rows of some heads; and at most 3 x 4, where 2 keys may make a tile."""
+    if request.param != "at once":
+        limits = {"CELLS": 3 * BATCH * HEADS * 4 + 5, "COLUMNS": 4, "EDGE": 2, "ROWS": 3, "DEAREST": math.inf}
+        if request.param == "in tiles":
+            limits["WHOLE"] = 4
+        for name, value in limits.items():
             monkeypatch.setattr(regard.observation, name, value)
 
 
@@ -490,6 +495,66 @@ def test_no_more_than_cells_are_held_at_once(monkeypatch):
         observe(query, torch.randn(3, 1, key_len, 3), softcap=2.0).gather(Watch())
         assert max(largest) <= 1 << 15
         largest.clear()
+
+
+class Keep(Statistic):
+    """A statistic from elsewhere, which keeps the tiles themselves."""
+
+    def start(self, seen):
+        super().start(seen)
+        self.tiles = []
+
+    def of(self, tile):
+        return tile.weights
+
+    def add(self, tile, part):
+        self.tiles.append((tile.queries, tile.heads, part[..., :2]))
+
+    def finish(self):
+        return self.tiles
+
+
+def test_a_statistic_from_elsewhere_may_keep_what_it_was_shown(monkeypatch):
+    monkeypatch.setattr(regard.observation, "CELLS", 3 * KEY_LEN)
+    for name in ("nothing", "softcap", "sink"):
+        weights = seen(name).weights()
+        for lse in (None, seen(name).lse):
+            _, tiles = seen(name, lse=lse).gather(Entropy(), Keep())
+            assert len(tiles) > 6
+            for number, (queries, heads, kept) in enumerate(tiles):
+                expected = weights[number // (len(tiles) // 2), heads, queries.start : queries.stop, :2]
+                assert_close(kept[0], expected, name)
+
+
+def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_cost(monkeypatch):
+    computed = []
+
+    def counted(left, right, **more):
+        computed.append(left.shape[1] * left.shape[2] * right.shape[3])
+        return grouped_product(left, right, **more)
+
+    monkeypatch.setattr(regard.observation, "CELLS", 1 << 12)
+    monkeypatch.setattr(regard.observation, "grouped_product", counted)
+    query = torch.randn(1, 1, 512, 3)
+    sinks_and_window = Causal() & (Window(16) | Where(lambda b, h, q, k: k < 4))
+    for mask, most, passes in ((None, 512, 1), (Causal(), 512, 1), (None, 511, 2), (sinks_and_window, 512, 2)):
+        monkeypatch.setattr(regard.observation, "WHOLE", most)
+        observation = observe(query, query, mask=mask)
+        computed.clear()
+        found = observation.gather(Received(), Top(2))
+        first = sum(computed)
+        assert_close(observation.lse, attention_with_lse(query, query, query, mask=mask).lse, tolerance=1e-5)
+        assert sum(computed) == first  # it is known
+        again = observation.gather(Received(), Top(2))
+        assert 0.7 * passes <= first / (sum(computed) - first) <= 1.5 * passes, mask
+        for one, other in zip(flat(found), flat(again), strict=True):
+            assert_close(one.double(), other.double(), tolerance=1e-5)
+
+
+def test_heads_go_together_in_whole_groups_or_in_equal_parts_of_one():
+    for heads, group, most, together in ((12, 1, 4, 4), (12, 1, 5, 4), (12, 1, 8, 6), (32, 4, 6, 4), (32, 4, 9, 8),
+                                         (32, 8, 6, 4), (6, 3, 2, 1), (32, 32, 31, 16), (7, 1, 3, 3)):  # fmt: skip
+        assert _heads_of_a_tile(heads, group, most) == together, (heads, group, most)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

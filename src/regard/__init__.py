@@ -3,7 +3,7 @@
 attention, attention_with_lse, plan     the function, its log-sum-exp, and what a call would cost
 Causal, Window, Prefix, Document, ...   masks: who may attend to whom; they compose with & | ~
 Alibi, RelativeBias                     biases: what is added to a score
-observe, record, steps                  what a call, a model and a layer did
+observe, record, gather, steps          what a call, a model and a layer did
 intervene                               a model with single heads changed
 MultiHeadAttention, Block, ...          layers
 Encoder, Decoder, EncoderDecoder        models, from one ModelConfig
@@ -32,7 +32,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
-from regard.recording import Ablate, HideKey, Recording, Replace, Scale, intervene, load_recording, record
+from regard.recording import Ablate, HideKey, Recording, Replace, Scale, gather, intervene, load_recording, record
 from regard.reference import AttentionOutput
 from regard.scores import Additive
 from regard.shapes import ShapeError
@@ -91,6 +91,7 @@ __all__ = [
     "YarnScaling",
     "attention",
     "attention_with_lse",
+    "gather",
     "generate",
     "intervene",
     "load_recording",

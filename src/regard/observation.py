@@ -8,13 +8,13 @@ tile of weights once and holds a few numbers per query, per key or per pixel; se
     seen = regard.observe(query, key, mask=Causal())
     entropy, top, picture = seen.gather(Entropy(), Top(8), Image(512))
 
-`seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. Where a score is a plain
-product, three things make a pass cheap:
+`seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. What makes a pass cheap:
 
-    lse       comes from a pass of its own: one product, one exp2. Where nothing but the entropy is wanted, one fused
-              call of attention with the keys as values brings both, H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
-    weights   are 2^(q' . k') with q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1]: one product, one exp2
-    statistics are taken while the tile is in the processor's cache
+    weights   are 2^(log2(e) (score - lse)): one product, one sum and one exp2
+    lse       comes out of the same pass where a tile holds all that a query sees, up to `WHOLE` keys. A longer text
+              needs a pass of its own; where nothing but the entropy is wanted, one fused call of attention with the
+              keys as values brings both, H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
+    tiles     take each other's memory, and statistics are taken while a tile is in the processor's cache
 
 If query, key or whatever else makes a score wants a gradient, every statistic is differentiable: a tile's part is
 computed again in the backward pass, so an entropy penalty in a loss needs memory of O(length) too.
@@ -48,8 +48,14 @@ CELLS = 1 << 20
 CELLS_ELSEWHERE = 1 << 25
 """Weights in a tile on a GPU, where starting an operation costs more than a cache gains."""
 
-ROWS, COLUMNS = 1024, 1024
-"""Most queries and keys in a tile, measured on a CPU: fewer cost more calls, more leave the cache."""
+COLUMNS, WHOLE = 2048, 8192
+"""Most keys in a tile, and most where that makes a tile hold all that its queries see, so that it brings their lse."""
+
+ROWS = 128
+"""Queries of one head in a tile before a second head is taken into it: matrix products like rows. All measured."""
+
+DEAREST = 1.5
+"""Most cells, over those of tiles that skip what is hidden, for which tiles that hold all of a row save time."""
 
 OVERHEAD = 1 << 15
 """Weights that could be computed in the time that a tile's calls take, measured on a CPU."""
@@ -80,55 +86,150 @@ def _silent(done: int, all: int) -> None:
 class Rectangle:
     """One tile of a call, as a statistic sees it: scores and weights of some queries and keys, made when asked for.
 
+        exponents = log2(e) (score - shift),   powers = 2^exponents,   weights = powers / total
+
+    with shift = lse and total = 1 where lse is known, or else the largest score, and the sum over all that is seen.
+
     Attributes:
-        batch: which batch rows of the call it belongs to.
-        queries, keys: which queries and keys; its tensors are [batch, heads, len(queries), len(keys)].
+        total: [batch, heads, rows], once there are powers; None for 1.
+        batch, heads: which batch rows and heads of the call it belongs to.
+        queries, keys: which queries and keys; its tensors are [batch, heads, len(queries), len(keys)]. The next tile
+            may take their memory: what is kept of them has to be computed or copied.
     """
 
     def __init__(
         self,
         scoring: Scoring,
-        batch: slice,
+        at: tuple[slice, slice],
         queries: range,
         keys: range,
         query: Tensor,
         key: Tensor,
         norm: Tensor | None,
-        folded: bool = False,
+        *,
+        scaled: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
-        self.batch, self.queries, self.keys = batch, queries, keys
+        """
+        Args:
+            scoring: of these batch rows and heads.
+            norm: lse, 0 for a query that sees nothing; None: not known.
+            scaled: whether query @ key^T is the score.
+            memory: [3, at least as many cells as the tile has], for its tensors; None: they take their own.
+        """
+        (self.batch, self.heads), self.queries, self.keys = at, queries, keys
         full = scoring.mask is None or scoring.mask.tile(queries, keys) is Tile.FULL
         self._scoring = replace(scoring, mask=None) if full else scoring
-        self._query, self._key, self._norm, self._folded = query, key, norm, folded
+        self._query, self._key, self._norm, self._scaled, self._memory = query, key, norm, scaled, memory
+        self._shift: Tensor | None = None
+        self.total: Tensor | None = None
+        self._seen: Tensor | None = None
 
     @cached_property
     def allowed(self) -> Tensor | None:
         """Who may attend to whom, broadcastable to the tile; None for everybody to everybody."""
         return self._scoring.allowed(self.queries, self.keys)
 
-    @cached_property
+    @property
     def scores(self) -> Tensor:
         """Scores after scale, softcap, bias and mask; -inf where hidden."""
-        if self._folded:
-            return self._product() if self._norm is None else self.log2 / LOG2_E + self._norm[..., None]
-        return self._scoring.tile(*self._shown(), self.queries, self.keys)
+        if self._shift is None:
+            return self._scores
+        return self.exponents / LOG2_E + self._shift[..., None]  # which stand where the scores stood
 
     @cached_property
+    def exponents(self) -> Tensor:
+        """The binary logarithms of the powers; -inf where hidden."""
+        shift = self._norm
+        if shift is None:
+            shift = self._scores.amax(-1)
+            if self._scoring.sink is not None:
+                shift = torch.maximum(shift, self._scoring.sink[:, None].to(shift))
+            shift = _finite(shift)
+        exponents = torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._take(0))
+        self._shift = shift
+        return exponents
+
+    @cached_property
+    def powers(self) -> Tensor:
+        """Weights times total; 0 where hidden."""
+        powers = torch.exp2(self.exponents, out=self._take(1))
+        if self._norm is None:
+            assert self._shift is not None
+            total = self._seen = powers.sum(-1)
+            if self._scoring.sink is not None:
+                total = total + exp(self._scoring.sink[:, None].to(total) - self._shift)
+            self._norm = self._shift + total.log()
+            self.total = total.masked_fill(total == 0, 1.0)
+        return powers
+
+    @property
     def log2(self) -> Tensor:
         """The binary logarithm of the weights; -inf where hidden."""
-        assert self._norm is not None
-        return self._product() if self._folded else (self.scores - self._norm[..., None]) * LOG2_E
+        self._normalise()
+        return self.exponents
 
-    @cached_property
+    @property
     def weights(self) -> Tensor:
         """Weights; 0 where hidden."""
-        return self.log2.exp2()
+        self._normalise()
+        return self.powers
 
-    def _product(self) -> Tensor:
-        """What was folded into query and key; -inf where hidden."""
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of its queries' scores, if it was given or the tile holds all that they see: [batch, heads,
+        rows]."""
+        assert self.powers is not None  # which bring it
+        assert self._norm is not None
+        return self._norm
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """For a tile whose lse is not known: the largest score of each query, or of its sink; and the sum of
+        exp(score - largest), -inf and 0 where nothing is seen."""
+        assert self.powers is not None
+        assert self._shift is not None
+        assert self._seen is not None
+        return self._shift.masked_fill(self._seen == 0, -math.inf), self._seen
+
+    def negentropy(self) -> Tensor:
+        """The sum of weight log2(weight) of each query: [batch, heads, rows]."""
+        powers, exponents = self.powers, self.exponents
+        if self.allowed is not None:
+            exponents = torch.clamp(exponents, min=LOW, out=self._take(2))
+        sums = torch.mul(powers, exponents, out=self._take(2)).sum(-1)
+        if self.total is None:
+            return sums
+        assert self._seen is not None
+        return (sums - self.total.log2() * self._seen) / self.total
+
+    def rescaled(self, sums: Tensor) -> Tensor:
+        """Sums of powers per query as sums of weights: [batch, heads, rows, *]."""
+        return sums if self.total is None else sums / self.total.unflatten(-1, (-1, *[1] * (sums.dim() - 3)))
+
+    def _normalise(self) -> None:
+        """Makes total 1."""
+        powers = self.powers
+        if self.total is not None:
+            assert self._shift is not None
+            self.exponents.sub_(self.total.log2()[..., None])
+            powers.div_(self.total[..., None])
+            self._shift, self.total = self._shift + self.total.log(), None
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        """Scores; in memory, the exponents take their place."""
         query, key = self._shown()
-        product = grouped_product(query, key.transpose(-2, -1))
+        if not self._scaled:
+            return self._scoring.tile(query, key, self.queries, self.keys)
+        product = grouped_product(query, key.transpose(-2, -1), out=self._take(0))
         return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
+
+    def _take(self, number: int) -> Tensor | None:
+        """One of three pieces of memory of the tile's size, where there are any."""
+        if self._memory is None:
+            return None
+        shape = *self._query.shape[:3], len(self.keys)
+        return self._memory[number, : math.prod(shape)].view(shape)
 
     def _shown(self) -> tuple[Tensor, Tensor]:
         """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
@@ -143,6 +244,10 @@ class Rectangle:
             return self.allowed.expand(shape).sum(dim)
         length = shape.pop(dim)
         return torch.full(shape, length, device=self._query.device)
+
+    def rows(self) -> tuple[slice, slice, slice]:
+        """Where its queries stand in a tensor [batch, heads, query_len, *] of the whole call."""
+        return self.batch, self.heads, slice(self.queries.start, self.queries.stop)
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The queries [rows, 1] and the keys [1, columns] as numbers."""
@@ -216,7 +321,7 @@ class PerQuery(Statistic[Tensor]):
         self.total = seen._zeros(seen.grid.query_len, *self.extra, dtype=self.dtype)
 
     def add(self, tile: Rectangle, part: Tensor) -> None:
-        self.total[tile.batch, :, tile.queries.start : tile.queries.stop] += part
+        self.total[tile.rows()] += part
 
     def finish(self) -> Tensor:
         return self.total
@@ -232,7 +337,7 @@ class PerKey(Statistic[Tensor]):
         self.total = seen._zeros(seen.grid.key_len, dtype=self.dtype)
 
     def add(self, tile: Rectangle, part: Tensor) -> None:
-        self.total[tile.batch, :, tile.keys.start : tile.keys.stop] += part
+        self.total[tile.batch, tile.heads, tile.keys.start : tile.keys.stop] += part
 
     def finish(self) -> Tensor:
         return self.total
@@ -242,11 +347,10 @@ class Entropy(PerQuery):
     """See `Observation.entropy`."""
 
     def of(self, tile: Rectangle) -> Tensor:
-        log2 = tile.log2 if tile.allowed is None else tile.log2.clamp(min=LOW)
-        return (tile.weights * log2).sum(-1)
+        return tile.negentropy()
 
     def finish(self) -> Tensor:
-        entropy = self.total / -LOG2_E
+        entropy = 0.0 - self.total / LOG2_E
         sink = self.seen._sink()
         if sink is not None:
             entropy = entropy + self.seen.sink_mass() * (_finite(self.seen.lse) - sink)
@@ -257,7 +361,30 @@ class Received(PerKey):
     """See `Observation.received`."""
 
     def of(self, tile: Rectangle) -> Tensor:
-        return tile.weights.sum(-2)
+        powers = tile.powers
+        if tile.total is None:
+            return powers.sum(-2)
+        return (tile.total.reciprocal()[..., None, :] @ powers)[..., 0, :]
+
+
+class Attended(PerQuery):
+    """What attention gives: the sum of the values by weight, [batch, heads, query_len, value_dim].
+
+    Args:
+        value: [batch, kv_heads, key_len, value_dim].
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def start(self, seen: "Observation") -> None:
+        self.extra = (self.value.shape[-1],)
+        super().start(seen)
+
+    def of(self, tile: Rectangle) -> Tensor:
+        value = _of_heads(self.value, self.seen.grid.heads, range(tile.heads.start, tile.heads.stop))
+        value = wide(value[tile.batch, :, tile.keys.start : tile.keys.stop])
+        return tile.rescaled(grouped_product(tile.powers, hide(value, tile.allowed)))
 
 
 class Visible(PerQuery):
@@ -288,8 +415,9 @@ class Share(PerQuery):
 
     def of(self, tile: Rectangle) -> Tensor:
         chosen = self.chosen(*tile.index(tile.weights.device))
-        if chosen.dim() == 4 and len(chosen) > 1:
-            chosen = chosen[tile.batch]
+        if chosen.dim() == 4:
+            chosen = chosen[tile.batch] if chosen.shape[0] > 1 else chosen
+            chosen = chosen[:, tile.heads] if chosen.shape[1] > 1 else chosen
         return (tile.weights * chosen).sum(-1)
 
 
@@ -375,7 +503,7 @@ class MaxScore(Statistic[Tensor]):
         return tile.scores.detach().amax(-1)
 
     def add(self, tile: Rectangle, part: Tensor) -> None:
-        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
+        at = tile.rows()
         self.largest[at] = torch.maximum(self.largest[at], part)
 
     def finish(self) -> Tensor:
@@ -410,12 +538,16 @@ class Top(Statistic[Largest]):
         return Largest(top.values, top.indices + tile.keys.start)
 
     def add(self, tile: Rectangle, part: Largest) -> None:
-        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
+        at = tile.rows()
         self.weights[at], self.keys[at] = self._merged(self.weights[at], self.keys[at], part)
 
     def see(self, tile: Rectangle) -> None:
-        at = (tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop))
-        weights, keys = self.weights[at], self.keys[at]
+        weights, keys = self.weights[tile.rows()], self.keys[tile.rows()]
+        if not bool(weights.any()):  # nothing is to be merged
+            found = self._of(tile, tile.powers)
+            weights[..., : found.keys.shape[-1]] = tile.rescaled(found.weights)
+            keys[..., : found.keys.shape[-1]] = found.keys
+            return
         # top-k is the dearest of all statistics: only rows where the tile holds a larger weight than those found
         rows = tile.weights.amax(-1) > weights[..., -1]
         share = float(rows.float().mean())
@@ -470,7 +602,7 @@ class Image(Statistic[Tensor]):
             slice((inside.start - place.start) // step, (inside.stop - 1 - place.start) // step + 1)
             for inside, place, step in zip(self._inside(tile), self.places, self.steps, strict=True)
         )
-        at = (tile.batch, slice(None), rows, columns)
+        at = (tile.batch, tile.heads, rows, columns)
         self.pixels[at] = torch.maximum(self.pixels[at], part) if self.pool == "max" else self.pixels[at] + part
 
     def finish(self) -> Tensor:
@@ -536,7 +668,7 @@ class Compare(Statistic[Comparison]):
                 f"Observation.compare: both must have the same scores, got {seen.grid} and {self.other.grid}; "
                 "two heads of one call are seen[:, 3].compare(seen[:, 5])"
             )
-        self.with_lse, self.rows = self.other._settled(), dict[int, Observation]()
+        self.with_lse, self.parts = self.other._settled(), dict[tuple[int, int], Observation]()
         self.sums = PerQuery()
         self.sums.extra = (5,)
         self.sums.start(seen)
@@ -545,10 +677,10 @@ class Compare(Statistic[Comparison]):
         return (self.with_lse,)
 
     def of(self, tile: Rectangle) -> Tensor:
-        first = tile.batch.start
-        if first not in self.rows:
-            self.rows[first] = self.with_lse[tile.batch]
-        there = self.rows[first]._rectangle(tile.queries, tile.keys)
+        first = tile.batch.start, tile.heads.start
+        if first not in self.parts:
+            self.parts[first] = self.with_lse[tile.batch, tile.heads]
+        there = self.parts[first]._rectangle(tile.queries, tile.keys)
         p, q = tile.weights, there.weights
         middle = (p + q) / 2
         inside = p * tile.log2.clamp(min=LOW) + q * there.log2.clamp(min=LOW)
@@ -574,7 +706,7 @@ class Compare(Statistic[Comparison]):
 
 
 class _LogSumExp(Statistic[Tensor]):
-    """lse of some queries, without gradient. It has a pass to itself, and works in the tile's memory."""
+    """lse of some queries, without gradient."""
 
     needs_weights = False
 
@@ -583,32 +715,26 @@ class _LogSumExp(Statistic[Tensor]):
 
     def start(self, seen: "Observation") -> None:
         super().start(seen)
-        self.top = seen._zeros(seen.grid.query_len) - math.inf
-        self.total = seen._zeros(seen.grid.query_len)
-        if seen.scoring.sink is not None:  # one of -inf is none
-            self.top = seen.scoring.sink.to(seen.dtype)[:, None].expand_as(self.top).clone()
-            self.total = (self.top != -math.inf).to(self.total.dtype)
+        self.top = seen._of_sinks()
+        self.total = (self.top != -math.inf).to(self.top.dtype)
 
     def area(self) -> tuple[range, range]:
         return self.queries, range(self.seen.grid.key_len)
 
     def of(self, tile: Rectangle) -> tuple[Tensor, Tensor]:
-        top = tile.scores.amax(-1)
-        return top, tile.scores.sub_(_finite(top)[..., None]).mul_(LOG2_E).exp2_().sum(-1)
+        return tile.sums()
 
     def add(self, tile: Rectangle, part: tuple[Tensor, Tensor]) -> None:
-        self._join((tile.batch, slice(None), slice(tile.queries.start, tile.queries.stop)), *part)
-
-    def finish(self) -> Tensor:
-        empty = self.total == 0
-        lse = (_finite(self.top) + self.total.masked_fill(empty, 1.0).log()).masked_fill(empty, -math.inf)
-        return lse[:, :, self.queries.start : self.queries.stop]
-
-    def _join(self, at: tuple[slice, slice, slice], top: Tensor, total: Tensor) -> None:
+        at, (top, total) = tile.rows(), part
         largest = torch.maximum(self.top[at], top)
         norm = _finite(largest)
         self.total[at] = self.total[at] * exp(self.top[at] - norm) + total * exp(top - norm)
         self.top[at] = largest
+
+    def finish(self) -> Tensor:
+        empty = self.total == 0
+        lse = (_finite(self.top) + self.total.log()).masked_fill(empty, -math.inf)
+        return lse[:, :, self.queries.start : self.queries.stop]
 
 
 class _Total(PerQuery):
@@ -708,7 +834,7 @@ class Observation:
             additive=None if scoring.additive is None else Additive(scoring.additive.v[cut]),
         )
         lse = None if self._lse is None else self._lse[at, cut]
-        return Observation(self.query[at, cut], self._key_of(of_heads)[at], selected, lse)
+        return Observation(self.query[at, cut], _of_heads(self.key, count, of_heads)[at], selected, lse)
 
     def head(self, head: int) -> "Observation":
         """One head alone, as an observation with heads=1."""
@@ -867,16 +993,32 @@ class Observation:
 
     # --- how ---
 
+    def attend(self, value: Tensor, statistics: Sequence[Statistic[Any]]) -> tuple[Tensor, tuple[Any, ...]] | None:
+        """What attention gives, and statistics of its weights, from one pass; None where two are faster or a gradient
+        is wanted.
+
+        Shapes: value [batch, kv_heads, key_len, value_dim] -> [batch, heads, query_len, value_dim].
+        """
+        every = (Attended(value), *statistics)
+        if self.grid.device.type != "cpu" or self._knows_lse() or self._in_whole_rows(every) is None:
+            return None
+        output, *results = self.gather(*every)
+        return output.to(value.dtype), tuple(results)
+
     def _one(self, statistic: Statistic[Result]) -> Result:
         result: Result = self.gather(statistic)[0]
         return result
 
     def _gathered(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> tuple[Any, ...]:
-        """`gather`: lse first, where it is needed and not known, then the pass."""
-        working, entropy = self, None
+        """`gather`: lse first, where it is needed, not known and not had on the way; then the pass."""
+        working, entropy, whole = self, None, None
         needing = [statistic for statistic in statistics if statistic.needs_weights]
         if needing and not self._knows_lse():
-            working, entropy = self._with_lse(entropy_alone=all(type(statistic) is Entropy for statistic in needing))
+            entropy_alone = all(type(statistic) is Entropy for statistic in needing)
+            if not (entropy_alone and self._is_product and self.grid.key_len > COLUMNS):
+                whole = self._in_whole_rows(statistics)
+            if whole is None:
+                working, entropy = self._with_lse(entropy_alone)
         running = [copy.copy(statistic) for statistic in statistics]
         results: dict[int, Any] = {}
         for number, statistic in enumerate(running):
@@ -886,76 +1028,121 @@ class Observation:
                 statistic.start(working)
         asked = [statistic for number, statistic in enumerate(running) if number not in results]
         if asked:
-            working._stream(asked, progress)
+            working._stream(asked, progress, whole)
         else:
             progress(self.grid.query_len, self.grid.query_len)
         return tuple(results[n] if n in results else running[n].finish() for n in range(len(running)))
 
-    def _stream(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> None:
-        """Shows every statistic the tiles that it wants, rows from the top, each from left to right."""
-        areas = [statistic.area() for statistic in statistics]
-        rows, columns = (_hull([area[axis] for area in areas]) for axis in (0, 1))
-        others = [other for statistic in statistics for other in statistic.also()]
-        differentiable = any(seen._wants_grad() for seen in (self, *others))
+    def _in_whole_rows(self, statistics: Sequence[Statistic[Any]]) -> "_Cut | None":
+        """Tiles that hold all that their queries see, and bring lse: where that is cheaper than a pass for it alone."""
+        if self._wants_grad() or not 0 < self.grid.key_len <= WHOLE:
+            return None
+        if any(type(statistic).also is not Statistic.also for statistic in statistics):
+            return None
+        cut = self._cut(range(self.grid.query_len), range(self.grid.key_len), (), whole=True)
+        cells, seen = 0, 0
+        for _, rows in cut.parts:
+            for queries, tiles in rows:
+                cells += len(queries) * len(_hull(tiles)) if tiles else 0
+                seen += len(queries) * sum(map(len, tiles))
+        if cells > DEAREST * seen:
+            return None
+        return cut._replace(parts=[
+            (at, [(queries, [_hull(tiles)] if tiles else []) for queries, tiles in rows]) for at, rows in cut.parts
+        ])  # fmt: skip
+
+    def _cut(self, rows: range, columns: range, others: "Sequence[Observation]", whole: bool = False) -> "_Cut":
+        """How an area is cut into tiles.
+
+        Args:
+            others: observations whose visible keys must not be skipped either.
+            whole: whether a tile may be as wide as the area.
+        """
         batch, heads = self.grid.batch, self.grid.heads
         cells = CELLS if self.grid.device.type == "cpu" else CELLS_ELSEWHERE
-        # batch rows one by one where they see different keys, or where tiles of all of them would be too flat
+        across = max(1, len(columns) if whole else min(COLUMNS, len(columns), max(EDGE, cells // EDGE)))
+        most = max(1, cells // (across * max(1, min(ROWS, len(rows)))))
         by_row = any(seen.scoring.mask is not None and seen.scoring.mask.by_row for seen in (self, *others))
-        parts = [slice(0, batch)]
-        if by_row or batch * heads * EDGE * COLUMNS > cells:
-            parts = [slice(row, row + 1) for row in range(batch)]
-        held = max(1, heads * (batch if len(parts) == 1 else 1))
-        across = max(1, min(COLUMNS, len(columns), max(EDGE, cells // (held * EDGE))))
-        down = max(1, min(ROWS, cells // (held * across)))
-        done, total = 0, len(parts) * len(rows)
-        alone = isinstance(statistics[0], _LogSumExp)
-        folded = self._is_product and (alone or self._lse is not None)
-        for at in parts if batch and rows else ():
-            part = self[at]
-            mask = part.scoring.mask or EVERYTHING
+        # batch rows one by one where they see different keys, or where tiles of all of them would be too flat
+        if by_row or batch * heads > most:
+            batches = [slice(row, row + 1) for row in range(batch)]
+            held = _heads_of_a_tile(heads, heads // self.key.shape[1], most)
+        else:
+            batches, held = [slice(0, batch)], heads
+        count = held * (batch if len(batches) == 1 else 1)
+        down = max(1, cells // (across * count))
+        parts = []
+        for at in batches:
+            mask = self[at].scoring.mask or EVERYTHING
             for other in others:
                 mask = mask | (other[at].scoring.mask or EVERYTHING)
-            high = _height(mask, rows, columns, down, across, held)
-            query, key, norm = part._prepared(rows, columns, high, across, folded)
-            for number, start in enumerate(range(rows.start, rows.stop, high)):
-                queries = range(start, min(start + high, rows.stop))
-                for keys in _tiles(mask, queries, columns, across):
-                    wanting = [
-                        statistic
-                        for statistic, area in zip(statistics, areas, strict=True)
-                        if _overlap(queries, area[0]) and _overlap(keys, area[1])
-                    ]
-                    piece, first = divmod(keys.start - columns.start, across)
-                    show = _Shown(part, at, queries, keys, slice(first, first + len(keys)), wanting, folded)
-                    tensors = query[number], key[piece], None if norm is None else norm[number]
-                    if not differentiable:
+            high = _height(mask, rows, columns, down, across, count)
+            places = (range(start, min(start + high, rows.stop)) for start in range(rows.start, rows.stop, high))
+            parts.append((at, [(queries, [*_tiles(mask, queries, columns, across)]) for queries in places]))
+        return _Cut(columns, across, [slice(start, min(start + held, heads)) for start in range(0, heads, held)], parts)
+
+    def _stream(
+        self, statistics: Sequence[Statistic[Any]], progress: Progress = _silent, whole: "_Cut | None" = None
+    ) -> None:
+        """Shows every statistic the tiles that it wants, rows from the top, each from left to right.
+
+        Args:
+            whole: tiles that bring lse, which is not known, along; None: others are cut.
+        """
+        areas = [statistic.area() for statistic in statistics]
+        others = [other for statistic in statistics for other in statistic.also()]
+        differentiable = any(seen._wants_grad() for seen in (self, *others))
+        hull = [_hull([area[axis] for area in areas]) for axis in (0, 1)]
+        cut = self._cut(hull[0], hull[1], others) if whole is None else whole
+        lse = None if whole is None else self._of_sinks()
+        # tiles take each other's memory, except where a statistic from elsewhere may keep a view of one
+        memory = None
+        if not differentiable and all(type(statistic).__module__ == __name__ for statistic in statistics):
+            memory = torch.empty(3, cut.largest(self.grid), dtype=self.dtype, device=self.grid.device)
+        done, total = 0, len(cut.heads) * sum(len(queries) for _, rows in cut.parts for queries, _ in rows)
+        for batch, rows in cut.parts:
+            for heads in cut.heads if rows else ():
+                part = self[batch, heads]
+                query, key, norm = part._prepared(cut.columns, cut.across, [queries for queries, _ in rows])
+                for number, (queries, tiles) in enumerate(rows):
+                    for keys in tiles:
+                        wanting = [
+                            statistic
+                            for statistic, area in zip(statistics, areas, strict=True)
+                            if _overlap(queries, area[0]) and _overlap(keys, area[1])
+                        ]
+                        piece, first = divmod(keys.start - cut.columns.start, cut.across)
+                        inside = slice(first, first + len(keys))
+                        show = _Shown(part, (batch, heads), queries, keys, inside, wanting, memory)
+                        tensors = query[number], key[piece], None if norm is None else norm[number]
+                        if differentiable:
+                            found = checkpoint(show, *tensors, use_reentrant=False, preserve_rng_state=False)
+                            for statistic, part_of_tile in zip(wanting, found, strict=True):
+                                statistic.add(show.tile(*tensors), part_of_tile)
+                            continue
                         tile = show.tile(*tensors)
                         for statistic in wanting:
                             statistic.see(tile)
-                        continue
-                    found = checkpoint(show, *tensors, use_reentrant=False, preserve_rng_state=False)
-                    for statistic, part_of_tile in zip(wanting, found, strict=True):
-                        statistic.add(show.tile(*tensors), part_of_tile)
-                done += len(queries)
-                progress(done, total)
+                        if lse is not None:
+                            lse[tile.rows()] = tile.lse
+                    done += len(queries)
+                    progress(done, total)
+        if lse is not None:
+            self._lse = lse
 
     def _prepared(
-        self, rows: range, columns: range, down: int, across: int, folded: bool
+        self, columns: range, across: int, rows: list[range]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Query, key and norm of an area in the pieces that tiles are made of.
-
-        Args:
-            folded: so that a product alone gives log2 of the weights, or, as long as lse is not known, the scores.
-        """
-        query, key = self.query[:, :, rows.start : rows.stop], self.key[:, :, columns.start : columns.stop]
-        norm = None if self._lse is None else _finite(self._lse[:, :, rows.start : rows.stop])
-        if folded:
+        """Query, key and lse in the pieces that tiles are made of, with the scale in the query where a score is a plain
+        product."""
+        query = self.query[:, :, rows[0].start : rows[-1].stop]
+        key = self.key[:, :, columns.start : columns.stop]
+        norm = None if self._lse is None else _finite(self._lse[:, :, rows[0].start : rows[-1].stop])
+        if self._is_product:
             query, key = wide(query) * self.scoring.scale, wide(key)
-            if norm is not None:
-                query, key = torch.cat([query, -norm[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
-        pieces = query.split(down, dim=2), key.split(across, dim=2)
-        return *pieces, None if norm is None else norm.split(down, dim=2)
+        down = [len(queries) for queries in rows]
+        return query.split(down, dim=2), key.split(across, dim=2), None if norm is None else norm.split(down, dim=2)
 
     @property
     def _is_product(self) -> bool:
@@ -967,7 +1154,8 @@ class Observation:
         query = self.query[:, :, queries.start : queries.stop]
         key = self.key[:, :, keys.start : keys.stop]
         given = self._norm_of(queries) if norm else None
-        return Rectangle(self.scoring, slice(0, self.grid.batch), queries, keys, query, key, given)
+        at = slice(0, self.grid.batch), slice(0, self.grid.heads)
+        return Rectangle(self.scoring, at, queries, keys, query, key, given)
 
     def _knows_lse(self) -> bool:
         """Whether lse is there, with a graph where a gradient is wanted."""
@@ -1012,8 +1200,10 @@ class Observation:
 
     def _streamed(self, rows: range) -> Tensor:
         """lse of some queries, by tiles."""
+        unknown = copy.copy(self)
+        unknown._lse = None  # one without the graph that is wanted
         with torch.no_grad():
-            lse = self._one(_LogSumExp(rows))
+            lse = unknown._one(_LogSumExp(rows))
         if not self._wants_grad():
             return lse
         # log of a sum of 1 that has the gradient: sums need nothing kept for the backward pass, a running maximum does
@@ -1024,6 +1214,11 @@ class Observation:
         if sink is not None:
             total = total + (sink - _finite(lse)).exp()
         return lse + total.masked_fill(lse == -math.inf, 1.0).log()
+
+    def _of_sinks(self) -> Tensor:
+        """lse of queries that see nothing: the sink's logit, -inf where there is none."""
+        lse = self._zeros(self.grid.query_len) - math.inf
+        return lse if self.scoring.sink is None else torch.maximum(lse, self.scoring.sink.to(lse)[:, None])
 
     def _sink(self) -> Tensor | None:
         """The sink as a column of numbers that are finite, so that none times 0 is NaN: [heads, 1]."""
@@ -1048,31 +1243,42 @@ class Observation:
         dtype = self.dtype if dtype is None else dtype
         return torch.zeros(self.grid.batch, self.grid.heads, *sizes, dtype=dtype, device=self.grid.device)
 
-    def _key_of(self, heads: range) -> Tensor:
-        """The keys of some heads: a view where every kv head keeps equally many of them."""
-        group = self.grid.heads // self.key.shape[1]
-        kv_heads = [head // group for head in heads]
-        count = kv_heads[-1] - kv_heads[0] + 1
-        if len(heads) % count == 0 and all(
-            kv == kv_heads[0] + n // (len(heads) // count) for n, kv in enumerate(kv_heads)
-        ):
-            return self.key[:, kv_heads[0] : kv_heads[-1] + 1]
-        return self.key[:, kv_heads]
+
+class _Cut(NamedTuple):
+    """How an area is cut into tiles."""
+
+    columns: range
+    """All keys of the area."""
+    across: int
+    """Most keys in a tile."""
+    heads: list[slice]
+    """Which heads stand in a tile together."""
+    parts: list[tuple[slice, list[tuple[range, list[range]]]]]
+    """For batch rows that go together: queries that go together, and the keys of their tiles."""
+
+    def largest(self, grid: Grid) -> int:
+        """Cells in the largest tile."""
+        tiles = (
+            (batch.stop - batch.start) * len(queries) * max(map(len, keys), default=0)
+            for batch, rows in self.parts
+            for queries, keys in rows
+        )
+        return max((heads.stop - heads.start for heads in self.heads), default=0) * max(tiles, default=0)
 
 
 class _Shown:
     """Shows one tile to some statistics, as often as a backward pass needs it."""
 
     def __init__(
-        self, seen: Observation, batch: slice, queries: range, keys: range, inside: slice, to: list[Statistic[Any]],
-        folded: bool,
+        self, seen: Observation, at: tuple[slice, slice], queries: range, keys: range, inside: slice,
+        to: list[Statistic[Any]], memory: Tensor | None,
     ) -> None:  # fmt: skip
-        self.seen, self.batch, self.queries, self.keys, self.inside, self.to = seen, batch, queries, keys, inside, to
-        self.folded = folded
+        self.seen, self.at, self.queries, self.keys, self.inside, self.to = seen, at, queries, keys, inside, to
+        self.memory = memory
 
     def tile(self, query: Tensor, key: Tensor, norm: Tensor | None) -> Rectangle:
-        key = key[:, :, self.inside]
-        return Rectangle(self.seen.scoring, self.batch, self.queries, self.keys, query, key, norm, self.folded)
+        key, scoring, scaled = key[:, :, self.inside], self.seen.scoring, self.seen._is_product
+        return Rectangle(scoring, self.at, self.queries, self.keys, query, key, norm, scaled=scaled, memory=self.memory)
 
     def __call__(self, query: Tensor, key: Tensor, norm: Tensor | None) -> tuple[Any, ...]:
         tile = self.tile(query, key, norm)
@@ -1126,6 +1332,30 @@ class _SelectedBias(Bias):
         return repr(self.bias)
 
 
+def _of_heads(kv: Tensor, heads: int, chosen: range) -> Tensor:
+    """The keys or values of some query heads: a view where every kv head keeps equally many of them.
+
+    Shapes: kv [batch, kv_heads, key_len, size], for so many heads.
+    """
+    group = heads // kv.shape[1]
+    kv_heads = [head // group for head in chosen]
+    count = kv_heads[-1] - kv_heads[0] + 1
+    each = len(chosen) // count
+    if len(chosen) % count == 0 and all(head == kv_heads[0] + n // each for n, head in enumerate(kv_heads)):
+        return kv[:, kv_heads[0] : kv_heads[-1] + 1]
+    return kv[:, kv_heads]
+
+
+def _heads_of_a_tile(heads: int, group: int, most: int) -> int:
+    """How many heads go together: whole groups that share a kv head, as many in one tile as in the next, or an equal
+    part of one group."""
+    if most < group:
+        return max(count for count in range(1, most + 1) if group % count == 0)
+    kv_heads = heads // group
+    tiles = -(-kv_heads // (most // group))
+    return -(-kv_heads // tiles) * group
+
+
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
@@ -1143,14 +1373,14 @@ def _tiles(mask: Mask, queries: range, columns: range, step: int) -> Iterator[ra
         yield from _cut(pending, columns.start, step)
 
 
-def _height(mask: Mask, rows: range, columns: range, most: int, across: int, held: int) -> int:
+def _height(mask: Mask, rows: range, columns: range, most: int, across: int, heads: int) -> int:
     """Queries in a tile, for the least cost: higher tiles are fewer, and hold more that is hidden where the keys that
     are seen move on with the queries. Measured on the middle of the rows."""
 
     def cost(height: int) -> float:
         middle = rows.start + max(0, len(rows) - height) // 2
         tiles = [*_tiles(mask, range(middle, min(middle + height, rows.stop)), columns, across)]
-        return sum(map(len, tiles)) + len(tiles) * OVERHEAD / (held * height)
+        return sum(map(len, tiles)) + len(tiles) * OVERHEAD / (heads * height)
 
     return min((most >> n for n in range(most.bit_length()) if n == 0 or most >> n >= EDGE), key=cost)
 

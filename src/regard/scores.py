@@ -190,17 +190,18 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def grouped_product(left: Tensor, right: Tensor) -> Tensor:
+def grouped_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """``left @ right`` where right has fewer heads: query head h meets kv head ``h // (heads // kv_heads)``.
 
     The query heads that share a kv head are laid one below the other, so nothing is repeated in memory.
-    Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N].
+    Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N], written into `out` if given.
     """
     batch, heads, M, D = left.shape
     kv_heads, N = right.shape[1], right.shape[3]
     if heads == kv_heads:
-        return left @ right
-    folded = left.reshape(batch, kv_heads, heads // kv_heads * M, D) @ right
+        return torch.matmul(left, right, out=out)
+    shape = batch, kv_heads, heads // kv_heads * M
+    folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
     return folded.view(batch, heads, M, N)
 
 

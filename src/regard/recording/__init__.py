@@ -16,6 +16,12 @@ layer saw, whole: all its queries and all its keys. `recording.calls(layer)` are
 
     text in pieces:  queries 0-4 | 5 | 6      keys 0-4 | 0-5 | 0-6      a query sees what its own call had
 
+Where it is known beforehand what will be asked, `gather` asks while the model runs and keeps the answers alone:
+
+    with regard.gather(model, Entropy(), Top(8)) as gathered:
+        model(tokens)
+    entropy, top = gathered["layers.3"]
+
 A head is changed by `intervene`, through the same seam:
 
     with regard.intervene(model, Ablate("layers.3", 5), HideKey("layers.4", 0, key=7)):
@@ -24,12 +30,14 @@ A head is changed by `intervene`, through the same seam:
     watching       stands around the attention layers of a model
     rules          masks and biases of some heads, of several calls; and all of them as plain data
     interventions  changes to a head
+    gathering      statistics of every layer, and nothing else kept
     texts          what one layer saw of one text
     summary        what a head does, in a few numbers
     file           a recording as a safetensors file
     recorder       record, Recording, load_recording
 """
 
+from regard.recording.gathering import Gathered, gather
 from regard.recording.interventions import Ablate, HideKey, Intervention, Replace, Scale, intervene
 from regard.recording.recorder import Recording, load_recording, record
 from regard.recording.summary import HeadSummary, Summary
@@ -37,6 +45,7 @@ from regard.recording.texts import Recorded
 
 __all__ = [
     "Ablate",
+    "Gathered",
     "HeadSummary",
     "HideKey",
     "Intervention",
@@ -45,6 +54,7 @@ __all__ = [
     "Replace",
     "Scale",
     "Summary",
+    "gather",
     "intervene",
     "load_recording",
     "record",

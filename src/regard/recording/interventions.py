@@ -116,13 +116,10 @@ def intervene(model: nn.Module, *changes: Intervention) -> Iterator[None]:
             if not 0 <= change.head < count:
                 raise ValueError(f"intervene: {place.name} has heads 0 to {count - 1}, got {change.head}")
             scoring = change.before(scoring)
-        output = before(heads, scoring, attend)
-        if not here:
-            return output
-        parts = list(output.unbind(1))
+        parts = list(before(heads, scoring, attend).unbind(1))
         for change in here:
             parts[change.head] = change.after(parts[change.head])
         return torch.stack(parts, dim=1)
 
-    with watching("intervene", model, {change.layer for change in changes}, watch):
+    with watching("intervene", model, [change.layer for change in changes], watch):
         yield

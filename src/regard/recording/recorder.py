@@ -17,7 +17,7 @@ from regard.recording.file import read, write
 from regard.recording.rules import HeadsBias, HeadsMask, each_tensor
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
-from regard.recording.watching import Place, watching
+from regard.recording.watching import Place, find, watching
 
 
 class Recording(Mapping[str, Recorded]):
@@ -119,13 +119,7 @@ class Recording(Mapping[str, Recorded]):
         return f"<p>{html.escape(repr(self).strip('<>'))}</p>" + html_table(rows)
 
     def _layer(self, name: str | int) -> "list[Text]":
-        if isinstance(name, int) and -len(self) <= name < len(self):
-            name = list(self._texts)[name]
-        try:
-            return self._texts[name]  # type: ignore[index]
-        except (KeyError, TypeError):
-            known = ", ".join(self._texts) or "none: has the model run inside the with block?"
-            raise KeyError(f"recording: no layer {name!r}; recorded are: {known}") from None
+        return find("recording", "recorded", self._texts, name)
 
     def _add(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, lse: Tensor | None) -> None:
         """Keeps one call of a layer.
@@ -209,14 +203,12 @@ def record(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"record: dtype must be floating, such as torch.float16, or None, got {dtype}")
-    wanted = None if layers is None else {layers} if isinstance(layers, (str, int)) else set(layers)
     recording = Recording(_name(model), heads=heads, values=values, dtype=dtype)
 
     def keep(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
-        here = wanted is None or place.name in wanted or place.number in wanted
-        return before(heads, scoring, _Keeping(recording, place, attend) if here else attend)
+        return before(heads, scoring, _Keeping(recording, place, attend))
 
-    with watching("record", model, wanted or set(), keep), _reading(model, recording):
+    with watching("record", model, layers, keep), _reading(model, recording):
         yield recording
 
 
