@@ -213,6 +213,17 @@ def test_other_blocks_around_and_inside_see_the_same_call():
     assert len(outer["layers.2"]) == 1
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_recording_around_it_is_told_lse(dropout):
+    layer, x = MultiHeadAttention(32, 4, dropout=dropout), torch.randn(1, 200, 32)
+    with torch.no_grad(), record(layer) as recording, gather(layer, Entropy()) as gathered:
+        layer(x)
+    seen = recording["attention"]
+    assert seen._lse is not None
+    assert_close(seen.lse, observe(seen.query, seen.key).lse)
+    assert_close(gathered["attention"][0], seen.entropy())
+
+
 def test_a_head_s_output_is_changed_after_it_was_gathered():
     model, tokens = decoder(), text()
     other = torch.randn(2, LENGTH, 4, dtype=torch.float64)
