@@ -38,7 +38,7 @@ def passes(request, monkeypatch):
         monkeypatch.setattr(regard.observation, "CELLS", 5 * LENGTH)
         monkeypatch.setattr(regard.observation, "ROWS", 3)
     if request.param == "two passes":
-        monkeypatch.setattr(regard.observation, "WHOLE", 4)
+        monkeypatch.setattr(regard.observation, "ATTENDED", 4)
     monkeypatch.setattr(regard.observation, "DEAREST", float("inf"))
     return int(request.param == "two passes")
 

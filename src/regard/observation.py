@@ -22,7 +22,7 @@ computed again in the backward pass, so an entropy penalty in a loss needs memor
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -48,11 +48,15 @@ CELLS = 1 << 20
 CELLS_ELSEWHERE = 1 << 25
 """Weights in a tile on a GPU, where starting an operation costs more than a cache gains."""
 
-COLUMNS, WHOLE = 2048, 8192
-"""Most keys in a tile, and most where that makes a tile hold all that its queries see, so that it brings their lse."""
+COLUMNS, WHOLE, ATTENDED = 2048, 16384, 4096
+"""Most keys in a tile; most where it then holds all that its queries see, so that it brings their lse; and most where
+it then brings attention's output too, which costs a second product. All measured on a CPU."""
+
+SEVERAL = 4
+"""Heads and batch rows from which on tiles are so wide; with fewer, half of that is faster."""
 
 ROWS = 128
-"""Queries of one head in a tile before a second head is taken into it: matrix products like rows. All measured."""
+"""Queries of one head in a tile before a second head is taken into it: matrix products like rows."""
 
 DEAREST = 1.5
 """Most cells, over those of tiles that skip what is hidden, for which tiles that hold all of a row save time."""
@@ -534,8 +538,10 @@ class Top(Statistic[Largest]):
         return self._of(tile, tile.weights.detach())
 
     def _of(self, tile: Rectangle, weights: Tensor) -> Largest:
-        top = weights.topk(min(self.count, weights.shape[-1]), dim=-1)
-        return Largest(top.values, top.indices + tile.keys.start)
+        # numbers from 0 on are in the order of their bits, and whole numbers are compared without a look for NaN
+        bits = weights.view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+        top = bits.topk(min(self.count, weights.shape[-1]), dim=-1)
+        return Largest(top.values.view(weights.dtype), top.indices + tile.keys.start)
 
     def add(self, tile: Rectangle, part: Largest) -> None:
         at = tile.rows()
@@ -1000,7 +1006,7 @@ class Observation:
         Shapes: value [batch, kv_heads, key_len, value_dim] -> [batch, heads, query_len, value_dim].
         """
         every = (Attended(value), *statistics)
-        if self.grid.device.type != "cpu" or self._in_whole_rows(every) is None:
+        if self.grid.device.type != "cpu" or self._in_whole_rows(every, ATTENDED) is None:
             return None
         output, *results = self.gather(*every)
         return output.to(value.dtype), tuple(results)
@@ -1015,8 +1021,7 @@ class Observation:
         needing = [statistic for statistic in statistics if statistic.needs_weights]
         if needing and not self._knows_lse():
             entropy_alone = all(type(statistic) is Entropy for statistic in needing)
-            if not (entropy_alone and self._is_product and self.grid.key_len > COLUMNS):
-                whole = self._in_whole_rows(statistics)
+            whole = self._in_whole_rows(statistics, COLUMNS if entropy_alone and self._is_product else WHOLE)
             if whole is None:
                 working, entropy = self._with_lse(entropy_alone)
         running = [copy.copy(statistic) for statistic in statistics]
@@ -1033,53 +1038,72 @@ class Observation:
             progress(self.grid.query_len, self.grid.query_len)
         return tuple(results[n] if n in results else running[n].finish() for n in range(len(running)))
 
-    def _in_whole_rows(self, statistics: Sequence[Statistic[Any]]) -> "_Cut | None":
-        """Tiles that hold all that their queries see, and bring lse: where that is cheaper than a pass for it alone."""
-        if self._wants_grad() or not 0 < self.grid.key_len <= WHOLE:
-            return None
-        if any(type(statistic).also is not Statistic.also for statistic in statistics):
-            return None
-        cut = self._cut(range(self.grid.query_len), range(self.grid.key_len), (), whole=True)
-        cells, seen = 0, 0
-        for _, rows in cut.parts:
-            for queries, tiles in rows:
-                cells += len(queries) * len(_hull(tiles)) if tiles else 0
-                seen += len(queries) * sum(map(len, tiles))
-        if cells > DEAREST * seen:
-            return None
-        return cut._replace(parts=[
-            (at, [(queries, [_hull(tiles)] if tiles else []) for queries, tiles in rows]) for at, rows in cut.parts
-        ])  # fmt: skip
+    def _in_whole_rows(self, statistics: Sequence[Statistic[Any]], most: int) -> "_Cut | None":
+        """Tiles that hold all that their queries see, and so bring lse; None where lse is better had beforehand.
 
-    def _cut(self, rows: range, columns: range, others: "Sequence[Observation]", whole: bool = False) -> "_Cut":
+        Args:
+            most: keys in a tile.
+        """
+        if self._wants_grad() or any(type(statistic).also is not Statistic.also for statistic in statistics):
+            return None
+        rows, columns = range(self.grid.query_len), range(self.grid.key_len)
+        across = cells = skipping = 0
+        for _, mask in self._by_batch(()):
+            for start in reversed(range(0, len(rows), ROWS)):  # a causal mask shows its last rows most
+                queries = range(start, min(start + ROWS, len(rows)))
+                tiles = [*_tiles(mask, queries, columns, max(1, len(columns)))]
+                wide = len(_hull(tiles)) if tiles else 0
+                if wide > most:
+                    return None
+                across, cells = max(across, wide), cells + wide * len(queries)
+                skipping += sum(map(len, tiles)) * len(queries)
+        return None if cells > DEAREST * skipping else self._cut(rows, columns, (), max(1, across))
+
+    def _by_batch(self, others: "Sequence[Observation]") -> list[tuple[slice, Mask]]:
+        """The mask of this and of other observations: of all batch rows, or of each where they see different keys."""
+        every = (self, *others)
+        batches = [slice(0, self.grid.batch)]
+        if any(seen.scoring.mask is not None and seen.scoring.mask.by_row for seen in every):
+            batches = [slice(row, row + 1) for row in range(self.grid.batch)]
+        found = []
+        for at in batches:
+            first, *more = (seen[at].scoring.mask or EVERYTHING for seen in every)
+            for mask in more:
+                first = first | mask
+            found.append((at, first))
+        return found
+
+    def _cut(self, rows: range, columns: range, others: "Sequence[Observation]", whole: int | None = None) -> "_Cut":
         """How an area is cut into tiles.
 
         Args:
             others: observations whose visible keys must not be skipped either.
-            whole: whether a tile may be as wide as the area.
+            whole: the most keys between the first and the last that `ROWS` queries see, for tiles that hold all of
+                that; None: tiles that skip what is hidden.
         """
         batch, heads = self.grid.batch, self.grid.heads
         cells = CELLS if self.grid.device.type == "cpu" else CELLS_ELSEWHERE
-        across = max(1, len(columns) if whole else min(COLUMNS, len(columns), max(EDGE, cells // EDGE)))
+        across = whole
+        if across is None:
+            widest = COLUMNS if batch * heads >= SEVERAL else COLUMNS // 2
+            across = max(1, min(widest, len(columns), max(EDGE, cells // EDGE)))
         most = max(1, cells // (across * max(1, min(ROWS, len(rows)))))
-        by_row = any(seen.scoring.mask is not None and seen.scoring.mask.by_row for seen in (self, *others))
-        # batch rows one by one where they see different keys, or where tiles of all of them would be too flat
-        if by_row or batch * heads > most:
-            batches = [slice(row, row + 1) for row in range(batch)]
-            held = _heads_of_a_tile(heads, heads // self.key.shape[1], most)
-        else:
-            batches, held = [slice(0, batch)], heads
-        count = held * (batch if len(batches) == 1 else 1)
-        down = max(1, cells // (across * count))
-        parts = []
-        for at in batches:
-            mask = self[at].scoring.mask or EVERYTHING
-            for other in others:
-                mask = mask | (other[at].scoring.mask or EVERYTHING)
-            high = _height(mask, rows, columns, down, across, count)
-            places = (range(start, min(start + high, rows.stop)) for start in range(rows.start, rows.stop, high))
-            parts.append((at, [(queries, [*_tiles(mask, queries, columns, across)]) for queries in places]))
-        return _Cut(columns, across, [slice(start, min(start + held, heads)) for start in range(0, heads, held)], parts)
+        parts = self._by_batch(others)
+        if len(parts) == 1 < batch and batch * heads > most:  # tiles of all batch rows would be too flat
+            parts = [(slice(row, row + 1), parts[0][1]) for row in range(batch)]
+        together = batch if len(parts) == 1 else 1
+        held = heads if together * heads <= most else _heads_of_a_tile(heads, heads // self.key.shape[1], most)
+        down = max(1, min(len(rows), cells // (across * together * held)))
+        if whole is not None and whole < len(columns):
+            down = min(down, ROWS)  # more queries would see more keys
+        step = across if whole is None else max(1, len(columns))
+        cut = []
+        for at, mask in parts:
+            high = _height(mask, rows, columns, down, step, together * held)
+            queries = [range(start, min(start + high, rows.stop)) for start in range(rows.start, rows.stop, high)]
+            cut.append((at, mask, queries))
+        in_heads = [slice(start, min(start + held, heads)) for start in range(0, heads, held)]
+        return _Cut(columns, step, in_heads, cut, together * held * down * across, whole is not None)
 
     def _stream(
         self, statistics: Sequence[Statistic[Any]], progress: Progress = _silent, whole: "_Cut | None" = None
@@ -1098,20 +1122,20 @@ class Observation:
         # tiles take each other's memory, except where a statistic from elsewhere may keep a view of one
         memory = None
         if not differentiable and all(type(statistic).__module__ == __name__ for statistic in statistics):
-            memory = torch.empty(3, cut.largest(self.grid), dtype=self.dtype, device=self.grid.device)
-        done, total = 0, len(cut.heads) * sum(len(queries) for _, rows in cut.parts for queries, _ in rows)
-        for batch, rows in cut.parts:
+            memory = torch.empty(3, cut.largest, dtype=self.dtype, device=self.grid.device)
+        done, total = 0, len(cut.heads) * sum(len(queries) for _, _, rows in cut.parts for queries in rows)
+        for batch, mask, rows in cut.parts:
             for heads in cut.heads if rows else ():
                 part = self[batch, heads]
-                query, key, norm = part._prepared(cut.columns, cut.across, [queries for queries, _ in rows])
-                for number, (queries, tiles) in enumerate(rows):
-                    for keys in tiles:
+                query, key, norm = part._prepared(cut.columns, cut.step, rows)
+                for number, queries in enumerate(rows):
+                    for keys in cut.tiles(mask, queries):
                         wanting = [
                             statistic
                             for statistic, area in zip(statistics, areas, strict=True)
                             if _overlap(queries, area[0]) and _overlap(keys, area[1])
                         ]
-                        piece, first = divmod(keys.start - cut.columns.start, cut.across)
+                        piece, first = divmod(keys.start - cut.columns.start, cut.step)
                         inside = slice(first, first + len(keys))
                         show = _Shown(part, (batch, heads), queries, keys, inside, wanting, memory)
                         tensors = query[number], key[piece], None if norm is None else norm[number]
@@ -1131,7 +1155,7 @@ class Observation:
             self._lse = lse
 
     def _prepared(
-        self, columns: range, across: int, rows: list[range]
+        self, columns: range, step: int, rows: list[range]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...] | None]:
         """Query, key and lse in the pieces that tiles are made of, with the scale in the query where a score is a plain
         product."""
@@ -1142,7 +1166,7 @@ class Observation:
             query, key = wide(query) * self.scoring.scale, wide(key)
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
         down = [len(queries) for queries in rows]
-        return query.split(down, dim=2), key.split(across, dim=2), None if norm is None else norm.split(down, dim=2)
+        return query.split(down, dim=2), key.split(step, dim=2), None if norm is None else norm.split(down, dim=2)
 
     @property
     def _is_product(self) -> bool:
@@ -1249,21 +1273,24 @@ class _Cut(NamedTuple):
 
     columns: range
     """All keys of the area."""
-    across: int
-    """Most keys in a tile."""
+    step: int
+    """Tiles are cut at multiples of it."""
     heads: list[slice]
     """Which heads stand in a tile together."""
-    parts: list[tuple[slice, list[tuple[range, list[range]]]]]
-    """For batch rows that go together: queries that go together, and the keys of their tiles."""
+    parts: list[tuple[slice, Mask, list[range]]]
+    """Batch rows that stand in a tile together, their mask, and the queries that do."""
+    largest: int
+    """Cells in the largest tile, or more."""
+    whole: bool
+    """Whether a tile goes from the first to the last key that its queries see."""
 
-    def largest(self, grid: Grid) -> int:
-        """Cells in the largest tile."""
-        tiles = (
-            (batch.stop - batch.start) * len(queries) * max(map(len, keys), default=0)
-            for batch, rows in self.parts
-            for queries, keys in rows
-        )
-        return max((heads.stop - heads.start for heads in self.heads), default=0) * max(tiles, default=0)
+    def tiles(self, mask: Mask, queries: range) -> Iterable[range]:
+        """The keys of some queries' tiles, from left to right."""
+        tiles = _tiles(mask, queries, self.columns, self.step)
+        if not self.whole:
+            return tiles
+        seen = [*tiles]
+        return [_hull(seen)] if seen else ()
 
 
 class _Shown:

@@ -44,7 +44,7 @@ def gather(
 
     `record` keeps query and key, for whatever may be asked later. This keeps the answers alone, so that memory grows
     with the number of layers by the answers only, and it is the faster way: on a CPU, where a tile holds all that its
-    queries see (texts up to `regard.observation.WHOLE` tokens), the layer's output comes from the same weights as its
+    queries see (up to `regard.observation.ATTENDED` keys), the layer's output comes from the same weights as its
     statistics, one product for both. The output is then as exact as the kernel's, and rounded in another way.
 
     Every call of a layer is taken for itself: while a model writes with a cache, a call has the new queries and all
