@@ -10,7 +10,8 @@ tile of weights once and holds a few numbers per query, per key or per pixel; se
 
 `seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. What makes a pass cheap:
 
-    weights   are 2^(log2(e) (score - lse)): one product, one sum and one exp2
+    weights   are 2^(log2(e) (score - lse)), where a score is a plain product 2^(q' . k') with
+              q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1]: one product, one exp2
     lse       comes out of the same pass where a tile holds all that a query sees, up to `WHOLE` keys. A longer text
               needs a pass of its own; where nothing but the entropy is wanted, one fused call of attention with the
               keys as values brings both, H = lse - sum_j w s = lse - scale q . (sum_j w k_j)
@@ -111,20 +112,20 @@ class Rectangle:
         key: Tensor,
         norm: Tensor | None,
         *,
-        scaled: bool = False,
+        folded: bool = False,
         memory: Tensor | None = None,
     ) -> None:
         """
         Args:
             scoring: of these batch rows and heads.
             norm: lse, 0 for a query that sees nothing; None: not known.
-            scaled: whether query @ key^T is the score.
+            folded: whether query @ key^T is the exponent; or, as long as lse is not known, the score.
             memory: [3, at least as many cells as the tile has], for its tensors; None: they take their own.
         """
         (self.batch, self.heads), self.queries, self.keys = at, queries, keys
         full = scoring.mask is None or scoring.mask.tile(queries, keys) is Tile.FULL
         self._scoring = replace(scoring, mask=None) if full else scoring
-        self._query, self._key, self._norm, self._scaled, self._memory = query, key, norm, scaled, memory
+        self._query, self._key, self._norm, self._folded, self._memory = query, key, norm, folded, memory
         self._shift: Tensor | None = None
         self.total: Tensor | None = None
         self._seen: Tensor | None = None
@@ -137,14 +138,19 @@ class Rectangle:
     @property
     def scores(self) -> Tensor:
         """Scores after scale, softcap, bias and mask; -inf where hidden."""
-        if self._shift is None:
+        if self._shift is None and not (self._folded and self._norm is not None):
             return self._scores
-        return self.exponents / LOG2_E + self._shift[..., None]  # which stand where the scores stood
+        exponents = self.exponents  # which stand where the scores stood
+        assert self._shift is not None
+        return exponents / LOG2_E + self._shift[..., None]
 
     @cached_property
     def exponents(self) -> Tensor:
         """The binary logarithms of the powers; -inf where hidden."""
         shift = self._norm
+        if shift is not None and self._folded:
+            self._shift = shift
+            return self._product()
         if shift is None:
             shift = self._scores.amax(-1)
             if self._scoring.sink is not None:
@@ -222,9 +228,11 @@ class Rectangle:
     @cached_property
     def _scores(self) -> Tensor:
         """Scores; in memory, the exponents take their place."""
+        return self._product() if self._folded else self._scoring.tile(*self._shown(), self.queries, self.keys)
+
+    def _product(self) -> Tensor:
+        """What was folded into query and key; -inf where hidden."""
         query, key = self._shown()
-        if not self._scaled:
-            return self._scoring.tile(query, key, self.queries, self.keys)
         product = grouped_product(query, key.transpose(-2, -1), out=self._take(0))
         return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
 
@@ -1157,13 +1165,15 @@ class Observation:
     def _prepared(
         self, columns: range, step: int, rows: list[range]
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-        """Query, key and lse in the pieces that tiles are made of, with the scale in the query where a score is a plain
-        product."""
+        """Query, key and lse in the pieces that tiles are made of. Where a score is a plain product, they are folded:
+        [scale log2(e) query, -log2(e) lse] . [key, 1] is the exponent, and scale query . key the score."""
         query = self.query[:, :, rows[0].start : rows[-1].stop]
         key = self.key[:, :, columns.start : columns.stop]
         norm = None if self._lse is None else _finite(self._lse[:, :, rows[0].start : rows[-1].stop])
         if self._is_product:
             query, key = wide(query) * self.scoring.scale, wide(key)
+            if norm is not None:
+                query, key = torch.cat([query, -norm[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
         down = [len(queries) for queries in rows]
         return query.split(down, dim=2), key.split(step, dim=2), None if norm is None else norm.split(down, dim=2)
@@ -1304,8 +1314,8 @@ class _Shown:
         self.memory = memory
 
     def tile(self, query: Tensor, key: Tensor, norm: Tensor | None) -> Rectangle:
-        key, scoring, scaled = key[:, :, self.inside], self.seen.scoring, self.seen._is_product
-        return Rectangle(scoring, self.at, self.queries, self.keys, query, key, norm, scaled=scaled, memory=self.memory)
+        key, scoring, folded = key[:, :, self.inside], self.seen.scoring, self.seen._is_product
+        return Rectangle(scoring, self.at, self.queries, self.keys, query, key, norm, folded=folded, memory=self.memory)
 
     def __call__(self, query: Tensor, key: Tensor, norm: Tensor | None) -> tuple[Any, ...]:
         tile = self.tile(query, key, norm)
