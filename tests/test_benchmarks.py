@@ -245,6 +245,8 @@ RECORDED = {
     "rows": [
         {"task": "sdpa", "ms": 1000.0, "memory_mib": 100.0},
         {"task": "recorded, statistics", "ms": 2000.0, "memory_mib": 150.0},
+        {"task": "in float16, statistics", "ms": 2500.0, "memory_mib": 125.0},
+        {"task": "gathered", "ms": 1250.0, "memory_mib": 99.0},
         {"task": "eager, statistics", "ms": 5000.0, "memory_mib": 1300.0},
     ],
 }  # fmt: skip
@@ -275,8 +277,10 @@ def test_the_page_says_what_the_results_say() -> None:
     assert "| an image | 131,072 | 21.5 s | 416 |" in page
     assert "| a tile | 131,072 | 0.250 ms | 400 |" in page
     assert "| recorded, statistics | 2,000 | 150 |" in page
-    assert "recording is 2.50 times as fast" in page
-    assert "24.0 times less beyond the plain forward pass" in page
+    assert "which takes 1,200 MiB beyond the plain forward" in page
+    assert "statistics is 2.50 times as fast, and takes 50.0 MiB beyond the plain forward pass" in page
+    assert "statistics is 2.00 times as fast, and takes 25.0 MiB beyond" in page
+    assert "`gather` is 4.00 times as fast, and takes 0 MiB beyond" in page
     assert "inputs and output are 8.00 MiB" in page
     assert "regard takes 1.50 MiB beside them (18.8%)" in page
     assert "stopped" not in page
