@@ -12,7 +12,7 @@ from comparing import assert_close, assert_zero
 from naive import naive
 from regard.biases import as_bias
 from regard.functional import attention, attention_with_lse
-from regard.masks import Causal, Chunk, Dense, Document, Padding, Prefix, Where, Window
+from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.observation import (
     Distance,
     Entropy,
@@ -494,6 +494,36 @@ def test_no_more_than_cells_are_held_at_once(monkeypatch):
         observe(query, torch.randn(3, 1, key_len, 3), softcap=2.0).gather(Watch())
         assert max(largest) <= 1 << 15
         largest.clear()
+    # 104 queries from anywhere could see two documents, 64 from a multiple of 64 see one
+    monkeypatch.setattr(regard.observation, "CELLS", 256 * 104)
+    query = torch.randn(1, 1, 768, 3)
+    observation = observe(query, query, mask=Document.from_lengths([256, 256, 256]))
+    entropies, mass = observation.gather(Entropy(), Watch())
+    assert max(largest) == 64 * 256
+    assert_close(mass, torch.ones(1, 1, 768), tolerance=1e-5)
+    assert_close(entropies, entropy(observation.weights()), tolerance=1e-5)
+    assert_close(observe(query, query, mask=observation.scoring.mask).gather(Entropy(), Received())[0], entropies)
+
+
+class Surprising(Mask):
+    """A window that knows of many rows what they cannot see, and of few nothing."""
+
+    window = Band(100, 0, 0)
+
+    def allowed(self, queries, keys):
+        return self.window.allowed(queries, keys)
+
+    def _tile(self, rows, columns):
+        return Tile.PARTIAL if len(rows) < 128 else self.window.tile(rows, columns)
+
+
+def test_a_mask_that_says_less_of_many_rows_than_of_few_costs_memory_and_no_answer(monkeypatch):
+    monkeypatch.setattr(regard.observation, "CELLS", 64 * 256)
+    query = torch.randn(1, 1, 512, 3)
+    found = observe(query, query, mask=Surprising()).gather(Entropy(), Received(), Top(2))
+    expected = observe(query, query, mask=Surprising.window).gather(Entropy(), Received(), Top(2))
+    for one, other in zip(flat(found), flat(expected), strict=True):
+        assert_close(one.double(), other.double(), tolerance=1e-5)
 
 
 class Keep(Statistic):

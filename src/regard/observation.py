@@ -237,10 +237,10 @@ class Rectangle:
         return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
 
     def _take(self, number: int) -> Tensor | None:
-        """One of three pieces of memory of the tile's size, where there are any."""
-        if self._memory is None:
-            return None
+        """One of three pieces of memory of the tile's size, where there are any of it."""
         shape = *self._query.shape[:3], len(self.keys)
+        if self._memory is None or self._memory.shape[1] < math.prod(shape):
+            return None
         return self._memory[number, : math.prod(shape)].view(shape)
 
     def _shown(self) -> tuple[Tensor, Tensor]:
@@ -1014,20 +1014,24 @@ class Observation:
         Shapes: value [batch, kv_heads, key_len, value_dim] -> [batch, heads, query_len, value_dim].
         """
         every = (Attended(value), *statistics)
-        if self.grid.device.type != "cpu" or self._in_whole_rows(every, ATTENDED) is None:
-            return None
-        output, *results = self.gather(*every)
+        with _unrounded(self.grid.device):
+            whole = self._in_whole_rows(every, ATTENDED) if self.grid.device.type == "cpu" else None
+            if whole is None:
+                return None
+            output, *results = self._gathered(every, _silent, whole)
         return output.to(value.dtype), tuple(results)
 
     def _one(self, statistic: Statistic[Result]) -> Result:
         result: Result = self.gather(statistic)[0]
         return result
 
-    def _gathered(self, statistics: Sequence[Statistic[Any]], progress: Progress) -> tuple[Any, ...]:
+    def _gathered(
+        self, statistics: Sequence[Statistic[Any]], progress: Progress, whole: "_Cut | None" = None
+    ) -> tuple[Any, ...]:
         """`gather`: lse first, where it is needed, not known and not had on the way; then the pass."""
-        working, entropy, whole = self, None, None
+        working, entropy = self, None
         needing = [statistic for statistic in statistics if statistic.needs_weights]
-        if needing and not self._knows_lse():
+        if whole is None and needing and not self._knows_lse():
             entropy_alone = all(type(statistic) is Entropy for statistic in needing)
             whole = self._in_whole_rows(statistics, COLUMNS if entropy_alone and self._is_product else WHOLE)
             if whole is None:
@@ -1102,8 +1106,8 @@ class Observation:
         together = batch if len(parts) == 1 else 1
         held = heads if together * heads <= most else _heads_of_a_tile(heads, heads // self.key.shape[1], most)
         down = max(1, min(len(rows), cells // (across * together * held)))
-        if whole is not None and whole < len(columns):
-            down = min(down, ROWS)  # more queries would see more keys
+        if whole is not None and whole < len(columns):  # others together would see more keys
+            down = max(count for count in range(1, min(down, ROWS) + 1) if ROWS % count == 0)
         step = across if whole is None else max(1, len(columns))
         cut = []
         for at, mask in parts:
@@ -1131,34 +1135,27 @@ class Observation:
         memory = None
         if not differentiable and all(type(statistic).__module__ == __name__ for statistic in statistics):
             memory = torch.empty(3, cut.largest, dtype=self.dtype, device=self.grid.device)
-        done, total = 0, len(cut.heads) * sum(len(queries) for _, _, rows in cut.parts for queries in rows)
+        done, total = 0, sum(len(queries) for _, _, rows in cut.parts for queries in rows)
         for batch, mask, rows in cut.parts:
-            for heads in cut.heads if rows else ():
-                part = self[batch, heads]
-                query, key, norm = part._prepared(cut.columns, cut.step, rows)
-                for number, queries in enumerate(rows):
-                    for keys in cut.tiles(mask, queries):
-                        wanting = [
-                            statistic
-                            for statistic, area in zip(statistics, areas, strict=True)
-                            if _overlap(queries, area[0]) and _overlap(keys, area[1])
-                        ]
-                        piece, first = divmod(keys.start - cut.columns.start, cut.step)
-                        inside = slice(first, first + len(keys))
+            parts = [(heads, self[batch, heads]) for heads in cut.heads] if rows else []
+            prepared = [part._prepared(cut.columns, cut.step, rows) for _, part in parts]
+            for number, queries in enumerate(rows):
+                for keys in cut.tiles(mask, queries):
+                    wanting = [
+                        statistic
+                        for statistic, area in zip(statistics, areas, strict=True)
+                        if _overlap(queries, area[0]) and _overlap(keys, area[1])
+                    ]
+                    piece, first = divmod(keys.start - cut.columns.start, cut.step)
+                    inside = slice(first, first + len(keys))
+                    for (heads, part), (query, key, norm) in zip(parts, prepared, strict=True):
                         show = _Shown(part, (batch, heads), queries, keys, inside, wanting, memory)
                         tensors = query[number], key[piece], None if norm is None else norm[number]
-                        if differentiable:
-                            found = checkpoint(show, *tensors, use_reentrant=False, preserve_rng_state=False)
-                            for statistic, part_of_tile in zip(wanting, found, strict=True):
-                                statistic.add(show.tile(*tensors), part_of_tile)
-                            continue
-                        tile = show.tile(*tensors)
-                        for statistic in wanting:
-                            statistic.see(tile)
+                        tile = show.to_all(*tensors, differentiable)
                         if lse is not None:
                             lse[tile.rows()] = tile.lse
-                    done += len(queries)
-                    progress(done, total)
+                done += len(queries)
+                progress(done, total)
         if lse is not None:
             self._lse = lse
 
@@ -1316,6 +1313,18 @@ class _Shown:
     def tile(self, query: Tensor, key: Tensor, norm: Tensor | None) -> Rectangle:
         key, scoring, folded = key[:, :, self.inside], self.seen.scoring, self.seen._is_product
         return Rectangle(scoring, self.at, self.queries, self.keys, query, key, norm, folded=folded, memory=self.memory)
+
+    def to_all(self, query: Tensor, key: Tensor, norm: Tensor | None, differentiable: bool) -> Rectangle:
+        """Once; where a gradient is wanted, so that the backward pass does it again."""
+        tile = self.tile(query, key, norm)
+        if differentiable:
+            found = checkpoint(self, query, key, norm, use_reentrant=False, preserve_rng_state=False)
+            for statistic, part in zip(self.to, found, strict=True):
+                statistic.add(tile, part)
+        else:
+            for statistic in self.to:
+                statistic.see(tile)
+        return tile
 
     def __call__(self, query: Tensor, key: Tensor, norm: Tensor | None) -> tuple[Any, ...]:
         tile = self.tile(query, key, norm)
