@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 import regard
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import huggingface, layers
-from regard.huggingface import LazyMask, LazyWeights, attend, mask_for_transformers
+from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
 from regard.observation import LARGEST
@@ -472,7 +472,7 @@ def test_a_lost_position_bias_is_noticed(monkeypatch):
 def test_a_lost_padding_is_noticed(monkeypatch):
     theirs, ours = pair(*ENCODERS["BERT"])
     real = real_tokens("right")
-    monkeypatch.setattr(huggingface, "Padding", lambda real: Padding(torch.ones_like(real)))
+    monkeypatch.setattr(reading, "Padding", lambda real: Padding(torch.ones_like(real)))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, real, input_ids=some_tokens(), attention_mask=real.long())
 
@@ -504,10 +504,10 @@ def test_a_bidirectional_window_read_as_a_causal_one_is_noticed(monkeypatch):
     theirs, ours = pair(*ENCODERS["ModernBERT, windows"])
     agree(theirs, ours, input_ids=some_tokens())
     name = "sliding_window_bidirectional_overlay"
-    narrower = huggingface._KNOWN[name]._replace(
+    narrower = reading._KNOWN[name]._replace(
         reading=lambda inside, place: Window(inside["sliding_window"], place.offset)
     )
-    monkeypatch.setitem(huggingface._KNOWN, name, narrower)
+    monkeypatch.setitem(reading._KNOWN, name, narrower)
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, input_ids=some_tokens())
 
@@ -646,13 +646,13 @@ def test_a_rule_that_changed_in_transformers_is_no_longer_read_but_asked(monkeyp
         monkeypatch.delattr(masking_utils, "sliding_window_overlay")
     else:
         monkeypatch.setattr(masking_utils, "sliding_window_overlay", overlay)
-    monkeypatch.setattr(huggingface, "_TRUSTED", {})
-    huggingface._learn.cache_clear()
+    monkeypatch.setattr(reading, "_TRUSTED", {})
+    reading._learn.cache_clear()
     try:
         rule = masking_utils.and_masks(masking_utils.causal_mask_function, overlay(3))
         lazy, whole = both(AFTER, rule)
     finally:
-        huggingface._learn.cache_clear()
+        reading._learn.cache_clear()
     assert "Where" in repr(lazy)
     assert "Causal" in repr(lazy) or change == "gone"  # without it there is no example of both
     assert_same_cells(lazy.dense(), whole)
@@ -660,7 +660,7 @@ def test_a_rule_that_changed_in_transformers_is_no_longer_read_but_asked(monkeyp
 
 def test_every_known_rule_of_this_transformers_is_trusted():
     mask_for_transformers(1, 2, 2)
-    assert sorted(huggingface._TRUSTED.values()) == sorted(huggingface._KNOWN)
+    assert sorted(reading._TRUSTED.values()) == sorted(reading._KNOWN)
 
 
 def test_a_mask_for_a_million_tokens_is_a_rule():
@@ -845,7 +845,7 @@ def test_an_argument_that_is_not_understood_is_refused_by_name(monkeypatch):
             computed(heads(), **{name: torch.zeros(1)})
         computed(heads(), **{name: None})
     computed(heads(), position_ids=torch.zeros(1), use_cache=True, max_length_q=3, deterministic=True)
-    monkeypatch.setattr(huggingface, "HARMLESS", huggingface.HARMLESS | {"sinks"})
+    monkeypatch.setattr(interface, "HARMLESS", huggingface.HARMLESS | {"sinks"})
     computed(heads(), sinks=torch.zeros(1))
 
 

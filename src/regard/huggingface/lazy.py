@@ -1,0 +1,91 @@
+"""Tensors that hold no numbers: they know their shape, and make their numbers when somebody asks for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from regard.observation import LARGEST
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+# what may be asked without touching a number
+_OUTSIDE = {
+    Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size,
+    Tensor.__len__, Tensor.__hash__, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
+    Tensor.is_contiguous, Tensor.is_inference, _setter("requires_grad"),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+}  # fmt: skip
+# what may be done with a mask, for whatever does these means bools
+_LOGICAL = {
+    Tensor.contiguous, Tensor.clone, Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__invert__,
+    Tensor.logical_and, Tensor.logical_or, Tensor.logical_not, torch.logical_and, torch.logical_or, torch.logical_not,
+    torch.cat, Tensor.__deepcopy__, Tensor.__reduce_ex__,
+}  # fmt: skip
+_INSIDE_PROPERTIES = {_getter(name) for name in ("T", "mT", "H", "mH", "real", "imag", "data")}
+_IN_PLACE_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")}
+_IN_PLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__"}
+
+
+class Lazy(Tensor):
+    """A tensor of four axes that holds no numbers. It knows its shape; whoever asks for more makes them, if few.
+
+    Every function of torch takes it. What only asks about shape, dtype or device costs nothing; anything else works on
+    `dense`, which refuses where that would be large. Nothing can be written into it.
+    """
+
+    @staticmethod
+    def _empty(cls: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def dense(self) -> Tensor:
+        """All the numbers, as an ordinary tensor.
+
+        Raises:
+            ValueError: they are too many.
+        """
+        raise NotImplementedError
+
+    def _advice(self) -> str:
+        raise NotImplementedError
+
+    def _check_size(self) -> None:
+        if self.numel() > LARGEST:
+            raise ValueError(
+                f"regard: {type(self).__name__} {list(self.shape)} stands for {self.numel():,} numbers, which are not "
+                f"made: more than {LARGEST:,}; {self._advice()}"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _OUTSIDE or (name == "__get__" and func not in _INSIDE_PROPERTIES):
+                return func(*args, **kwargs)
+            written = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+            if (written and isinstance(args[0], Lazy)) or isinstance(kwargs.get("out"), Lazy):
+                raise ValueError(f"regard: {name} would write into a tensor that holds no numbers; write into .dense()")
+            if func in (Tensor.contiguous, Tensor.clone):
+                return args[0]
+            args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense(), (args, kwargs))
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            raise ValueError(f"regard: {func} would write into a tensor that holds no numbers; write into .dense()")
+        args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,0 +1,298 @@
+"""Reads transformers' mask functions: what they mean as masks of regard."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, reduce
+from itertools import product
+from operator import and_, or_
+from types import CodeType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from regard.huggingface.masks import LazyMask
+from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
+from regard.shapes import Grid
+
+
+def mask_for_transformers(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> LazyMask:
+    """What transformers calls to have a mask made; the names are its own. Nothing of q_length x kv_length is made.
+
+    Args:
+        q_offset, kv_offset: positions of the first query and the first key.
+        mask_function: ``mask_function(batch, head, query, key) -> bool`` on positions; None: causal.
+        attention_mask: bool [batch, length], True where a token is real; position 0 first. Keys beyond it are hidden.
+        use_vmap: whether the function may be called on single numbers only.
+        others: which of transformers' own short cuts are allowed: none is needed.
+
+    >>> from transformers.masking_utils import sliding_window_causal_mask_function
+    >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
+    LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
+    """
+    _learn()
+    device = torch.device(device)
+    place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
+    mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError(f"regard: padding must be [batch, length], got {list(attention_mask.shape)}")
+        real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
+        if not bool(real.all()):
+            mask = mask & Padding(real)
+    return LazyMask(mask, (batch_size, q_length, kv_length), device)
+
+
+class Place(NamedTuple):
+    """Which part of transformers' positions a mask is for, and how its function wants to be asked."""
+
+    query_start: int
+    key_start: int
+    query_len: int
+    key_len: int
+    batch: int
+    device: torch.device = torch.device("cpu")
+    one_by_one: bool = False
+    positions: Tensor | None = None
+    """Positions of tokens of packed texts [batch, length], each text's rising by one from token to token."""
+
+    @property
+    def offset(self) -> int:
+        """Position of query 0 where key 0 has position 0, as regard counts."""
+        return self.query_start - self.key_start
+
+    def per_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of positions [batch, length] as those of the queries and those of the keys; one tensor if the same."""
+        queries = ids[:, self.query_start : self.query_start + self.query_len]
+        if (self.query_start, self.query_len) == (self.key_start, self.key_len):
+            return queries, queries
+        return queries, ids[:, self.key_start : self.key_start + self.key_len]
+
+
+Inside = Mapping[str, Any]
+"""What a mask function of transformers was made with: the variables that it closes over."""
+
+Reading = Callable[[Inside, Place], Mask | None]
+"""The mask that a known function stands for; None where it cannot be said."""
+
+
+def read(function: Callable[..., Any], place: Place) -> Mask:
+    """transformers' mask function as a mask: in closed form where it is known, asked tile by tile where it is not."""
+    known = _KNOWN.get(_maker(function))
+    mask = None if known is None else known.reading(_inside(function), place)
+    return _asked(function, place) if mask is None else mask
+
+
+def _maker(function: object) -> str:
+    """The name of what makes such mask functions in transformers, if its reading is trusted; otherwise none."""
+    code: CodeType | None = getattr(function, "__code__", None)
+    return "" if code is None else _TRUSTED.get(code, "")
+
+
+def _inside(function: Any) -> Inside:
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def _asked(function: Callable[..., Any], place: Place) -> Mask:
+    """Any mask function, tile by tile."""
+
+    def fn(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        asked_on = query.device  # another than the mask's, where a model is spread over several
+        # transformers asks about one head, for all of them
+        axes = [
+            axis.to(place.device) for axis in (batch, head[:, :1], query + place.query_start, key + place.key_start)
+        ]
+        allowed = _one_by_one(function, *(axis.flatten() for axis in axes)) if place.one_by_one else function(*axes)
+        return cast(Tensor, allowed).to(asked_on)
+
+    fn.__name__ = getattr(function, "__name__", type(function).__name__)
+    return Where(fn)
+
+
+def _one_by_one(function: Callable[..., Any], *axes: Tensor) -> Tensor:
+    """A function of four single numbers, for all of theirs: [batch, heads, rows, columns]."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for axis in reversed(range(4)):
+        function = torch.vmap(function, in_dims=tuple(0 if i == axis else None for i in range(4)))
+    with TransformGetItemToIndex():  # lets such a function look into a tensor at a place that is itself a tensor
+        return cast(Tensor, function(*axes))
+
+
+def _read_alone(inside: Inside, place: Place) -> None:
+    return None  # what begins anew with each text has a meaning beside what keeps the texts apart: `_in_packed_texts`
+
+
+def _read_both(inside: Inside, place: Place) -> Mask:
+    parts = inside["mask_functions"]
+    masks = [_in_packed_texts(part, parts, place) or read(part, place) for part in parts]
+    return reduce(and_, [mask for mask in masks if mask is not EVERYTHING] or [EVERYTHING])
+
+
+def _read_either(inside: Inside, place: Place) -> Mask:
+    return reduce(or_, [read(part, place) for part in inside["mask_functions"]])
+
+
+def _in_packed_texts(function: Callable[..., Any], beside: tuple[Callable[..., Any], ...], place: Place) -> Mask | None:
+    """A mask function of positions that begin anew with each packed text, beside one that keeps the texts apart.
+
+    Inside a text those positions differ by as much as the tokens do, so a rule about differences reads as ever.
+    """
+    texts = [part for part in beside if _maker(part) == "packed_sequence_mask_function"]
+    if _maker(function) != "remap_positions_for_packed_sequence" or len(texts) != 1:
+        return None
+    inside, ids = _inside(function), _inside(texts[0])["packed_sequence_mask"]
+    rule, positions = inside["mask_function"], inside["position_ids"]
+    changes, steps = ids.diff(), positions.diff()
+    whole = place.query_start == place.key_start == 0 and place.query_len == place.key_len == ids.shape[1]
+    if not whole or not bool(((changes > 0) | ((changes == 0) & (steps == 1))).all()):
+        return None
+    known = _KNOWN.get(_maker(rule))
+    return None if known is None else known.reading(_inside(rule), place._replace(positions=positions))
+
+
+def _read_causal(inside: Inside, place: Place) -> Mask:
+    return Causal(place.offset)
+
+
+def _read_everything(inside: Inside, place: Place) -> Mask:
+    return EVERYTHING
+
+
+def _read_window_behind(inside: Inside, place: Place) -> Mask:
+    return Band(inside["sliding_window"] - 1, None, place.offset)
+
+
+def _read_window_around(inside: Inside, place: Place) -> Mask:
+    return Window(inside["sliding_window"] + 1, place.offset)  # theirs includes the distance that it names
+
+
+def _read_chunk(inside: Inside, place: Place) -> Mask:
+    size, left = inside["chunk_size"], inside["left_padding"].to(place.device)
+    if place.positions is None and not bool((left + place.key_start).remainder(size).any()):
+        return Chunk(size, place.offset)
+    starts = (place.query_start, place.query_len), (place.key_start, place.key_len)
+    if place.positions is not None:
+        counted = [place.positions.to(place.device)] * 2
+    else:
+        counted = [torch.arange(start, start + length, device=place.device)[None] for start, length in starts]
+    queries, keys = ((x - left[:, None]).div(size, rounding_mode="floor") for x in counted)
+    return Document(queries) if starts[0] == starts[1] else Document(queries, keys)
+
+
+def _read_texts(inside: Inside, place: Place) -> Mask | None:
+    ids = inside["packed_sequence_mask"]
+    if place.positions is not None or not _reaches(ids, place):
+        return None
+    queries, keys = place.per_token(ids)
+    return Document(queries, None if keys is queries else keys)
+
+
+def _read_blocks(inside: Inside, place: Place) -> Mask | None:
+    ids = inside["block_sequence_ids"]
+    if place.positions is not None or not _reaches(ids, place):
+        return None
+    queries, keys = place.per_token(ids)
+    return Document(queries.masked_fill(queries < 0, -1), keys.masked_fill(keys < 0, -2))  # below 0: in no block
+
+
+def _read_padding(inside: Inside, place: Place) -> Mask | None:
+    real = inside["padding_mask"]
+    if place.positions is not None or real.dtype != torch.bool or real.shape[1] < place.key_start + place.key_len:
+        return None
+    return Padding(_from(real, place.key_start, place.key_len))
+
+
+def _reaches(ids: Tensor, place: Place) -> bool:
+    """Whether there is an id for every query and every key."""
+    return ids.shape[1] >= max(place.query_start + place.query_len, place.key_start + place.key_len)
+
+
+def _from(real: Tensor, start: int, length: int) -> Tensor:
+    """So many places of each row from a position on; those behind the end of the row hold no token."""
+    part = real[:, start : start + length]
+    return nn.functional.pad(part, (0, length - part.shape[1]), value=False)
+
+
+class _Known(NamedTuple):
+    """How to read the mask functions that one maker makes, and what to make examples of."""
+
+    reading: Reading
+    examples: tuple[tuple[Any, ...], ...]
+
+
+_IDS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2, 2, 3, 3]])
+_POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 10, 0, 0, 1, 0, 1]])
+_BLOCKS = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1]])
+
+_KNOWN = {
+    "causal_mask_function": _Known(_read_causal, ()),
+    "bidirectional_mask_function": _Known(_read_everything, ()),
+    "sliding_window_overlay": _Known(_read_window_behind, ((3,),)),
+    "sliding_window_bidirectional_overlay": _Known(_read_window_around, ((2,),)),
+    "chunked_overlay": _Known(_read_chunk, ((3, torch.tensor([0, 2])), (3, torch.tensor([0, 3])))),
+    "packed_sequence_mask_function": _Known(_read_texts, ((_IDS,),)),
+    "blockwise_overlay": _Known(_read_blocks, ((_BLOCKS,),)),
+    "padding_mask_function": _Known(_read_padding, ((_IDS > 0,), (_IDS < 2,))),
+    "and_masks": _Known(_read_both, (("causal_mask_function", "sliding_window_overlay"),)),
+    "or_masks": _Known(_read_either, (("causal_mask_function", "sliding_window_bidirectional_overlay"),)),
+    "remap_positions_for_packed_sequence": _Known(_read_alone, (("causal_mask_function", _POSITIONS),)),
+}
+"""transformers' mask functions, by the name of their maker; those made of others after these."""
+
+_PLACES = (Place(0, 0, 11, 11, 2), Place(4, 0, 7, 11, 2), Place(7, 3, 2, 8, 2), Place(0, 0, 3, 11, 2))
+"""Where examples are compared with readings: all at once, after a cache, after one that forgets, before one to fill."""
+
+_TRUSTED: dict[CodeType, str] = {}
+"""The makers whose readings were seen to be right, by the code that all functions of one maker share."""
+
+
+@lru_cache(maxsize=1)
+def _learn() -> None:
+    """Compares, once, what each known function says of examples with its reading, and trusts those that agree.
+
+    Another transformers may have other functions under these names: that costs speed, not exactness.
+    """
+    from transformers import masking_utils as theirs
+
+    for name, known in _KNOWN.items():
+        try:
+            made = [_example(theirs, name, example) for example in known.examples or ((),)]
+            _TRUSTED[made[0].__code__] = name  # before it is: `read` has to find it
+            if name == "remap_positions_for_packed_sequence":  # read only beside what keeps the texts apart
+                rule = _example(theirs, "and_masks", ("causal_mask_function", "sliding_window_overlay"))
+                made.append(theirs.packed_sequence_compatibility_function(rule, _POSITIONS, _IDS))
+            right = all(_agrees(function, place) for function, place in product(made, _PLACES))
+        except Exception:  # it is gone, is made of other things, or closes over other names
+            right = False
+        if not right:
+            for code in [code for code, trusted in _TRUSTED.items() if trusted == name]:
+                del _TRUSTED[code]
+
+
+def _example(theirs: Any, maker: str, arguments: tuple[Any, ...]) -> Any:
+    """A mask function made for some data; a name among the arguments stands for the first example of that maker."""
+    made = [
+        _example(theirs, x, (_KNOWN[x].examples or ((),))[0]) if isinstance(x, str) else x for x in arguments
+    ]  # fmt: skip
+    return getattr(theirs, maker)(*made) if arguments else getattr(theirs, maker)
+
+
+def _agrees(function: Callable[..., Any], place: Place) -> bool:
+    grid = Grid(place.batch, 1, place.query_len, place.key_len)
+    cells = [
+        mask.bind(grid).allowed(range(place.query_len), range(place.key_len)).expand(grid[:4])
+        for mask in (read(function, place), _asked(function, place))
+    ]
+    return torch.equal(*cells)
