@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 import regard
 from regard import Decoder, ModelConfig, attention, bench, steps
-from regard.cli import main, read_mask
+from regard.cli import main
+from regard.cli.mask_expression import read_mask
 from regard.training.checkpoint import load, save_model
 from regard.training.text import Tokenizer, train_tokenizer
 

@@ -1,0 +1,46 @@
+"""What a command is given to work on: a text, a model."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from regard.training.checkpoint import Loaded
+
+
+def read_text_argument(text: str) -> tuple[str, str]:
+    """The words to look at, and what to call them: a file's, standard input's, or the argument itself."""
+    from regard.training.text import LARGEST_FILE, read_text
+
+    if text == "-":
+        data = sys.stdin.buffer.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ValueError(f"standard input: more than {LARGEST_FILE:,} bytes")
+        try:
+            words = data.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
+        if not words or "\0" in words:
+            raise ValueError("standard input: empty" if not words else "standard input: a binary file, not text")
+        return words, "standard input"
+    if _names_a_file(text):
+        return read_text(text), text
+    if not text.strip():
+        raise ValueError('text: empty; give a file or a text in quotes, as in regard look "the cat sat"')
+    return text, "your text"
+
+
+def _names_a_file(text: str) -> bool:
+    """A path that exists, or one word that looks like a path."""
+    try:
+        if Path(text).exists():
+            return True
+    except OSError:  # too long for a name
+        return False
+    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text or bool(Path(text).suffix))
+
+
+def load_model(name: str) -> "Loaded":
+    from regard.training.checkpoint import load
+
+    return load(name)

@@ -1,0 +1,97 @@
+"""Masks as people write them on the command line: ``Causal() & Window(256)``, read without running anything."""
+
+import ast
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.masks import Mask
+
+MASKS = ("Band", "Causal", "Chunk", "Document", "Padding", "Prefix", "Strided", "Window")
+"""Masks that can be written down; `Dense` and `Where` need a tensor and a function."""
+
+LONGEST_LIST = 1 << 20
+"""Numbers in a list of a written mask."""
+
+
+def read_mask(text: str) -> "Mask":
+    """The mask that an expression means: names of masks with numbers, joined by ``&``, ``|``, ``~``. Nothing is run.
+
+    Raises:
+        ValueError: anything else.
+
+    >>> read_mask("Causal() & (Window(256) | Prefix(4))")
+    Causal() & (Window(256) | Prefix(4))
+    >>> read_mask("Causal() & open('x')")
+    Traceback (most recent call last):
+        ...
+    ValueError: mask: 'open' is no mask; there are: Band, Causal, Chunk, Document, Padding, Prefix, Strided, Window
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        return _mask(tree)
+    except SyntaxError as error:
+        where = f", at character {error.offset}" if error.offset else ""
+        raise ValueError(f"mask: {text[:80]!r} cannot be read{where}: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("mask: too deeply nested") from None
+
+
+def _mask(node: ast.expr) -> "Mask":
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        left, right = _mask(node.left), _mask(node.right)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_mask(node.operand)
+    if isinstance(node, ast.Call):
+        return _made(node)
+    written = ast.unparse(node)
+    hint = f"; write {written}(...)" if written in MASKS else ""
+    raise ValueError(f"mask: expected masks joined by & | ~, got {written!r}{hint}")
+
+
+def _made(node: ast.Call) -> "Mask":
+    """One mask, made from its name and numbers."""
+    import torch
+
+    from regard import masks
+
+    name = ast.unparse(node.func)
+    if name in ("Dense", "Where"):
+        raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(MASKS)}")
+    if name not in (*MASKS, "Document.from_lengths"):
+        close = get_close_matches(name, MASKS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(MASKS)}"
+        raise ValueError(f"mask: {name!r} is no mask{hint}")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
+    values = [_value(argument, name) for argument in node.args]
+    named = {str(keyword.arg): _value(keyword.value, name) for keyword in node.keywords}
+    make: Callable[..., Mask] = masks.Document.from_lengths if name == "Document.from_lengths" else getattr(masks, name)
+    try:
+        if name == "Document":  # its ids are a tensor
+            values = [torch.tensor(value) for value in values]
+            named = {key: torch.tensor(value) for key, value in named.items()}
+        return make(*values, **named)
+    except TypeError as error:
+        raise ValueError(f"mask: {ast.unparse(node)}: {error}") from None
+
+
+def _value(node: ast.expr, name: str) -> Any:
+    """A whole number, None, or a list of these, which may be repeated: ``[512] * 8``."""
+    if isinstance(node, ast.Constant) and (node.value is None or type(node.value) is int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _value(node.operand, name)
+        if isinstance(value, int):
+            return -value
+    if isinstance(node, ast.List):
+        return [_value(element, name) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = _value(node.left, name), _value(node.right, name)
+        if isinstance(left, list) and isinstance(right, int):
+            if sum(len(part) if isinstance(part, list) else 1 for part in left) * right > LONGEST_LIST:
+                raise ValueError(f"mask: {name}: a list of more than {LONGEST_LIST:,} numbers")
+            return left * right
+    raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
