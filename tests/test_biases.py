@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cases import GRID, HEADS, KEY_LEN, QUERY_LEN, biases
 from comparing import assert_close
 from regard.biases import Alibi, Given, RelativeBias, Sum, as_bias
+from regard.masks import Causal
 from regard.shapes import Grid, ShapeError
 
 # --- by hand ------------------------------------------------------------------------------------------------------
@@ -189,24 +190,24 @@ def test_the_gradient_of_what_learns_is_the_sum_over_its_cells(name):
         (lambda: Alibi(0), ValueError, "Alibi: heads must be a whole number, 1 or more, got 0"),
         (lambda: Alibi(2.0), ValueError, "Alibi: heads must be a whole number, 1 or more, got 2.0"),
         (lambda: Alibi(slopes=[1.0]), TypeError, r"Alibi: slopes must be a floating tensor \[heads\], got list"),
-        (lambda: Alibi(slopes=torch.ones(2, 2)), TypeError, r"Alibi: slopes .* got torch.float32 \[2, 2\]"),
-        (lambda: Alibi(slopes=torch.ones(2).long()), TypeError, r"Alibi: slopes .* got torch.int64 \[2\]"),
+        (lambda: Alibi(slopes=torch.ones(2, 2)), TypeError, r"Alibi: slopes .* got torch.float32 tensor \[2, 2\]"),
+        (lambda: Alibi(slopes=torch.ones(2).long()), TypeError, r"Alibi: slopes .* got torch.int64 tensor \[2\]"),
         (lambda: Alibi(2, offset="x"), TypeError, "Alibi: offset must be an int, or one int per batch row, got 'x'"),
         (lambda: Alibi(2, offset=True), TypeError, "Alibi: offset .* got True"),
         (lambda: Alibi(2, offset=1.5), TypeError, "Alibi: offset .* got 1.5"),
         (lambda: RelativeBias([[1.0]]), TypeError, r"RelativeBias: table must be .* \[buckets, heads\], got list"),
-        (lambda: RelativeBias(torch.ones(8)), TypeError, r"RelativeBias: table .* got torch.float32 \[8\]"),
-        (lambda: RelativeBias(torch.ones(8, 2).long()), TypeError, r"RelativeBias: table .* got torch.int64 \[8, 2\]"),
+        (lambda: RelativeBias(torch.ones(8)), TypeError, r"RelativeBias: table .* got torch.float32 tensor \[8\]"),
+        (lambda: RelativeBias(torch.ones(8, 2).long()), TypeError, r"RelativeBias: table .* got torch.int64 tensor \[8, 2\]"),
         (lambda: RelativeBias(torch.ones(3, 2)), ValueError, "RelativeBias: 3 buckets hold 0 single distances"),
         (lambda: RelativeBias(torch.ones(1, 2), bidirectional=False), ValueError, "RelativeBias: 1 buckets hold 0"),
         (lambda: RelativeBias(torch.ones(32, 2), max_distance=8), ValueError, "hold 8 .* less than max_distance=8"),
         (lambda: RelativeBias(torch.ones(32, 2), max_distance=20.5), ValueError, "max_distance must be a whole number"),
-        (lambda: as_bias(3.0), TypeError, "bias must be a tensor or a regard bias, got float"),
-        (lambda: as_bias([1.0]), TypeError, "bias must be a tensor or a regard bias, got list"),
-        (lambda: as_bias(torch.ones(2).bool()), TypeError, "got torch.bool; a bool tensor is a mask: mask=Dense"),
+        (lambda: as_bias(3.0), TypeError, "must be a floating tensor or a regard bias .*, got 3.0"),
+        (lambda: as_bias([1.0]), TypeError, "bias must be a floating tensor or a regard bias .*, got list"),
+        (lambda: as_bias(torch.ones(2).bool()), TypeError, "got torch.bool .*; a bool tensor is a mask: mask=Dense"),
         (lambda: as_bias(torch.ones(2).long()), TypeError, "bias must be a floating tensor, got torch.int64"),
         (lambda: as_bias(torch.ones(1, 1, 1, 1, 1)), ShapeError, r"bias has more axes than .*: \[1, 1, 1, 1, 1\]"),
-        (lambda: Alibi(2) + 3.0, TypeError, "bias must be a tensor or a regard bias, got float"),
+        (lambda: Alibi(2) + 3.0, TypeError, "must be a floating tensor or a regard bias .*, got 3.0"),
     ],
 )
 def test_a_bias_that_cannot_be_is_refused_when_it_is_made(make, error, says):
@@ -225,8 +226,8 @@ def test_a_bias_that_cannot_be_is_refused_when_it_is_made(make, error, says):
             ValueError,
             "RelativeBias: table is on meta, the call runs on cpu",
         ),
-        (Given(torch.ones(5, 6)), ShapeError, r"bias \[1, 1, 5, 6\] does not broadcast to the scores"),
-        (Given(torch.ones(2, 5, 7)), ShapeError, r"bias \[1, 2, 5, 7\] does not broadcast to the scores"),
+        (Given(torch.ones(5, 6)), ShapeError, r"bias \[5, 6\] does not broadcast to the scores"),
+        (Given(torch.ones(2, 5, 7)), ShapeError, r"bias \[2, 5, 7\] does not broadcast to the scores"),
         (Given(torch.ones(7, device="meta")), ValueError, "bias is on meta, the call runs on cpu"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str | type) else "",
@@ -236,3 +237,38 @@ def test_a_bias_for_another_call_is_refused_when_it_is_bound_also_inside_a_sum(b
     for wrong in (bias, Alibi(3) + bias, bias + Alibi(3)):
         with pytest.raises(error, match=says):
             wrong.bind(grid)
+
+
+def cells(bias, grid):
+    """What a bias adds in a call, every cell: [batch, heads, query_len, key_len]."""
+    return bias.bind(grid).values(range(grid.query_len), range(grid.key_len)).expand(grid[:4])
+
+
+def test_a_bias_is_neither_true_nor_false_and_biases_sum_up():
+    for bias in (Alibi(3), Given(torch.zeros(5, 7)), Alibi(3) + Alibi(3), RelativeBias(torch.zeros(8, 3))):
+        for wrong in (lambda b: b and b, lambda b: not b, lambda b: b or None):
+            with pytest.raises(TypeError, match=r"a bias is neither true nor false. Biases add up with a \+ b"):
+                wrong(bias)
+    grid, numbers = Grid(2, 3, 5, 7), torch.randn(5, 7)
+    for total in (numbers + Alibi(3), sum([Given(numbers), Alibi(3)])):
+        assert torch.equal(cells(total, grid), cells(Alibi(3) + numbers, grid))
+    for wrong in (1, 0.0, "b", None, Causal(), Alibi, numbers > 0):
+        for pair in ((Alibi(3), wrong), (wrong, Alibi(3))):
+            with pytest.raises(TypeError, match=r"must be a floating tensor|joined with &"):
+                _ = pair[0] + pair[1]
+
+
+def test_a_bias_that_fits_a_call_in_two_ways_is_refused_until_it_says_which():
+    grid, numbers = Grid(5, 3, 5, 7), torch.randn(5, 7)
+    for wrong in (Given(numbers), Alibi(3) + numbers):
+        with pytest.raises(
+            ShapeError, match=r"bias \[5, 7\] may be .* which, bias\[None, None\] or bias\[:, None, None\]"
+        ):
+            wrong.bind(grid)
+    assert torch.equal(cells(Given(numbers[None, None]), grid), numbers.expand(grid[:4]))
+    assert torch.equal(cells(Given(numbers[:, None, None]), grid), numbers[:, None, None].expand(grid[:4]))
+    numbers = torch.randn(3, 5, 7)
+    with pytest.raises(ShapeError, match=r"bias \[3, 5, 7\] may be .* which, bias\[None\] or bias\[:, None\]"):
+        Given(numbers).bind(Grid(3, 3, 5, 7))
+    with pytest.raises(ShapeError, match=r"bias \[2, 7\] does not .*; if it is \[batch, key_len\]: bias\[:, None, No"):
+        Given(numbers[0, :2]).bind(Grid(2, 3, 5, 7))

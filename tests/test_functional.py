@@ -108,7 +108,7 @@ WRONG = {
     "dense of another length": (
         {"mask": Dense(BOOLS[:, :9])},
         ShapeError,
-        r"Dense: mask \[1, 1, 7, 9\] does not broadcast to the scores .*\n  query .*\n  key .*\n  value",
+        r"Dense: mask \[7, 9\] does not broadcast to the scores .*\n  query .*\n  key .*\n  value",
     ),
     "dense on another device": (
         {"mask": Dense(BOOLS.to(META))},
@@ -134,14 +134,14 @@ WRONG = {
     "padding of another length": ({"mask": ~Padding(torch.ones(2, 7).bool())}, ShapeError, "Padding: the mask is"),
     "offsets of another batch": ({"mask": Causal(offset=[1, 2, 3])}, ShapeError, "Causal: offset is for batch=3"),
     "prefixes of another batch": ({"mask": Prefix([1])}, ShapeError, "Prefix: n is for batch=1"),
-    "bias, a number": ({"bias": 1.0}, TypeError, "bias must be a tensor or a regard bias, got float"),
+    "bias, a number": ({"bias": 1.0}, TypeError, "bias must be a floating tensor or a regard bias .*, got 1.0"),
     "bias, a bool tensor": (
         {"bias": BOOLS},
         TypeError,
-        "bias must be a floating tensor, got torch.bool; a bool tensor is a mask",
+        "bias must be a floating tensor, got torch.bool .*; a bool tensor is a mask",
     ),
     "bias of five axes": ({"bias": torch.zeros(1, 1, 1, 1, 1)}, ShapeError, "bias has more axes"),
-    "bias of another length": ({"bias": torch.zeros(7, 9)}, ShapeError, r"bias \[1, 1, 7, 9\] does not broadcast"),
+    "bias of another length": ({"bias": torch.zeros(7, 9)}, ShapeError, r"bias \[7, 9\] does not broadcast"),
     "bias on another device": ({"bias": torch.zeros(7, 11, device=META)}, ValueError, "bias is on meta"),
     "alibi of other heads": ({"bias": Alibi(5)}, ShapeError, "Alibi: 5 slopes, the scores are"),
     "table of other heads": (

@@ -1,5 +1,6 @@
 """Masks: by hand, every mask against its rule cell by cell, `tile` against `allowed`, the algebra, the errors."""
 
+import operator
 from itertools import combinations
 
 import pytest
@@ -326,11 +327,102 @@ def test_binding_leaves_the_mask_itself_alone():
 
 
 def test_a_mask_joins_only_masks():
-    for wrong in (None, True, torch.ones(2, 2, dtype=torch.bool)):
-        with pytest.raises(TypeError):
-            Causal() & wrong
-        with pytest.raises(TypeError):
-            Causal() | wrong
+    for wrong in (None, True, 0, Window, "causal", torch.ones(2, 2, dtype=torch.bool), [True]):
+        for join, sign in ((operator.and_, "&"), (operator.or_, r"\|")):
+            for pair in ((Causal(), wrong), (wrong, Causal())):
+                with pytest.raises(TypeError, match=f"^{sign}: both sides must be a regard mask such as Causal.*got"):
+                    join(*pair)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda a, b: a and b, lambda a, b: a or b, lambda a, b: not a, lambda a, b: 1 if a else 0,
+        lambda a, b: any([a, b]), lambda a, b: all([a, b]), lambda a, b: bool(~(a & b)), lambda a, b: 1 if a | b else 0,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", fixed_masks())
+def test_a_mask_is_neither_true_nor_false(name, wrong):
+    mask = fixed_masks()[name].mask
+    with pytest.raises(
+        TypeError, match=r"a mask is neither true nor false. Write a & b, a \| b, ~a .*mask is not None"
+    ):
+        wrong(mask, Window(3))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: sum([a, b]), lambda a, b: 1 - a,
+        lambda a, b: 0.5 * a, lambda a, b: a + torch.zeros(2, 2), lambda a, b: torch.zeros(2, 2) + a,
+    ],
+)  # fmt: skip
+def test_masks_are_no_numbers(wrong):
+    with pytest.raises(TypeError, match=r"masks are joined with & \| ~, not with \+ - \*; numbers .* bias"):
+        wrong(Causal(), Window(3))
+
+
+def test_masks_are_equal_that_are_the_same_expression_of_equal_numbers():
+    def made():
+        rule = torch.arange(25).reshape(5, 5) % 3 == 0
+        return [
+            Causal(), Causal(1), Causal([0, 1]), Window(3), Window(4), Band(2, 2), Prefix(3), Prefix([3]), Strided(3),
+            Chunk(3), Document.from_lengths([2, 3]), Document.from_lengths([3, 2]), Padding([3]), Dense(rule),
+            Dense(~rule), ~Causal(), Causal() & Window(3), Causal() | Window(3), Window(3) & Causal(), Everything(),
+        ]  # fmt: skip
+
+    for i, one in enumerate(made()):
+        for j, other in enumerate(made()):
+            assert (one == other) == (i == j) != (one != other), (one, other)
+            assert i != j or hash(one) == hash(other)
+    assert len({*made(), *made()}) == len(made())
+    assert Causal() != "Causal()"
+    assert Causal() in [None, Window(2), Causal()]
+
+
+def test_a_mask_that_is_a_function_equals_only_itself():
+    mask = Where(lambda batch, head, query, key: query == key)
+    assert mask == mask
+    assert mask != Where(mask.fn)
+    assert len({mask, mask, Where(mask.fn)}) == 2
+    meta = torch.ones(2, 2, dtype=torch.bool, device="meta")
+    assert (Dense(meta) == Dense(meta)) is False  # what it holds cannot be known
+
+
+def test_a_dense_mask_that_fits_a_call_in_two_ways_is_refused_until_it_says_which():
+    grid = Grid(5, 3, 5, 7)
+    keys = torch.rand(5, 7) > 0.5  # of each batch row, or of each query?
+    both = r"Dense: mask \[5, 7\] may be \[query_len, key_len\] or \[batch, key_len\]: both fit .* which, {} or {}"
+    ways = (r"Dense\(mask\[None, None\]\)", r"Padding\(mask\)")
+    for wrong in (Dense(keys), Causal() & Dense(keys), ~Dense(keys), Dense(keys).of_row(0) | Dense(keys)):
+        with pytest.raises(ShapeError, match=both.format(*ways)):
+            wrong.bind(grid)
+    assert torch.equal(whole(Dense(keys[None, None]), grid), keys.expand(grid[:4]))
+    assert torch.equal(whole(Padding(keys), grid), keys[:, None, None].expand(grid[:4]))
+
+    square = Grid(3, 3, 5, 7)
+    cells = torch.rand(3, 5, 7) > 0.5  # of each batch row, or of each head?
+    both = r"\[heads, query_len, key_len\] or \[batch, query_len, key_len\]: both fit .* which, {} or {}"
+    for one in (cells, cells[:, :1]):
+        with pytest.raises(ShapeError, match=both.format(r"Dense\(mask\[None\]\)", r"Dense\(mask\[:, None\]\)")):
+            Dense(one).bind(square)
+    assert torch.equal(whole(Dense(cells[None]), square), cells.expand(square[:4]))
+    assert torch.equal(whole(Dense(cells[:, None]), square), cells[:, None].expand(square[:4]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid"),
+    [
+        ((7,), Grid(7, 7, 7, 7)), ((1,), Grid(7, 7, 7, 7)), ((), Grid(7, 7, 7, 7)), ((5, 7), Grid(3, 5, 5, 7)),
+        ((1, 7), Grid(1, 2, 1, 7)), ((5, 1), Grid(5, 2, 5, 7)), ((3, 5, 7), Grid(2, 3, 5, 7)),
+        ((1, 5, 7), Grid(1, 1, 5, 7)), ((3, 5, 1), Grid(3, 3, 5, 7)), ((3, 3, 5, 7), Grid(3, 3, 5, 7)),
+    ],
+)  # fmt: skip
+def test_a_dense_mask_that_fits_a_call_in_one_way_counts_from_the_right_also_once_it_is_bound(shape, grid):
+    mask = torch.rand(shape) > 0.5
+    bound = Dense(mask).bind(grid)
+    assert torch.equal(whole(bound, grid), mask.expand(grid[:4]))
+    assert torch.equal(whole(bound.bind(grid), grid), mask.expand(grid[:4]))
 
 
 @pytest.mark.parametrize("name", fixed_masks())
@@ -346,7 +438,7 @@ def test_every_mask_lives_with_a_batch_of_none(name):
         "document": Document(torch.empty(0, 7, dtype=torch.int64), torch.empty(0, 11, dtype=torch.int64)),
         "dense per row and head": Dense(torch.empty(0, 6, 7, 11, dtype=torch.bool)),
         "dense keys": Dense(torch.empty(0, 1, 1, 11, dtype=torch.bool)),
-    }.get(name) or fixed_masks()[name].mask
+    }.get(name, fixed_masks()[name].mask)
     bound = mask.bind(grid)
     assert isinstance(bound.tile(range(7), range(11)), Tile)
     assert bound.allowed(range(7), range(11)).expand(0, 6, 7, 11).numel() == 0
@@ -395,11 +487,20 @@ TEN = torch.zeros(2, 10, dtype=torch.int64)
         (lambda: Document.from_lengths([2.5, 1]), ValueError, "whole numbers, 0 or more, got"),
         (lambda: Document.from_lengths(5), TypeError, "Document.from_lengths: lengths must be .*, got 5"),
         (lambda: Padding([3, -1]), ValueError, r"Padding: lengths must be 0 or more, got \[3, -1\]"),
-        (lambda: Padding(TEN), TypeError, r"Padding: keys must be .* got torch.int64 \[2, 10\]; use .bool\(\)"),
+        (lambda: Padding(TEN), TypeError, r"Padding: keys must be .* got torch.int64 tensor \[2, 10\]; use .bool\(\)"),
         (lambda: Padding(TEN.float()), TypeError, "Padding: keys must be .* got torch.float32"),
         (lambda: Padding(TEN[0].bool()), ShapeError, r"Padding: a bool mask must be \[batch, key_len\], got \[10\]"),
         (lambda: Padding(7), TypeError, "Padding: keys .* got 7"),
-        (lambda: Dense(TEN), TypeError, "Dense: mask must be a bool tensor .*, got torch.int64; numbers go into bias"),
+        (
+            lambda: Dense(TEN),
+            TypeError,
+            r"Dense: mask must be a bool tensor .*, got torch.int64 tensor .* pass tensor.bool\(\); .*Padding",
+        ),
+        (lambda: Dense(TEN.float()), TypeError, "Dense: .* got torch.float32 .* go into bias; of 1 and 0"),
+        (lambda: Dense(TEN.bool().numpy()), TypeError, r"Dense: .* got numpy.ndarray \[2, 10\]; pass torch.as_tensor"),
+        (lambda: Dense(TEN.bool().to_sparse()), TypeError, r"Dense: .* got torch.bool sparse_coo tensor .*to_dense"),
+        (lambda: Padding(TEN.bool().numpy()), TypeError, r"Padding: .* got numpy.ndarray \[2, 10\]; pass torch.as_te"),
+        (lambda: Padding(TEN.bool()[:, None, None]), ShapeError, r"Padding: .* got \[2, 1, 1, 10\]; that is Dense"),
         (lambda: Dense([[True]]), TypeError, "Dense: mask must be a bool tensor .*, got list"),
         (
             lambda: Dense(TEN.bool()[None, None, None]),
@@ -432,8 +533,17 @@ def test_a_mask_that_cannot_be_is_refused_when_it_is_made(make, error, says):
         (Document(TEN[:, :4], TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=2, length=4."),
         (Document(TEN[:1, :5].expand(3, 5), TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=3, length=5."),
         (Document(TEN[:, :5].to("meta"), TEN[:, :7].to("meta")), ValueError, "Document: query_ids is on meta"),
-        (Dense(torch.ones(5, 6, dtype=torch.bool)), ShapeError, r"Dense: mask \[1, 1, 5, 6\] does not broadcast"),
-        (Dense(torch.ones(2, 5, 7, dtype=torch.bool)), ShapeError, r"Dense: mask \[1, 2, 5, 7\] does not broadcast"),
+        (Dense(torch.ones(5, 6, dtype=torch.bool)), ShapeError, r"Dense: mask \[5, 6\] does not broadcast"),
+        (
+            Dense(torch.ones(2, 5, 7, dtype=torch.bool)),
+            ShapeError,
+            r"mask \[2, 5, 7\] does not .*; if it is \[batch, query_len, key_len\]: Dense\(mask\[:, None\]\)",
+        ),
+        (
+            Dense(torch.ones(2, 7, dtype=torch.bool)),
+            ShapeError,
+            r"Dense: mask \[2, 7\] does not broadcast .*; if it is \[batch, key_len\]: Padding\(mask\)",
+        ),
         (Dense(torch.ones(5, 7, dtype=torch.bool, device="meta")), ValueError, "Dense: mask is on meta"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Mask) else "",

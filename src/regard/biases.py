@@ -7,13 +7,24 @@ Biases add up: ``Alibi(8) + table``.
 """
 
 import math
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from regard.masks import Indices, Offset, check_device, check_rows, indices, pick, position_of_query_0, positive
-from regard.shapes import Grid, ShapeError
+from regard.masks import (
+    Indices,
+    Mask,
+    Offset,
+    check_broadcast,
+    check_device,
+    check_rows,
+    indices,
+    pick,
+    position_of_query_0,
+    positive,
+)
+from regard.shapes import Grid, ShapeError, how_to_plain, is_plain, kind
 
 
 class Bias:
@@ -49,39 +60,55 @@ class Bias:
         return tuple(found)
 
     def __add__(self, other: "Bias | Tensor") -> "Bias":
-        return Sum(self, as_bias(other))
+        return Sum(self, as_bias(other, "+", "both sides"))
+
+    def __radd__(self, other: "Bias | Tensor | int") -> "Bias":
+        return self if type(other) is int and other == 0 else Sum(as_bias(other, "+", "both sides"), self)  # sum()
+
+    def __bool__(self) -> NoReturn:
+        """Refused: ``Alibi(8) and table`` would be `table` alone."""
+        raise TypeError(
+            f"{type(self).__name__}: a bias is neither true nor false. Biases add up with a + b, and "
+            "`bias is not None` asks whether there is one"
+        )
 
 
-def as_bias(bias: Bias | Tensor) -> Bias:
+def as_bias(bias: object, owner: str = "attention", name: str = "bias") -> Bias:
     """A bias as it is; a tensor as `Given`."""
     if isinstance(bias, Bias):
         return bias
-    if isinstance(bias, Tensor):
+    if is_plain(bias):
         return Given(bias)
-    raise TypeError(f"attention: bias must be a tensor or a regard bias, got {type(bias).__name__}")
+    usual = f"; make one: {bias.__name__}(...)" if isinstance(bias, type) else how_to_plain(bias)
+    if isinstance(bias, Mask):
+        usual = "; a mask goes into mask="
+    raise TypeError(
+        f"{owner}: {name} must be a floating tensor or a regard bias such as Alibi(8), got {kind(bias)}{usual}"
+    )
 
 
 class Given(Bias):
     """A tensor of numbers, differentiable. Holds as many numbers as it is given.
 
     Args:
-        numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right.
+        numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right; where it could as well
+            be meant by batch row ([batch, key_len], [batch, query_len, key_len]), it is refused.
     """
 
     def __init__(self, numbers: Tensor) -> None:
-        if not numbers.is_floating_point():
-            hint = "; a bool tensor is a mask: mask=Dense(tensor)" if numbers.dtype == torch.bool else ""
-            raise TypeError(f"attention: bias must be a floating tensor, got {numbers.dtype}{hint}")
+        if not is_plain(numbers) or not numbers.is_floating_point():
+            usual = "; a bool tensor is a mask: mask=Dense(tensor)" if is_plain(numbers) else how_to_plain(numbers)
+            raise TypeError(f"attention: bias must be a floating tensor, got {kind(numbers)}{usual}")
         if numbers.dim() > 4:
             raise ShapeError(f"bias has more axes than [batch, heads, query_len, key_len]: {list(numbers.shape)}")
         self.numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
+        self._axes = numbers.dim()
 
     def bind(self, grid: Grid) -> "Given":
-        if any(size not in (1, wanted) for size, wanted in zip(self.numbers.shape, grid[:4], strict=True)):
-            raise ShapeError(f"bias {list(self.numbers.shape)} does not broadcast to the scores {grid}")
+        check_broadcast("bias", self.numbers, self._axes, grid, "bias[:, None, None]", "bias{}")
         if self.numbers.device != grid.device:
             raise ValueError(f"bias is on {self.numbers.device}, the call runs on {grid.device}")
-        return self
+        return self if self._axes == 4 else Given(self.numbers)
 
     def of_row(self, row: int) -> "Given":
         return self if len(self.numbers) == 1 else Given(self.numbers[row : row + 1])
@@ -171,7 +198,7 @@ class Alibi(_Relative):
             assert heads is not None
             slopes = torch.tensor(_slopes(positive(heads, "Alibi: heads")))
         elif not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
-            raise TypeError(f"Alibi: slopes must be a floating tensor [heads], got {_kind(slopes)}")
+            raise TypeError(f"Alibi: slopes must be a floating tensor [heads], got {kind(slopes)}")
         self.slopes = slopes
 
     def bind(self, grid: Grid) -> "Alibi":
@@ -214,7 +241,7 @@ class RelativeBias(_Relative):
     ) -> None:
         super().__init__(offset)
         if not isinstance(table, Tensor) or table.dim() != 2 or not table.is_floating_point():
-            raise TypeError(f"RelativeBias: table must be a floating tensor [buckets, heads], got {_kind(table)}")
+            raise TypeError(f"RelativeBias: table must be a floating tensor [buckets, heads], got {kind(table)}")
         self.table, self.bidirectional = table, bidirectional
         self.max_distance = positive(max_distance, "RelativeBias: max_distance")
         exact = len(table) // (4 if bidirectional else 2)
@@ -251,10 +278,6 @@ class RelativeBias(_Relative):
 
     def __repr__(self) -> str:
         return f"RelativeBias(<{list(self.table.shape)}>, bidirectional={self.bidirectional})"
-
-
-def _kind(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _slopes(heads: int) -> list[float]:

@@ -3,17 +3,16 @@
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.biases import Bias, as_bias
 from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse, tiled
-from regard.masks import EVERYTHING, Mask, Tile, positive
+from regard.masks import Mask, Tile, check_mask, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
-from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, shape_error
+from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, kind, shape_error
 
 LARGE = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
@@ -148,29 +147,26 @@ def check_call(
     if scale is None:
         scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
     elif not _is_number(scale) or not math.isfinite(scale):
-        raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {_kind(scale)}")
+        raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}")
     if softcap is not None and (not _is_number(softcap) or not 0 < softcap < math.inf):
-        raise ValueError(f"{function}: softcap must be a positive number or None for none, got {_kind(softcap)}")
-    if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(
-            f"{function}: mask must be a regard mask such as Causal(), got {_kind(mask)}; "
-            "a bool tensor (True = may attend) is Dense(tensor), numbers to add are a bias"
-        )
+        raise ValueError(f"{function}: softcap must be a positive number or None for none, got {kind(softcap)}")
+    if mask is not None:
+        check_mask(function, "mask", mask)
     try:
         bound_mask = None if mask is None else mask.bind(grid)
-        bound_bias = None if bias is None else as_bias(bias).bind(grid)
+        bound_bias = None if bias is None else as_bias(bias, function).bind(grid)
     except ShapeError as error:
         raise shape_error(function, str(error), ATTENTION, {"query": query, "key": key, "value": value}) from None
     if sink is not None:
         _check_learned(function, "sink", sink, {"heads": grid.heads}, grid)
     if additive is not None:
         if not isinstance(additive, Additive):
-            raise TypeError(f"{function}: additive must be an Additive(v), got {_kind(additive)}")
+            raise TypeError(f"{function}: additive must be an Additive(v), got {kind(additive)}")
         _check_learned(function, "additive.v", additive.v, {"heads": grid.heads, "head_dim": query.shape[3]}, grid)
     if not _is_number(dropout) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {_kind(dropout)}")
+        raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {kind(dropout)}")
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"{function}: generator must be a torch.Generator or None, got {_kind(generator)}")
+        raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
     dropped = Dropout(dropout, _seed(generator)) if dropout else None
     scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
     return Call(query, key, value, scoring, dropped, wants_lse)
@@ -280,7 +276,7 @@ def plan(
     chosen = choose(call, kernel)
     grid = call.scoring.grid
     others = {k.name: k.cannot(call) or f"it can, but {_drawback(k, call, chosen)}" for k in KERNELS if k is not chosen}
-    bound = call.scoring.mask or EVERYTHING
+    bound = call.scoring.mask_or_everything
     tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
     per_score, computed = 2 * (query.shape[3] + value.shape[3]), chosen.cells(call)
     output = query.numel() // max(1, query.shape[3]) * value.shape[3]
@@ -334,7 +330,7 @@ def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[di
 def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, int], grid: Grid) -> None:
     """A sink, or the v of an additive similarity: floating, of one size, where the call runs."""
     axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    wanted = f"{function}: {name} must be a floating tensor [{axes}], got {_kind(tensor)}"
+    wanted = f"{function}: {name} must be a floating tensor [{axes}], got {kind(tensor)}"
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise TypeError(wanted)
     if tensor.shape != tuple(sizes.values()):
@@ -350,10 +346,6 @@ def _is_number(value: object) -> bool:
 def _seed(generator: torch.Generator | None) -> int:
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype} tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def _bytes(count: float) -> str:

@@ -24,12 +24,12 @@ import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
-from regard.shapes import Grid, ShapeError
+from regard.shapes import Grid, ShapeError, how_to_plain, is_plain, kind
 
 Indices = range | slice | Tensor
 """Which queries or keys: a range, a slice with a stop, or a 1-D tensor of integers."""
@@ -156,13 +156,43 @@ class Mask:
         raise NotImplementedError
 
     def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, check_mask("&", "both sides", other))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, check_mask("|", "both sides", other))
+
+    __rand__, __ror__ = __and__, __or__  # reached only by what is no mask, which is refused
 
     def __invert__(self) -> "Mask":
         return Not(self)
+
+    def __bool__(self) -> NoReturn:
+        """Refused: ``Causal() and Window(3)`` would be `Window(3)` alone."""
+        raise TypeError(
+            f"{type(self).__name__}: a mask is neither true nor false. Write a & b, a | b, ~a for `a and b`, `a or b`, "
+            "`not a`, and `mask is not None` to ask whether there is one"
+        )
+
+    def _no_number(self, other: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: masks are joined with & | ~, not with + - *; numbers that are added to scores are "
+            "a bias (for sum() over masks: functools.reduce(operator.or_, masks))"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same expression of equal numbers; a mask that holds a function equals only itself."""
+        if self is other or not isinstance(other, Mask):
+            return self is other
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+        line = spell(self, ours)
+        return line is not None and line == spell(other, theirs) and all(map(_equal, ours, theirs))
+
+    def __hash__(self) -> int:
+        line = spell(self, [])
+        return object.__hash__(self) if line is None else hash(line)
 
 
 class Everything(Mask):
@@ -572,15 +602,21 @@ class Padding(Structured):
     """
 
     def __init__(self, keys: Sequence[int] | Tensor) -> None:
-        if isinstance(keys, Tensor) and keys.dtype == torch.bool:
+        if is_plain(keys) and keys.dtype == torch.bool:
             if keys.dim() != 2:
-                raise ShapeError(f"Padding: a bool mask must be [batch, key_len], got {list(keys.shape)}")
+                raise ShapeError(
+                    f"Padding: a bool mask must be [batch, key_len], got {list(keys.shape)}"
+                    + {1: "; one row alone still has a batch axis: keys[None]", 4: "; that is Dense(mask)"}.get(
+                        keys.dim(), ""
+                    )
+                )
             self.keys = keys
             return
-        if isinstance(keys, Tensor) and keys.dim() == 2:
+        if not isinstance(keys, Sequence) and not (is_plain(keys) and keys.dim() == 1):
+            usual = how_to_plain(keys) or "; use .bool() on a 0/1 attention mask" * isinstance(keys, Tensor)
             raise TypeError(
-                f"Padding: keys must be int [batch] (lengths) or bool [batch, key_len] (True = real), got {keys.dtype} "
-                f"{list(keys.shape)}; use .bool() on a 0/1 attention mask"
+                "Padding: keys must be int [batch] (how many real keys each row begins with) or bool [batch, key_len] "
+                f"(True = real), got {kind(keys)}{usual}"
             )
         self.keys = per_row(keys, "Padding: keys")
         if _known((self.keys < 0).any()):
@@ -635,8 +671,9 @@ class Dense(Mask):
     """A bool tensor, True = may attend: for a mask that has no structure. Holds query_len x key_len numbers.
 
     Args:
-        mask: bool, broadcastable to [batch, heads, query_len, key_len] by the usual rule (from the right: a tensor of
-            two axes is [query_len, key_len]).
+        mask: bool, broadcastable to [batch, heads, query_len, key_len] by the usual rule, from the right: a tensor of
+            two axes is [query_len, key_len], one of three [heads, query_len, key_len]. Where the sizes of a call allow
+            it to be meant by batch row as well ([batch, key_len], [batch, query_len, key_len]), it is refused.
 
     >>> print(Dense(torch.tensor([[True, False], [True, True]])).draw(2, 2))
     # .
@@ -644,18 +681,17 @@ class Dense(Mask):
     """
 
     def __init__(self, mask: Tensor) -> None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            got = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"Dense: mask must be a bool tensor (True = may attend), got {got}; numbers go into bias")
+        if not is_plain(mask) or mask.dtype != torch.bool:
+            raise TypeError(f"Dense: mask must be a bool tensor (True = may attend), got {kind(mask)}{_as_bool(mask)}")
         if mask.dim() > 4:
             raise ShapeError(f"Dense: mask has more axes than [batch, heads, query_len, key_len]: {list(mask.shape)}")
         self.mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+        self._axes = mask.dim()
 
     def bind(self, grid: Grid) -> "Dense":
-        if any(size not in (1, wanted) for size, wanted in zip(self.mask.shape, grid[:4], strict=True)):
-            raise ShapeError(f"Dense: mask {list(self.mask.shape)} does not broadcast to the scores {grid}")
+        check_broadcast("Dense: mask", self.mask, self._axes, grid, "Padding(mask)", "Dense(mask{})")
         check_device(self, "mask", self.mask, grid)
-        return self
+        return self if self._axes == 4 else Dense(self.mask)
 
     @property
     def by_row(self) -> bool:
@@ -764,9 +800,8 @@ class And(_Pair):
             return right
         if right is EVERYTHING:
             return left
-        if isinstance(left, Band) and isinstance(right, Band):
-            return left.intersection(right) or And(left, right)
-        return And(left, right)
+        both = left.intersection(right) if isinstance(left, Band) and isinstance(right, Band) else None
+        return And(left, right) if both is None else both
 
     def of_row(self, row: int) -> "And":
         return And(self.left.of_row(row), self.right.of_row(row))
@@ -965,6 +1000,43 @@ def check_rows(owner: object, name: str, values: Tensor, grid: Grid) -> None:
         raise ShapeError(f"{type(owner).__name__}: {name} is for batch={len(values)}, the scores are {grid}")
 
 
+def check_mask(owner: str, name: str, value: object) -> Mask:
+    """A mask as it is; what people pass in its place is refused with the mask that it probably is."""
+    if isinstance(value, Mask):
+        return value
+    raise TypeError(f"{owner}: {name} must be a regard mask such as Causal(), got {kind(value)}{_as_mask(value)}")
+
+
+def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str, by_axes: str) -> None:
+    """Data of so many axes, filled up to four from the left, must fit the scores in one way only.
+
+    Args:
+        data: [batch or 1, heads or 1, query_len or 1, key_len or 1].
+        axes: how many it was given with.
+        by_key, by_axes: how to say that it is [batch, key_len]; and that it has four axes, ``{}`` for an index.
+    Raises:
+        ShapeError: it does not broadcast, or it could as well be meant by batch row.
+    """
+    fits = all(size in (1, wanted) for size, wanted in zip(data.shape, grid[:4], strict=True))
+    given = list(data.shape[4 - axes :])
+    by_row = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
+    if axes == 3:
+        by_row = by_row and given[1] in (1, grid.query_len)
+    if fits and not by_row:
+        return
+    counted = "[query_len, key_len]" if axes == 2 else "[heads, query_len, key_len]"
+    meant = "[batch, key_len]" if axes == 2 else "[batch, query_len, key_len]"
+    by_count = by_axes.format("[None, None]" if axes == 2 else "[None]")
+    by_batch = by_key if axes == 2 else by_axes.format("[:, None]")
+    if fits:
+        raise ShapeError(
+            f"{what} {given} may be {counted} or {meant}: both fit the scores {grid}; "
+            f"say which, {by_count} or {by_batch}"
+        )
+    hint = f"; if it is {meant}: {by_batch}" if by_row else ""
+    raise ShapeError(f"{what} {given} does not broadcast to the scores {grid}{hint}")
+
+
 def check_device(owner: object, name: str, data: Tensor, grid: Grid) -> None:
     """Per-token data must lie where the call runs."""
     if data.device != grid.device:
@@ -975,6 +1047,46 @@ def together(tiles: Iterable[Tile]) -> Tile:
     """One answer for several parts: EMPTY or FULL only if all of them are."""
     answers = set(tiles)
     return answers.pop() if len(answers) == 1 else Tile.PARTIAL
+
+
+def _as_mask(value: object) -> str:
+    """Which mask it probably is, as the end of an error."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        return f"; make one: {value.__name__}(...)"
+    if isinstance(value, str):
+        return "; masks are objects: mask=Causal()"
+    if type(value).__name__ == "CausalBias":  # torch.nn.attention.bias
+        return "; causal_lower_right(...) is Causal(), causal_upper_left(...) is Causal(offset=0)"
+    if not is_plain(value):
+        if hasattr(value, "mask_mod"):  # torch.nn.attention.flex_attention
+            return "; a BlockMask is Where(block_mask.mask_mod)"
+        return "; a rule is Where(rule)" if callable(value) else how_to_plain(value)
+    assert isinstance(value, Tensor)
+    if value.dtype == torch.bool:
+        padding = ", [batch, key_len] is Padding(tensor)" if value.dim() == 2 else ""
+        return f"; a bool tensor (True = may attend) is Dense(tensor){padding}"
+    if value.is_floating_point():
+        return "; numbers that are added to the scores are a bias: bias=tensor"
+    made = "Padding(tensor.bool())" if value.dim() == 2 else "Dense(tensor.bool())"
+    return f"; of 1 (may attend) and 0 it is {made}"
+
+
+def _as_bool(value: object) -> str:
+    """How to make the tensor that `Dense` takes, as the end of an error."""
+    if not is_plain(value):
+        return how_to_plain(value)
+    assert isinstance(value, Tensor)
+    if value.is_floating_point():
+        return "; numbers that are added to the scores go into bias; of 1 and 0, pass tensor.bool()"
+    return "; of 1 (may attend) and 0, pass tensor.bool(); a mask [batch, key_len] is Padding(tensor.bool())"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, as far as that can be known: those of a meta tensor cannot."""
+    if one is other:
+        return True
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return alike and not one.is_meta and torch.equal(one, other)
 
 
 def _of(allowed: Tensor) -> Tile:

@@ -38,7 +38,7 @@ from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import Call, choose
 from regard.kernels.strips import visible
-from regard.masks import EVERYTHING, Indices, Mask, Tile, positive
+from regard.masks import Indices, Mask, Tile, positive
 from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
 from regard.shapes import Grid, ShapeError
@@ -1079,7 +1079,7 @@ class Observation:
             batches = [slice(row, row + 1) for row in range(self.grid.batch)]
         found = []
         for at in batches:
-            first, *more = (seen[at].scoring.mask or EVERYTHING for seen in every)
+            first, *more = (seen[at].scoring.mask_or_everything for seen in every)
             for mask in more:
                 first = first | mask
             found.append((at, first))

@@ -83,6 +83,11 @@ class Scoring:
     sink: Tensor | None = None
     additive: Additive | None = None
 
+    @property
+    def mask_or_everything(self) -> Mask:
+        """The mask; the one that hides nothing where there is none."""
+        return EVERYTHING if self.mask is None else self.mask
+
     def tile(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Tensor:
         """The scores of a rectangle, in float32 or wider.
 
@@ -117,7 +122,7 @@ class Scoring:
         allowed = self.allowed(queries, keys)
         if allowed is not None:
             scores = torch.where(allowed, scores, -math.inf)  # masked_fill takes twice the time
-            yield Stage("mask", f"-inf where not {self.mask or self.bias!r}", scores)
+            yield Stage("mask", f"-inf where not {self.bias if self.mask is None else self.mask!r}", scores)
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors besides query and key that may want a gradient through a score."""

@@ -11,7 +11,7 @@ says what is wrong, then everything that was passed by name and axis, then a hin
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,6 +61,41 @@ _HINTS = {
     "kv_heads": "key and value come in pairs; only query may have more heads",
     "head_dim": "query and key are multiplied feature by feature; only value may be of another size",
 }
+
+
+def kind(value: object) -> str:
+    """What came, in a few words, for an error: dtype and shape of a tensor, the type or the value of anything else.
+
+    >>> kind(torch.zeros(2, 3)), kind(None), kind([0] * 1000), kind("causal")
+    ('torch.float32 tensor [2, 3]', 'None', 'list', "'causal'")
+    """
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return "a nested tensor"
+        form = "tensor" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} tensor"
+        return f"{value.dtype} {form} {list(value.shape)}"
+    if isinstance(value, (bool, int, float, str, type)) or value is None:
+        shown = repr(value)
+        return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    if hasattr(value, "__array__") and hasattr(value, "shape"):
+        return f"{type(value).__module__}.{type(value).__name__} {list(value.shape)}"
+    return type(value).__name__
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with a number at every place: not sparse, not nested, not an array of another library."""
+    return isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
+
+
+def how_to_plain(value: object) -> str:
+    """How to make a plain tensor of it, as the end of an error; nothing where that is not known."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return "; pad it, .to_padded_tensor(0.0), and hide the padding with mask=Padding(lengths)"
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return "; pass tensor.to_dense()"
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        return "; pass torch.as_tensor(array)"
+    return ""
 
 
 def describe(name: str, tensor: Tensor, axes: tuple[str, ...]) -> str:

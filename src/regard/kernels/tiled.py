@@ -60,7 +60,7 @@ WRITTEN = 1 << 22
 
 def cut_of(call: Call) -> Cut:
     """A call's mask, cut."""
-    return cut_for(call.scoring.mask or EVERYTHING, call.scoring.grid, cutting(call))
+    return cut_for(call.scoring.mask_or_everything, call.scoring.grid, cutting(call))
 
 
 def cutting(call: Call) -> Cutting:
@@ -758,7 +758,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if not torch.compiler.is_compiling():
         return _run(call)
     tensors: list[Tensor] = []
-    mask = spell(call.scoring.mask or EVERYTHING, tensors)
+    mask = spell(call.scoring.mask_or_everything, tensors)
     if mask is None or call.dropout is not None or call.scoring.bias is not None or call.scoring.additive is not None:
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call)  # the graph breaks here: a compiler has no words for functions and random seeds

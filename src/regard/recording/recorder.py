@@ -115,7 +115,8 @@ class Recording(Mapping[str, Recorded]):
             calls = sum(len(text.pieces) for text in texts)
             _, _, query_len, key_len, _ = seen.grid
             heads = len(seen.heads)
-            rows.append([*map(str, (number, name, heads, query_len, key_len, seen.scoring.mask or "", calls))])
+            mask = "" if seen.scoring.mask is None else seen.scoring.mask
+            rows.append([*map(str, (number, name, heads, query_len, key_len, mask, calls))])
         return f"<p>{html.escape(repr(self).strip('<>'))}</p>" + html_table(rows)
 
     def _layer(self, name: str | int) -> "list[Text]":
