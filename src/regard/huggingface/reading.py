@@ -136,7 +136,10 @@ def _read_alone(inside: Inside, place: Place) -> None:
 
 def _read_both(inside: Inside, place: Place) -> Mask:
     parts = inside["mask_functions"]
-    masks = [_in_packed_texts(part, parts, place) or read(part, place) for part in parts]
+    masks = []
+    for part in parts:
+        packed = _in_packed_texts(part, parts, place)
+        masks.append(read(part, place) if packed is None else packed)
     return reduce(and_, [mask for mask in masks if mask is not EVERYTHING] or [EVERYTHING])
 
 
