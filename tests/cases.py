@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from regard.biases import Alibi, RelativeBias
+from regard.hooks import hooked
 from regard.kernels import KERNELS
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Strided, Where, Window
 from regard.shapes import Grid
@@ -270,3 +271,17 @@ def biases(dtype=torch.float64) -> dict[str, tuple[Any, torch.Tensor | None]]:
         "relative behind only": (RelativeBias(table, bidirectional=False, max_distance=9, offset=[0, 5]), table),
         "alibi + tensor": (Alibi(HEADS) + added, added),
     }
+
+
+def around(layer, answer):
+    """A block in which ``answer(heads, scoring, attend)`` stands around a layer's attention and gives its output."""
+
+    def hook(_, attend):
+        return lambda heads, scoring: (answer(heads, scoring, lambda *given: attend(*given)[0]), None)
+
+    return hooked([layer], hook)
+
+
+def told(layer, given):
+    """A block in which (heads, scoring) of a layer's calls are put into a list."""
+    return around(layer, lambda heads, scoring, attend: given.append((heads, scoring)) or attend(heads, scoring))

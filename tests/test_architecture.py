@@ -16,9 +16,9 @@ import regard
 SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
-    "shapes", "masks", "biases", "scores", "reference", "kernels", "functional", "observation", "cache", "positions",
-    "layers", "models", "layouts", "steps", "recording", "huggingface", "generation", "training", "viewer", "plots",
-    "terminal", "bench", "cli",
+    "shapes", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks", "observation", "cache",
+    "positions", "layers", "models", "layouts", "steps", "recording", "huggingface", "generation", "training",
+    "viewer", "plots", "terminal", "bench", "cli",
 )  # fmt: skip
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.

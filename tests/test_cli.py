@@ -6,12 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import regard
+from cases import told
 from regard import Decoder, ModelConfig, attention, bench, steps
 from regard.cli import main
 from regard.cli.mask_expression import read_mask
@@ -77,11 +79,9 @@ def test_look_as_json_gives_the_weights_that_attention_used(model: Path, capsys:
     loaded = load(model)
     tokens = torch.tensor([[token["id"] for token in data["tokens"]]])
     assert tokens[0, 1:].tolist() == loaded.tokenizer.encode(TEXT)
-    given = []
-    for number in range(2):
-        layer = loaded.model.layers[number].attention
-        layer.watcher = lambda heads, scoring, attend: given.append((heads, scoring)) or attend(heads, scoring)
-    with torch.no_grad():
+    given: list[Any] = []
+    first, second = (block.attention for block in loaded.model.layers)
+    with torch.no_grad(), told(first, given), told(second, given):
         loaded.model(tokens)
     for entry in data["attends"]:
         heads, scoring = given[entry["layer"]]

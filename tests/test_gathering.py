@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import regard.layers
+import regard.hooks
 import regard.observation
 from cases import tensors
 from comparing import assert_close, assert_zero
@@ -46,13 +46,13 @@ def passes(request, monkeypatch):
 @pytest.fixture
 def attended(monkeypatch):
     """One entry for every call of attention."""
-    calls, real = [], regard.layers.attention_and_perhaps_lse
+    calls, real = [], regard.hooks.attention_and_perhaps_lse
 
     def counted(*args, **kwargs):
         calls.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(regard.layers, "attention_and_perhaps_lse", counted)
+    monkeypatch.setattr(regard.hooks, "attention_and_perhaps_lse", counted)
     return calls
 
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_gathered_is_refused():
         pass
     with pytest.raises(ValueError, match="count must be 1 to key_len=11, got 12"), gather(model, Top(12)):
         model(text())
-    assert all(block.attention.watcher is None for block in model.layers)
+    assert not regard.hooks._active
 
 
 def test_a_model_of_transformers_is_gathered_from(attended):

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_uti
 from transformers.pytorch_utils import Conv1D
 
 import regard
+from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import huggingface, layers
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
@@ -888,16 +889,16 @@ def test_weights_are_dropped_in_training_alone():
     assert not torch.equal(dropped, regard.attention(*given))
 
 
-def test_a_watcher_stands_around_attention():
+def test_a_hook_stands_around_attention():
     given, mask, layer, sink = heads(), mask_for_transformers(2, 7, 11, q_offset=4), Layer().eval(), torch.randn(6)
     told: list[Any] = []
 
-    def watcher(heads, scoring, compute):
+    def double(heads, scoring, compute):
         told.append((heads, scoring))
         return 2 * compute(heads._replace(value=heads.value + 1), scoring)
 
-    layer.watcher = watcher
-    actual = computed(given, mask, layer, scaling=0.3, softcap=5.0, s_aux=sink)
+    with around(layer, double):
+        actual = computed(given, mask, layer, scaling=0.3, softcap=5.0, s_aux=sink)
     expected = regard.attention(
         given.query, given.key, given.value + 1, mask=Causal(4), scale=0.3, softcap=5.0, sink=sink
     )
@@ -910,7 +911,7 @@ def test_a_watcher_stands_around_attention():
     assert regard.observe(seen.query, seen.key, **scoring).weights().shape == (2, 6, 7, 11)
 
 
-def test_a_watcher_on_a_models_layer_can_take_a_head_out():
+def test_a_hook_on_a_models_layer_can_take_a_head_out():
     _, ours = pair("LlamaForCausalLM", WIDE)
     tokens = some_tokens()
 
@@ -921,9 +922,8 @@ def test_a_watcher_on_a_models_layer_can_take_a_head_out():
 
     with torch.no_grad():
         before = ours(tokens).logits
-        ours.model.layers[0].self_attn.watcher = silence
-        assert not torch.allclose(ours(tokens).logits, before)
-        ours.model.layers[0].self_attn.watcher = None
+        with around(ours.model.layers[0].self_attn, silence):
+            assert not torch.allclose(ours(tokens).logits, before)
         assert torch.equal(ours(tokens).logits, before)
 
 

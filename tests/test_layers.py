@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import regard.scores
+from cases import around, told
 from comparing import assert_close, assert_zero
 from naive import naive
 from regard.biases import Alibi
@@ -466,10 +467,11 @@ def test_a_block_hands_mask_and_bias_to_its_self_attention():
     block = Block(layer_of(), FeedForward(DIM, 11)).double()
     x, bias = tokens(), torch.randn(LENGTH, LENGTH, dtype=torch.float64)
     given = []
-    block.attention.watcher = lambda heads, scoring, attend: given.append(scoring) or attend(heads, scoring)
-    block(x, mask=Window(3), bias=bias)
-    assert repr(given[0]["mask"]) == "Window(3)"
-    assert given[0]["bias"] is bias
+    with told(block.attention, given):
+        block(x, mask=Window(3), bias=bias)
+    ((_, scoring),) = given
+    assert repr(scoring["mask"]) == "Window(3)"
+    assert scoring["bias"] is bias
 
 
 def test_a_context_and_cross_attention_come_together():
@@ -587,22 +589,22 @@ def test_feed_forward_drops_the_middle_and_the_output_in_training_alone():
     assert torch.equal(layer.eval()(x), layer(x))
 
 
-def test_a_watcher_sees_what_goes_into_attention():
+def test_a_hook_sees_what_goes_into_attention():
     layer = layer_of(kv_heads=KV_HEADS, softcap=3.0, mask=Causal())
     given = []
-    layer.watcher = lambda heads, scoring, attend: given.append((heads, scoring)) or attend(heads, scoring)
     x = tokens()
-    output = layer(x)
+    with told(layer, given):
+        output = layer(x)
+    assert torch.equal(output, layer(x))
     ((heads, scoring),) = given
     assert_close(layer.join(attention(*heads, **scoring)), output)
     assert [part.shape[1] for part in heads] == [HEADS, KV_HEADS, KV_HEADS]
 
 
-def test_a_watcher_may_answer_in_place_of_attention():
-    layer = layer_of(mask=Causal())
-    layer.watcher = lambda heads, scoring, attend: 2 * attend(heads, {**scoring, "mask": None})
-    x = tokens()
-    assert_close(layer(x), layer.join(2 * attention(*layer.project(x))))
+def test_a_hook_may_answer_in_place_of_attention():
+    layer, x = layer_of(mask=Causal()), tokens()
+    with around(layer, lambda heads, scoring, attend: 2 * attend(heads, {**scoring, "mask": None})):
+        assert_close(layer(x), layer.join(2 * attention(*layer.project(x))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,12 +15,28 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from cases import BATCH, GRID, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, Ruled, biases, composed_masks, fixed_masks, tensors
+from cases import (
+    BATCH,
+    GRID,
+    HEADS,
+    KEY_LEN,
+    KV_HEADS,
+    QUERY_LEN,
+    Ruled,
+    around,
+    biases,
+    composed_masks,
+    fixed_masks,
+    tensors,
+    told,
+)
 from comparing import assert_close, assert_same_cells, assert_zero
+from regard import hooks
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import LayerCache
 from regard.generation import generate
-from regard.layers import Attend, FeedForward, Heads, MultiHeadAttention
+from regard.hooks import Heads
+from regard.layers import FeedForward, MultiHeadAttention
 from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window, indices
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, ModelConfig
 from regard.observation import Observation, observe
@@ -187,38 +204,27 @@ def test_a_recording_can_be_asked_outside_of_inference_mode():
     assert recording.summary(tokens)[7] == expected.summary(tokens)[7]
 
 
-# --- watchers ---------------------------------------------------------------------------------------------------------
+# --- the blocks -------------------------------------------------------------------------------------------------------
 
 
-def watchers(model):
-    return [module.watcher for module in model.modules() if isinstance(module, MultiHeadAttention)]
-
-
-def test_watchers_are_restored():
-    model = spread(Decoder(config()))
-    own = []
-
-    def watch(heads, scoring, attend):
-        own.append(heads)
-        return attend(heads, scoring)
-
-    model.layers[1].attention.watcher = watch
-    with record(model) as recording:
+def test_another_hook_sees_what_a_recording_sees():
+    model, own = spread(Decoder(config())), []
+    with told(model.layers[1].attention, own):
+        with record(model) as recording:
+            model(text())
+        assert len(own) == 1
         model(text())
-        assert None not in watchers(model)
-    assert watchers(model) == [None, watch, None]
-    assert len(own) == 1  # it has seen what the recording saw
-    model(text())
     assert len(own) == 2
     assert len(recording) == 3
+    assert not hooks._active
 
 
-def test_watchers_are_restored_after_an_error_and_what_was_recorded_before_it_stays():
+def test_nothing_stands_around_after_an_error_and_what_was_recorded_before_it_stays():
     model = spread(Decoder(config()))
     model.layers[1].feed_forward.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), record(model) as recording:
         model(text())
-    assert watchers(model) == [None, None, None]
+    assert not hooks._active
     assert list(recording) == ["layers.0", "layers.1"]
 
 
@@ -232,7 +238,7 @@ def test_a_recording_inside_another_one_takes_nothing_from_it():
         assert_close(outer["layers.2"].weights(), inner["attention"].weights())
         model(tokens[2])
     assert list(inner) == ["attention"]
-    assert watchers(model) == [None, None, None]
+    assert not hooks._active
     with record(model) as expected:
         model(tokens[1])
     assert_close(inner["attention"].weights(), expected["layers.2"].weights())
@@ -635,11 +641,10 @@ def test_numbers_that_half_precision_cannot_hold_are_refused():
 
 def test_nothing_is_copied_that_nobody_writes_into():
     layer, given = MultiHeadAttention(24, 6), []
-    layer.watcher = lambda heads, scoring, attend: (given.append(heads), attend(heads, scoring))[1]
-    with torch.no_grad(), record(layer, values=True) as recording:
+    with torch.no_grad(), record(layer, values=True) as recording, told(layer, given):
         layer(torch.randn(1, 3, 24))
     (kept,) = recording._texts["attention"]
-    assert [t.data_ptr() for t in (kept.queries[0], kept.key, kept.value)] == [t.data_ptr() for t in given[0]]
+    assert [t.data_ptr() for t in (kept.queries[0], kept.key, kept.value)] == [t.data_ptr() for t in given[0][0]]
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
@@ -835,7 +840,7 @@ def test_masks_below_each_other_answer_for_every_rectangle(data, steps):
 
 
 class ForeignAttention(nn.Module):
-    """An attention layer that offers the seam as a module of transformers does: `watcher`, if somebody has set it."""
+    """An attention layer that attends as a module of transformers does, through regard."""
 
     def __init__(self, heads=4, kv_heads=2, head_dim=3, *, cache=None):
         super().__init__()
@@ -861,9 +866,7 @@ class ForeignAttention(nn.Module):
             mask = Causal() & Window(4)
         self.seen += x.shape[1]
         scoring = {"mask": mask, "bias": None, "scale": None, "softcap": None, "sink": None, "additive": None}
-        watcher = getattr(self, "watcher", None)
-        heads = Heads(q, k, v)
-        attended = Attend()(heads, scoring) if watcher is None else watcher(heads, scoring, Attend())
+        attended = hooks.attend(self, Heads(q, k, v), scoring)
         return self.output(attended.transpose(1, 2).flatten(2))
 
 
@@ -886,7 +889,7 @@ def test_a_foreign_model_is_recorded_by_the_names_of_its_modules():
     with record(model, values=True) as recording:
         assert torch.equal(model(attention_mask=torch.ones_like(tokens), input_ids=tokens), plain)
     assert list(recording) == ["blocks.0.attn", "blocks.1.attn", "blocks.2.attn"]
-    assert not any("watcher" in vars(module) for module in model.modules())
+    assert not hooks._active
     assert torch.equal(recording.tokens, tokens)
     assert recording.model == "ForeignModel"
     seen, layer = recording["blocks.0.attn"], model.blocks[0]["attn"]
@@ -905,7 +908,7 @@ def test_a_foreign_model_whose_attention_does_not_go_through_regard_is_told_how_
     model = ForeignModel()
     with pytest.raises(ValueError, match="no attention of ForeignModel went through regard"), record(model):
         pass
-    assert not any("watcher" in vars(module) for module in model.modules())
+    assert not hooks._active
     with pytest.raises(ZeroDivisionError), record(model):
         raise ZeroDivisionError
     model.config = type("Config", (), {"_attn_implementation": "sdpa", "name_or_path": "some/model"})()
@@ -1005,11 +1008,10 @@ def test_a_model_of_transformers_is_recorded_while_it_generates(cache, tmp_path)
     assert_close(changed, model(tokens).logits)
     allowed = torch.ones(2, 6, 7, 7, dtype=torch.bool)
     allowed[:, 4, :, 2] = False
-    attention.watcher = lambda heads, scoring, attend: attend(
-        heads, {**scoring, "mask": scoring["mask"] & Dense(allowed)}
-    )
-    hidden = model(tokens).logits
-    del attention.watcher
+    with around(
+        attention, lambda heads, scoring, attend: attend(heads, {**scoring, "mask": scoring["mask"] & Dense(allowed)})
+    ):
+        hidden = model(tokens).logits
     with intervene(model, HideKey(1, 4, key=2)):
         assert_close(model(tokens).logits, hidden)
 
@@ -1020,9 +1022,11 @@ def test_a_model_of_transformers_is_recorded_while_it_generates(cache, tmp_path)
 def test_the_steps_of_a_recorded_head_lead_to_what_it_gave():
     model, tokens = spread(Decoder(config(softcap=2.0, positions="alibi", kv_heads=2))).eval(), text()
     given = {}
-    for number, block in enumerate(model.layers):
-        block.attention.watcher = lambda heads, scoring, attend, n=number: given.setdefault(n, attend(heads, scoring))
-    with record(model, values=True) as recording:
+    with record(model, values=True) as recording, ExitStack() as stack:
+        for number, block in enumerate(model.layers):
+            stack.enter_context(
+                around(block.attention, lambda h, s, attend, n=number: given.setdefault(n, attend(h, s)))
+            )
         model(tokens)
     for number, name in enumerate(recording):
         assert_close(recording[name].steps().output, given[number])
@@ -1090,7 +1094,7 @@ def recorded(mask=None, bias=None, *, kinds=("one",), **scoring):
             "sink": None,
             "additive": None,
         } | scoring
-        layer.watcher(heads, arguments, Attend())
+        hooks.attend(layer, heads, arguments)
 
     layer.forward = call
     with record(layer, values=True) as recording:
@@ -1327,7 +1331,7 @@ def test_an_ablated_head_is_one_whose_slice_of_the_output_projection_is_zero(nam
         changed = model(tokens)
     assert not torch.allclose(changed, plain)
     assert torch.equal(model(tokens), plain)
-    assert watchers(model) == [None] * 3
+    assert not hooks._active
     with torch.no_grad():
         for head in (4, 0):
             model.layers[1].attention.output.weight[:, 4 * head : 4 * head + 4] = 0
@@ -1375,7 +1379,6 @@ def test_a_replaced_head_gives_what_it_is_told_to():
         (Replace("layers.0", 3, torch.ones(4)), torch.ones(2, LENGTH, 4, dtype=torch.float64)),
     ):
         given = []
-        model.layers[0].attention.watcher = None
         with intervene(model, change):
             hook = model.layers[0].attention.output.register_forward_pre_hook(lambda m, x: given.append(x[0]))  # noqa: B023
             model(tokens)
@@ -1423,7 +1426,7 @@ def test_a_recording_has_what_attention_was_given_whichever_block_is_the_outer_o
     else:
         with recording as seen, changes:
             logits = model(tokens)
-    assert watchers(model) == [None] * 3
+    assert not hooks._active
     assert_zero(seen["layers.1"].head(4).weights()[..., 2])
     assert float(seen["layers.1"].head(3).weights()[..., 2].sum()) > 0
     assert float(seen["layers.0"].head(1).steps().output.abs().sum()) > 0  # what attention gave, not what became of it
@@ -1438,7 +1441,7 @@ def test_changes_reach_a_foreign_model_and_generation():
     with torch.no_grad():
         model.blocks[1]["attn"].output.weight[:, 9:] = 0
     assert_close(changed, model(tokens))
-    assert not any("watcher" in vars(module) for module in model.modules())
+    assert not hooks._active
 
     model, cache = spread(Decoder(config())), None
     with intervene(model, HideKey("layers.1", 4, key=6)):
@@ -1471,7 +1474,7 @@ def test_changes_that_name_nothing_are_refused():
             intervene(model, Ablate("layers.0", head)),
         ):
             model(text())
-    assert watchers(model) == [None] * 3
+    assert not hooks._active
     with (
         pytest.raises(TypeError, match="intervene: expected Ablate, Scale, Replace or HideKey, got tuple"),
         intervene(model, ("layers.0", 1)),

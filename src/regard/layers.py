@@ -11,7 +11,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.cache import LayerCache
-from regard.functional import attention, attention_and_perhaps_lse
+from regard.hooks import Heads, ScoringArguments, attend
 from regard.masks import Mask
 from regard.positions import Rotary
 from regard.scores import Additive
@@ -87,43 +87,6 @@ class TokenEmbedding(nn.Embedding):
         check_tokens("TokenEmbedding", tokens, self.num_embeddings)
         embedded = super().forward(tokens)
         return embedded if self.scale == 1.0 else embedded * self.scale
-
-
-class Heads(NamedTuple):
-    """What an attention layer hands to attention: projected, split, turned, and with the cache's tokens in front."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-class ScoringArguments(TypedDict):
-    """The arguments of `attention` that say what a score is."""
-
-    mask: Mask | None
-    bias: Bias | Tensor | None
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
-    additive: Additive | None
-
-
-class Attend:
-    """What an attention layer does with its heads: [batch, heads, query_len, value_dim]."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        self.dropout = dropout
-
-    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
-        return attention(*heads, **scoring, dropout=self.dropout)
-
-    def with_lse(self, heads: Heads, scoring: ScoringArguments) -> tuple[Tensor, Tensor | None]:
-        """The same, to the bit, and lse [batch, heads, query_len], where it is had on the way."""
-        return attention_and_perhaps_lse(*heads, **scoring, dropout=self.dropout)
-
-
-Watcher = Callable[[Heads, ScoringArguments, Attend], Tensor]
-"""What may stand around it: it is given all that attention is given, and calls it itself or answers in its place."""
 
 
 class MultiHeadAttention(nn.Module):
@@ -209,8 +172,6 @@ class MultiHeadAttention(nn.Module):
         self.mask, self.bias, self.scale, self.softcap = mask, bias, scale, softcap
         self.dropout, self.output_dropout, self.context_length = dropout, output_dropout, context_length
         self.rotary = rotary
-        self.watcher: Watcher | None = None
-        """Stands around attention: how a recording is made and a head changed (`regard.recording`)."""
 
         self.query = nn.Linear(dim, key_dim, bias=projection_bias)
         self.key = nn.Linear(key_input, kv_heads * self.head_dim, bias=projection_bias)
@@ -277,8 +238,7 @@ class MultiHeadAttention(nn.Module):
 
     def attend(self, heads: Heads, *, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> Tensor:
         """Attention of the projected heads: [batch, heads, query_len, value_dim]."""
-        scoring, attend = self.scoring(mask, bias), Attend(self.dropout if self.training else 0.0)
-        return attend(heads, scoring) if self.watcher is None else self.watcher(heads, scoring, attend)
+        return attend(self, heads, self.scoring(mask, bias), self.dropout if self.training else 0.0)
 
     def scoring(self, mask: Mask | None = None, bias: Bias | Tensor | None = None) -> ScoringArguments:
         """What `attention` is told of a score: mask and bias are the layer's own with those of a call."""

@@ -6,10 +6,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from regard import hooks
 from regard.biases import Bias, as_bias
+from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.masks import LazyMask
 from regard.huggingface.weights import LazyWeights
-from regard.layers import Attend, Heads, ScoringArguments
 from regard.masks import Causal, Dense, Document, Mask, Window
 
 HARMLESS = {
@@ -74,8 +75,7 @@ def attend(
     scoring: ScoringArguments = {
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sink": s_aux, "additive": None
     }  # fmt: skip
-    compute, watcher = Attend(dropout if module.training else 0.0), getattr(module, "watcher", None)
-    output = compute(heads, scoring) if watcher is None else watcher(heads, scoring, compute)
+    output = hooks.attend(module, heads, scoring, dropout if module.training else 0.0)
     weights = LazyWeights(heads, scoring) if _weights_are_asked_for(others) else None
     return output.transpose(1, 2).contiguous(), weights
 

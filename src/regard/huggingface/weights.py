@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.lazy import Lazy, _getter
-from regard.layers import Heads, ScoringArguments
 from regard.observation import Observation, observe
 
 

@@ -535,10 +535,10 @@ class Strips(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        output = ctx.saved_tensors[0]
+        saved = ctx.saved_tensors  # read once: activation checkpointing has them once
         if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        grads = Gradients.apply(*ctx.fixed, grad_output, grad_lse, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+            grad_output = torch.zeros_like(saved[0])
+        grads = Gradients.apply(*ctx.fixed, grad_output, grad_lse, *saved)  # type: ignore[no-untyped-call]
         return (None, None, None, None, *grads)
 
     @staticmethod

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from regard.layers import Attend, Heads, ScoringArguments, Watcher
+from regard.hooks import Attend, Compute, Heads, Result, ScoringArguments, loses_gradients
 from regard.observation import Statistic, observe
 from regard.recording.watching import Place, find, watching
 
@@ -58,6 +58,8 @@ def gather(
     Raises:
         TypeError: no statistic, or something else.
         ValueError: as `record`.
+        RuntimeError: a layer runs where statistics have no gradient though the model's output has one: under activation
+            checkpointing with ``use_reentrant=True``. With ``use_reentrant=False`` they have it.
 
     >>> from regard.observation import Entropy, Top
     >>> layer = MultiHeadAttention(8, 2)
@@ -73,31 +75,32 @@ def gather(
         raise TypeError(f"gather: expected statistics of regard.observation, such as Entropy(), Top(8); got {got}")
     gathered = Gathered()
 
-    def watch(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
-        results = gathered._calls.setdefault(place.name, [])
-        return before(heads, scoring, _Gathering(statistics, results, attend))
-
-    with watching("gather", model, layers, watch):
-        yield gathered
-
-
-class _Gathering(Attend):
-    """Attention that takes statistics of its weights."""
-
-    def __init__(self, statistics: tuple[Statistic[Any], ...], results: list[tuple[Any, ...]], attend: Attend) -> None:
-        super().__init__()
-        self._statistics, self._results, self._attend = statistics, results, attend
-
-    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
-        return self.with_lse(heads, scoring)[0]
-
-    def with_lse(self, heads: Heads, scoring: ScoringArguments) -> tuple[Tensor, Tensor | None]:
-        seen = observe(heads.query, heads.key, **scoring)
-        if type(self._attend) is Attend and not self._attend.dropout:  # nobody else wants to see the call
-            both = seen.attend(heads.value, self._statistics)
+    def asked(heads: Heads, scoring: ScoringArguments, attend: Attend) -> tuple[Result, tuple[Any, ...]]:
+        if isinstance(attend, Compute) and not attend.dropout:  # nobody else wants to see the call
+            seen = observe(heads.query, heads.key, **scoring)
+            both = seen.attend(heads.value, statistics)
             if both is not None:
-                self._results.append(both[1])
-                return both[0], seen.lse
-        output, lse = self._attend.with_lse(heads, scoring)
-        self._results.append(observe(heads.query, heads.key, **scoring, lse=lse).gather(*self._statistics))
-        return output, lse
+                return (both[0], seen.lse), both[1]
+        output, lse = attend(heads, scoring)
+        return (output, lse), observe(heads.query, heads.key, **scoring, lse=lse).gather(*statistics)
+
+    def take(place: Place, attend: Attend) -> Attend:
+        def taken(heads: Heads, scoring: ScoringArguments) -> Result:
+            if loses_gradients():
+                raise RuntimeError(
+                    f"gather: the statistics of {place.name} would have no gradient, since activation checkpointing "
+                    "with use_reentrant=True runs the layer without gradients first; use use_reentrant=False "
+                    '(model.gradient_checkpointing_enable({"use_reentrant": False})), or regard.record where no '
+                    "gradient of a statistic is wanted"
+                )
+            result, statistics = asked(heads, scoring, attend)
+            gathered._calls.setdefault(place.name, []).append(statistics)
+            return result
+
+        return taken
+
+    def again(place: Place, attend: Attend) -> Attend:
+        return lambda heads, scoring: asked(heads, scoring, attend)[0]
+
+    with watching("gather", model, layers, take, again=again, innermost=True):
+        yield gathered

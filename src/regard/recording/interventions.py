@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.layers import Attend, Heads, ScoringArguments, Watcher
+from regard.hooks import Attend, Heads, Result, ScoringArguments
 from regard.recording.rules import HiddenKey
 from regard.recording.watching import Place, watching
 from regard.shapes import ShapeError
@@ -109,17 +109,22 @@ def intervene(model: nn.Module, *changes: Intervention) -> Iterator[None]:
     if wrong is not None:
         raise TypeError(f"intervene: expected Ablate, Scale, Replace or HideKey, got {wrong}")
 
-    def watch(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
+    def change(place: Place, attend: Attend) -> Attend:
         here = [change for change in changes if change.layer in (place.name, place.number)]
-        count = heads.query.shape[1]
-        for change in here:
-            if not 0 <= change.head < count:
-                raise ValueError(f"intervene: {place.name} has heads 0 to {count - 1}, got {change.head}")
-            scoring = change.before(scoring)
-        parts = list(before(heads, scoring, attend).unbind(1))
-        for change in here:
-            parts[change.head] = change.after(parts[change.head])
-        return torch.stack(parts, dim=1)
 
-    with watching("intervene", model, [change.layer for change in changes], watch):
+        def changed(heads: Heads, scoring: ScoringArguments) -> Result:
+            count = heads.query.shape[1]
+            for change in here:
+                if not 0 <= change.head < count:
+                    raise ValueError(f"intervene: {place.name} has heads 0 to {count - 1}, got {change.head}")
+                scoring = change.before(scoring)
+            output, lse = attend(heads, scoring)
+            parts = list(output.unbind(1))
+            for change in here:
+                parts[change.head] = change.after(parts[change.head])
+            return torch.stack(parts, dim=1), lse
+
+        return changed if here else attend
+
+    with watching("intervene", model, [change.layer for change in changes], change, again=change):
         yield

@@ -1,23 +1,21 @@
 """Keeps query and key of every attention layer while a model runs."""
 
 import html
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.biases import as_bias
-from regard.layers import Attend, Heads, ScoringArguments, Watcher
+from regard.hooks import Attend, Heads, Result, ScoringArguments
 from regard.recording.file import read, write
+from regard.recording.reading import Reading
 from regard.recording.rules import HeadsBias, HeadsMask, each_tensor
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
-from regard.recording.watching import Place, find, watching
+from regard.recording.watching import Place, checked, find, named, watching
 
 
 class Recording(Mapping[str, Recorded]):
@@ -39,7 +37,6 @@ class Recording(Mapping[str, Recorded]):
         self._chosen = None if heads is None else tuple(dict.fromkeys(heads))
         self._values, self._dtype = values, dtype
         self._texts: dict[str, list[Text]] = {}
-        self._reading: Tensor | None = None
 
     def __getitem__(self, name: str | int) -> Recorded:
         """The last text that a layer saw, whole, though it may have been read in pieces with a cache."""
@@ -122,21 +119,24 @@ class Recording(Mapping[str, Recorded]):
     def _layer(self, name: str | int) -> "list[Text]":
         return find("recording", "recorded", self._texts, name)
 
-    def _add(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, lse: Tensor | None) -> None:
+    def _add(
+        self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, lse: Tensor | None,
+        tokens: Tensor | None,
+    ) -> None:  # fmt: skip
         """Keeps one call of a layer.
 
         Args:
             settled: that nobody will write into these tensors is known (regard's own layers and caches).
-            lse: the call's, if it is known.
+            lse: the call's, if it is known. tokens: what stands at its queries, if that is known.
         """
-        text = self._text(name, heads, scoring, settled)
+        text = self._text(name, heads, scoring, settled, tokens)
         if lse is not None and self._dtype in (None, heads.query.dtype):  # not that of rounded numbers
             text.lse = lse.detach() if self._chosen is None else lse.detach()[:, list(self._chosen)]
         texts = self._texts.setdefault(name, [])
         if not (texts and texts[-1].take(text, settled)):
             texts.append(text)
 
-    def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool) -> "Text":
+    def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, read: Tensor | None) -> "Text":
         """One call as a text of one piece."""
         count, kv_heads = heads.query.shape[1], heads.key.shape[1]
         mask, bias = scoring["mask"], scoring["bias"]
@@ -162,13 +162,8 @@ class Recording(Mapping[str, Recorded]):
         query, key = tensors[:2]
         return Text(
             [query], key, tensors[2] if self._values else None, scoring["scale"], scoring["softcap"], sink, additive,
-            [Piece(query.shape[2], 0, key.shape[2], mask, bias, self._tokens(query))], self._chosen,
+            [Piece(query.shape[2], 0, key.shape[2], mask, bias, read)], self._chosen,
         )  # fmt: skip
-
-    def _tokens(self, query: Tensor) -> Tensor | None:
-        """What the model is reading, if it is that which the queries stand for."""
-        read = self._reading
-        return read if read is not None and read.shape == (query.shape[0], query.shape[2]) else None
 
 
 @contextmanager
@@ -204,63 +199,21 @@ def record(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"record: dtype must be floating, such as torch.float16, or None, got {dtype}")
+    model = checked("record", model)
     recording = Recording(_name(model), heads=heads, values=values, dtype=dtype)
+    reading = Reading(model, {id(module) for module in named(model).values()})
 
-    def keep(place: Place, heads: Heads, scoring: ScoringArguments, attend: Attend, before: Watcher) -> Tensor:
-        return before(heads, scoring, _Keeping(recording, place, attend))
+    def keep(place: Place, attend: Attend) -> Attend:
+        def kept(heads: Heads, scoring: ScoringArguments) -> Result:
+            output, lse = attend(heads, scoring)
+            tokens = reading.tokens(len(heads.query), heads.query.shape[2])
+            recording._add(place.name, heads, scoring, place.settled, lse, tokens)
+            return output, lse
 
-    with watching("record", model, layers, keep), _reading(model, recording):
+        return kept
+
+    with watching("record", model, layers, keep, innermost=True):
         yield recording
-
-
-class _Keeping(Attend):
-    """Attention that keeps what it is given, and lse where the kernel has it on the way."""
-
-    def __init__(self, recording: Recording, place: Place, attend: Attend) -> None:
-        super().__init__()
-        self._recording, self._place, self._attend = recording, place, attend
-
-    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
-        return self.with_lse(heads, scoring)[0]
-
-    def with_lse(self, heads: Heads, scoring: ScoringArguments) -> tuple[Tensor, Tensor | None]:
-        output, lse = self._attend.with_lse(heads, scoring)
-        self._recording._add(self._place.name, heads, scoring, self._place.settled, lse)
-        return output, lse
-
-
-@contextmanager
-def _reading(model: nn.Module, recording: Recording) -> Iterator[None]:
-    """Lets a recording know the tokens: whatever a part of the model is given as `tokens` or `input_ids`, and of the
-    model itself the first argument that holds whole numbers."""
-
-    def note(places: Mapping[str, int], module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found = [named.get(name, given[at] if at < len(given) else None) for name, at in places.items()]
-        if module is model:
-            recording._reading = None
-            found += given
-        ids = next((t for t in found if isinstance(t, Tensor) and t.dim() == 2 and not _is_floating(t)), None)
-        if ids is not None:
-            recording._reading = ids.detach().clone()
-
-    hooks = []
-    for module in model.modules():
-        try:
-            arguments = list(inspect.signature(module.forward).parameters)
-        except (TypeError, ValueError):  # compiled, and it does not tell
-            arguments = []
-        places = {name: at for at, name in enumerate(arguments) if name in ("tokens", "input_ids")}
-        if places or module is model:
-            hooks.append(module.register_forward_pre_hook(partial(note, places), with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _is_floating(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 
 def _name(model: nn.Module) -> str:

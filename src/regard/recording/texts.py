@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.layers import Heads
+from regard.hooks import Heads
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.observation import Observation, Selection, observe
 from regard.recording.rules import PiecesBias, PiecesMask, by_position, same

@@ -1,15 +1,18 @@
-"""Stands around every attention layer of a model while it runs: where recordings and interventions come in."""
+"""Finds the attention layers of a model, by name, and stands around them while it runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from regard.layers import Attend, Heads, MultiHeadAttention, ScoringArguments, Watcher
+from regard.hooks import Attend, hooked
+from regard.layers import MultiHeadAttention
 
 T = TypeVar("T")
+
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Where torch.compile, FSDP and a checkpoint wrapper keep the module that they were put around."""
 
 
 class Place(NamedTuple):
@@ -25,22 +28,29 @@ def watching(
     function: str,
     model: nn.Module,
     layers: str | int | Iterable[str | int] | None,
-    watch: Callable[[Place, Heads, ScoringArguments, Attend, Watcher], Tensor],
+    hook: Callable[[Place, Attend], Attend],
+    *,
+    again: Callable[[Place, Attend], Attend] | None = None,
+    innermost: bool = False,
 ) -> Iterator[None]:
-    """Stands around attention layers of a model, before whatever stood there already (given as `before`).
+    """Stands around attention layers of a model (see `regard.hooks`).
 
     Args:
+        model: as `record` takes it; see `unwrapped`.
         layers: names, or numbers in the order of the layers' first calls; None: all of them.
     Raises:
-        ValueError: one of `layers` does not exist, or no layer ever called.
+        TypeError: no model.
+        ValueError: one of `layers` does not exist, or no layer ever called, or all of them in another thread.
     """
+    model = checked(function, model)
     wanted = {layers} if isinstance(layers, (str, int)) else set(layers or ())
+    every = named(model)
     own = {
         name.removesuffix(".attention") or "attention": module
-        for name, module in model.named_modules()
+        for name, module in every.items()
         if isinstance(module, MultiHeadAttention)
     }
-    modules: dict[str, nn.Module] = {**own} or {name or "attention": module for name, module in model.named_modules()}
+    modules: dict[str, nn.Module] = {**own} or {name or "attention": module for name, module in every.items()}
     if not own:
         _check_implementation(function, model)
     unknown = sorted(name for name in wanted if isinstance(name, str) and name not in modules)
@@ -49,26 +59,28 @@ def watching(
         some = list(modules)[:16] if own else ["the names of its modules, as in named_modules()"]
         more = ", ..." if own and len(own) > 16 else ""
         raise ValueError(f"{function}: no layer {', '.join(unknown)}; there are: {', '.join(some)}{more}")
+    names = {id(module): name for name, module in modules.items()}
     called: dict[str, int] = {}
-    before: dict[str, Watcher | None] = {name: vars(layer).get("watcher") for name, layer in modules.items()}
 
-    def around(name: str, heads: Heads, scoring: ScoringArguments, attend: Attend) -> Tensor:
+    def around(layer: nn.Module, attend: Attend, hook: Callable[[Place, Attend], Attend]) -> Attend:
+        name = names[id(layer)]
         place = Place(name, called.setdefault(name, len(called)), name in own)
-        inside = before[name] or _only_attend
-        if layers is not None and place.name not in wanted and place.number not in wanted:
-            return inside(heads, scoring, attend)
-        return watch(place, heads, scoring, attend, inside)
+        chosen = layers is None or place.name in wanted or place.number in wanted
+        return hook(place, attend) if chosen else attend
 
-    for name, layer in modules.items():
-        layer.watcher = partial(around, name)  # type: ignore[assignment]
-    try:
+    with hooked(
+        modules.values(),
+        lambda layer, attend: around(layer, attend, hook),
+        again=None if again is None else lambda layer, attend: around(layer, attend, again),
+        innermost=innermost,
+    ) as block:
         yield
-    finally:
-        for name, layer in modules.items():
-            if name in own or before[name] is not None:
-                layer.watcher = before[name]  # type: ignore[assignment]
-            else:
-                del layer.watcher
+    if block.elsewhere and not called:
+        raise ValueError(
+            f"{function}: the attention layers of {type(model).__name__} ran in another thread than the with block, "
+            "which sees its own thread alone; open the block in the thread that runs the model, or start that thread "
+            "with contextvars.copy_context().run"
+        )
     if not own and not called:
         raise ValueError(
             f"{function}: no attention of {type(model).__name__} went through regard. It contains no "
@@ -80,6 +92,53 @@ def watching(
         raise ValueError(f"{function}: layer {', '.join(missing)} never attended; those that did: {', '.join(called)}")
 
 
+def checked(function: str, model: object) -> nn.Module:
+    """The model inside its wrappers; anything that is no model, or that runs copies of one, is refused."""
+    if not isinstance(model, nn.Module):
+        inside = getattr(model, "model", None)
+        hint = ", pass its .model" if isinstance(inside, nn.Module) else ""
+        raise TypeError(f"{function}: expected a model, a torch.nn.Module, got {type(model).__name__}{hint}")
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise ValueError(
+            f"{function}: DataParallel runs copies of the model in threads of their own; use its .module, or "
+            "DistributedDataParallel"
+        )
+    return unwrapped(model)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that torch.compile, DataParallel, DistributedDataParallel, FSDP, a checkpoint wrapper or peft was put
+    around; itself where there is none."""
+    while True:
+        inside = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        if inside is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inside = module.module
+        if inside is None and callable(getattr(type(module), "get_base_model", None)):
+            inside = module.get_base_model()  # type: ignore[operator]
+        if inside is None or inside is module:
+            return module
+        module = inside
+
+
+def named(model: nn.Module) -> dict[str, nn.Module]:
+    """A model's modules by name, as `named_modules` has them but without wrappers, wherever they stand."""
+    found: dict[str, nn.Module] = {}
+    known: set[int] = set()
+
+    def walk(name: str, module: nn.Module) -> None:
+        module = unwrapped(module)
+        if id(module) in known:
+            return
+        known.add(id(module))
+        found[name] = module
+        for part, child in module._modules.items():
+            if child is not None:
+                walk(f"{name}.{part}" if name else part, child)
+
+    walk("", model)
+    return found
+
+
 def find(function: str, done: str, layers: Mapping[str, T], name: str | int) -> T:
     """What is known of a layer, by its name or its number; `done` is how it came to be known."""
     if isinstance(name, int) and -len(layers) <= name < len(layers):
@@ -89,10 +148,6 @@ def find(function: str, done: str, layers: Mapping[str, T], name: str | int) -> 
     except (KeyError, TypeError):
         known = ", ".join(layers) or "none: has the model run inside the with block?"
         raise KeyError(f"{function}: no layer {name!r}; {done} are: {known}") from None
-
-
-def _only_attend(heads: Heads, scoring: ScoringArguments, attend: Attend) -> Tensor:
-    return attend(heads, scoring)
 
 
 def _check_implementation(function: str, model: nn.Module) -> None:

@@ -1,0 +1,268 @@
+"""The one place around attention where a model is looked into, or changed, while it runs.
+
+Every attention layer, regard's own or one of transformers, calls `attend` with its heads. Inside a ``with hooked(...)``
+block that names the layer, the call goes through the block's hook, which is plain middleware: it is given the attention
+inside of it and returns another.
+
+    Attend   (heads, scoring) -> output, lse or None
+    Hook     (layer, attend) -> attend
+
+    def double(layer, attend):
+        def doubled(heads, scoring):
+            output, lse = attend(heads, scoring)
+            return 2 * output, lse
+        return doubled
+
+A block sees the calls of its own thread (of its own context, see `contextvars`). Layers are known by identity and
+nothing is written into them, so a copy of a model is another model. Compiled models run uncompiled while a block is
+open in the process, since compiled code would leave the hooks out.
+
+Activation checkpointing runs a layer again for the backward pass. Such a call is no new call of the model: it goes
+through the hooks that its forward pass went through, in their `again` form, whether their blocks are still open or not,
+and whichever thread it is in.
+"""
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from regard.biases import Bias
+from regard.functional import attention, attention_and_perhaps_lse
+from regard.masks import Mask
+from regard.scores import Additive
+
+
+class Heads(NamedTuple):
+    """What an attention layer hands to attention: projected, split, turned, and with the cache's tokens in front."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class ScoringArguments(TypedDict):
+    """The arguments of `attention` that say what a score is."""
+
+    mask: Mask | None
+    bias: Bias | Tensor | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    additive: Additive | None
+
+
+Result = tuple[Tensor, Tensor | None]
+"""Output [batch, heads, query_len, value_dim], and lse [batch, heads, query_len] where it was had on the way."""
+
+Attend = Callable[[Heads, ScoringArguments], Result]
+Hook = Callable[[nn.Module, Attend], Attend]
+
+
+class Compute:
+    """Attention itself, inside of all hooks: to the bit what a layer does without them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        self.dropout = dropout
+
+    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Result:
+        return attention_and_perhaps_lse(*heads, **scoring, dropout=self.dropout)
+
+
+def attend(layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float = 0.0) -> Tensor:
+    """What a layer does with its heads: attention, through the hooks that stand around it.
+
+    Shapes: [batch, heads, query_len, value_dim]. Args: layer: the module that calls. dropout: on the weights.
+    """
+    if _active:
+        return _through_hooks(layer, heads, scoring, dropout)
+    return attention(*heads, **scoring, dropout=dropout)
+
+
+class Block:
+    """An open ``with hooked(...)``.
+
+    Attributes:
+        elsewhere: whether one of the layers was called in another thread, where the block is not open.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], hook: Hook, again: Hook | None, innermost: bool) -> None:
+        self.layers = {id(layer): layer for layer in layers}  # held, so that no other module gets their ids
+        self.hook, self.again, self.innermost = hook, again, innermost
+        self.open, self.elsewhere = True, False
+
+
+@contextmanager
+def hooked(
+    layers: Iterable[nn.Module], hook: Hook, *, again: Hook | None = None, innermost: bool = False
+) -> Iterator[Block]:
+    """Puts a hook around the attention of some layers while the ``with`` block runs, in this thread.
+
+    Several blocks: the inner one's hook stands outside of the outer one's, but those that are `innermost` stand next to
+    attention itself, the inner one's nearest.
+
+    Args:
+        again: the hook for calls that activation checkpointing repeats in the backward pass; it must compute what
+            `hook` computed, and keep nothing. None: attention is repeated without it.
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(8, 2, output=False)
+    >>> def silent(layer, attend):
+    ...     return lambda heads, scoring: (0 * attend(heads, scoring)[0], None)
+    >>> with hooked([layer], silent):
+    ...     output = layer(torch.randn(1, 5, 8))
+    >>> bool(output.any())
+    False
+    """
+    block = Block(layers, hook, again, innermost)
+    try:
+        _blocks.set((*(other for other in _blocks.get() if other.open), block))
+        _opened(block)
+        yield block
+    finally:
+        block.open = False
+        _blocks.set(tuple(other for other in _blocks.get() if other is not block))
+        _closed(block)
+
+
+_blocks: ContextVar[tuple[Block, ...]] = ContextVar("regard.hooks", default=())
+"""The blocks of this context, the outer ones first. Those that were closed in another context are no longer open."""
+
+_everywhere: list[Block] = []
+"""Those of all threads."""
+
+_repeats: dict[int, tuple[weakref.ref[Any], tuple[Block, ...]]] = {}
+"""What calls in a checkpoint went through, by the id of the checkpoint, for when it is run again."""
+
+_active = False
+"""Whether there is any of both. A constant for compiled code, which is made anew if it changes."""
+
+_lock = threading.RLock()
+_uncompiled: Any = None
+
+
+def _opened(block: Block) -> None:
+    with _lock:
+        _everywhere.append(block)
+        _settle()
+
+
+def _closed(block: Block) -> None:
+    with _lock:
+        if block in _everywhere:
+            _everywhere.remove(block)
+        _settle()
+
+
+def _settle() -> None:
+    """Brings what depends on the open blocks into line with them."""
+    global _active, _uncompiled
+    _active = bool(_everywhere or _repeats)
+    try:
+        if _everywhere and _uncompiled is None and "torch._dynamo" in sys.modules:  # else nothing was compiled yet
+            _uncompiled = torch.compiler.set_stance("force_eager")
+        elif not _everywhere and _uncompiled is not None:
+            _uncompiled.__exit__(None, None, None)
+            _uncompiled = None
+    except RuntimeError:  # inside of a compiled function, which leaves its graph for the hooks
+        pass
+
+
+def _through_hooks(layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float) -> Tensor:
+    forward, repeated = checkpoints()
+    if repeated is None:
+        blocks = tuple(block for block in _blocks.get() if block.open)
+        if len(_everywhere) > len(blocks):
+            for other in list(_everywhere):
+                other.elsewhere |= other not in blocks and id(layer) in other.layers
+    else:
+        _, blocks = _repeats.get(id(repeated), (None, ()))
+    for checkpoint in forward:
+        _remember(checkpoint, tuple(block for block in blocks if block.again is not None))
+    here = [block for block in blocks if id(layer) in block.layers]
+    if not here:
+        return attention(*heads, **scoring, dropout=dropout)
+    call: Attend = Compute(dropout)
+    for block in [b for b in reversed(here) if b.innermost] + [b for b in here if not b.innermost]:
+        hook = block.hook if repeated is None else block.again
+        call = call if hook is None else hook(layer, call)
+    if isinstance(call, Compute):  # nobody wants this layer
+        return attention(*heads, **scoring, dropout=dropout)
+    return call(heads, scoring)[0]
+
+
+_through_hooks._torchdynamo_disable = True  # type: ignore[attr-defined]
+_through_hooks._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "regard's hooks (record, gather, intervene) run uncompiled; call torch.compile before the with block"
+)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+
+
+def checkpoints() -> tuple[list[Any], Any]:
+    """The checkpoints in whose forward pass the caller runs, the inner ones first; and, in a backward pass, the one
+    that is run again, or None.
+
+    A checkpoint is torch's own object for one: the context of a `torch.autograd.Function` that runs its module with
+    gradients off and again in its backward (``use_reentrant=True``, and those of other libraries), or the frame of
+    ``use_reentrant=False``. They are found on the stack, since torch tells nobody.
+    """
+    forward: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _CHECKPOINT:
+            generator = frame.f_locals.get("gen")
+            state = None if generator is None else generator.gi_frame.f_locals.get("new_frame")
+            if state is not None:  # none where no gradient is recorded
+                forward.append(state)
+        elif code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINT.co_filename:
+            return forward, frame.f_locals["frame"]
+        elif code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            context = frame.f_locals["ctx"]
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                if code.co_name == "backward":
+                    return forward, context
+                forward.append(context)
+        frame = frame.f_back
+    return forward, None
+
+
+def loses_gradients() -> bool:
+    """Whether what the caller computes has no gradient though the model's output has one: inside the forward pass of a
+    `torch.autograd.Function`, such as activation checkpointing with ``use_reentrant=True``."""
+    if torch.is_grad_enabled():
+        return False
+    return any(getattr(checkpoint, "next_functions", ()) for checkpoint in checkpoints()[0])
+
+
+def _remember(checkpoint: Any, blocks: tuple[Block, ...]) -> None:
+    """Keeps what is needed to run a checkpoint again, for as long as torch keeps the checkpoint."""
+    key = id(checkpoint)
+    if not blocks:
+        return
+    with _lock:
+        known = _repeats.get(key)
+        if known is None:
+            _repeats[key] = weakref.ref(checkpoint, lambda _: _forget(key)), blocks
+        elif known[1] != blocks:
+            _repeats[key] = known[0], known[1] + tuple(block for block in blocks if block not in known[1])
+
+
+def _forget(key: int) -> None:
+    global _active
+    with _lock:
+        _repeats.pop(key, None)
+        _active = bool(_everywhere or _repeats)
