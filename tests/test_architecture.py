@@ -17,8 +17,8 @@ SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
     "shapes", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks", "observation", "cache",
-    "positions", "layers", "models", "layouts", "steps", "recording", "huggingface", "generation", "training",
-    "viewer", "plots", "terminal", "bench", "cli",
+    "positions", "layers", "models", "layouts", "stepwise", "storage", "recording", "huggingface", "generation",
+    "training", "viewer", "plots", "terminal", "bench", "cli", "public",
 )  # fmt: skip
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.
@@ -117,14 +117,28 @@ def test_no_module_is_named_like_one_of_the_standard_library_or_like_a_drawer():
 
 
 def test_the_public_names_are_those_that_can_be_imported():
+    assert set(regard.__all__) <= set(dir(regard))
     public = {
         name
-        for name, value in vars(regard).items()
+        for name, value in ((name, getattr(regard, name)) for name in dir(regard))
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert public == set(regard.__all__)
     assert len(set(regard.__all__)) == len(regard.__all__)
     assert list(regard.__all__) == sorted(regard.__all__)
+
+
+def test_no_public_name_is_also_that_of_a_module():
+    # importing the module would put it in the place of the function
+    assert not set(regard.__all__) & set(storeys())
+
+
+def test_what_regard_does_not_have_is_an_attribute_error_that_knows_its_names():
+    with pytest.raises(AttributeError, match="module 'regard' has no attribute 'atention'") as caught:
+        _ = regard.atention
+    assert (caught.value.name, caught.value.obj) == ("atention", regard)
+    with pytest.raises(ImportError, match="cannot import name 'Casual'"):
+        exec("from regard import Casual")
 
 
 def test_every_public_name_says_what_it_is():
@@ -143,11 +157,34 @@ def modules_after(statement: str) -> set[str]:
 
 def test_a_cold_import_brings_nothing_heavy_that_torch_does_not_bring_itself():
     # torch itself loads triton where it is installed beside CUDA, and numpy; those are its own affair
-    brought = modules_after("import regard") - modules_after("import torch, torch.utils.checkpoint, safetensors.torch")
+    without = modules_after("import torch, torch.utils.checkpoint, safetensors.torch")
+    brought = modules_after("import regard; regard.attention") - without
     assert "regard.functional" in brought
     assert not {name.split(".")[0] for name in brought} & set(HEAVY)
     outside = {name.split(".")[0] for name in brought} - sys.stdlib_module_names - {"regard", "torch", "safetensors"}
     assert not {name for name in outside if not name.startswith("_")}, "the core is torch and safetensors"
+
+
+def test_import_regard_loads_nothing_but_itself_until_a_name_is_asked_for():
+    brought = modules_after("import regard")
+    assert {name for name in brought if name.split(".")[0] in ("regard", "torch", *HEAVY)} == {"regard"}
+    for first in (
+        "from regard import *; Causal()",
+        "import regard, pickle, torch; pickle.loads(pickle.dumps(regard.Window(3)))",
+    ):
+        assert "regard.functional" in modules_after(first)
+
+
+def test_modules_are_there_without_an_import_of_their_own():
+    modules_after(
+        "import regard, sys\n"
+        "for name in ('huggingface', 'layouts', 'plots', 'training', 'masks', 'bench'):\n"
+        "    assert getattr(regard, name) is sys.modules[f'regard.{name}']"
+    )
+
+
+def test_a_function_stays_a_function_whatever_module_is_imported_first():
+    modules_after("import regard.stepwise, regard.terminal, regard; assert callable(regard.steps), regard.steps")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from regard import storage
 from regard.models import Decoder, ModelConfig
 from regard.training import checkpoint
 from regard.training.checkpoint import (
@@ -21,7 +22,6 @@ from regard.training.checkpoint import (
     read,
     save_model,
     save_progress,
-    write,
 )
 from regard.training.text import Tokenizer, train_tokenizer
 
@@ -246,11 +246,11 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(folder, monkeypatch):
     path = folder / "model.safetensors"
     before = path.read_bytes()
 
-    def interrupted(tensors, place, metadata):
-        place.write_bytes(b"half a f")
+    def interrupted(tensor, file):
+        file.write(b"half a f")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    monkeypatch.setattr(storage, "_put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_model(folder, Decoder(config()))
     assert path.read_bytes() == before
@@ -275,7 +275,7 @@ def test_the_new_file_takes_the_place_of_the_old_one_when_it_is_whole(folder, mo
 def test_folders_are_made_and_any_tensor_can_be_written(tmp_path):
     path = tmp_path / "a" / "b" / "x.safetensors"
     weight = torch.randn(3, 4, requires_grad=True)
-    write(path, {"turned": weight.T, "part": weight[:, 1]}, {"said": "yes"})
+    storage.save(path, {"turned": weight.T, "part": weight[:, 1]}, {"said": "yes"})
     metadata, tensors = read(path)
     assert metadata == {"said": "yes"}
     assert torch.equal(tensors["turned"], weight.T)

@@ -423,7 +423,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 
 
 def test_the_steps_of_the_bundled_example_are_the_layers_own() -> None:
-    from regard.steps import three_tokens
+    from regard.stepwise import three_tokens
 
     layer, x = three_tokens()
     torch.testing.assert_close(steps(layer, x).output, layer(x))

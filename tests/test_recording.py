@@ -1048,7 +1048,7 @@ def test_steps_without_values_say_how_to_have_them(monkeypatch):
     shown = recording[0].head(2).steps()
     assert shown.names == ["query", "key", "score", "scale", "mask", "softmax"]
     assert shown["softmax"].note.endswith("record(model, values=True) shows the output as well")
-    monkeypatch.setattr(sys.modules["regard.steps"], "LARGEST", 100)
+    monkeypatch.setattr(sys.modules["regard.stepwise"], "LARGEST", 100)
     with pytest.raises(ValueError, match="242 scores are too many to show; give query=i"):
         recording[0].head(2).steps()
     assert recording[0].head(2).steps(query=3)["softmax"].tensor.shape == (2, 1, 1, 11)

@@ -10,94 +10,46 @@ Encoder, Decoder, EncoderDecoder        models, from one ModelConfig
 regard.huggingface                      regard inside transformers
 regard.plots                            figures
 regard.layouts                          other libraries' weights in regard's layers and models
+load                                    a bundled model, or a folder that `regard train` wrote
 regard.training                         tokenizer, data, loop and files of a language model
+
+Nothing is loaded until it is asked for, torch included: ``regard --help`` and ``import regard`` are quick.
 """
 
-from regard import layouts as layouts
-from regard.biases import Alibi, Bias, RelativeBias
-from regard.cache import Cache, LayerCache
-from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
-from regard.generation import generate, sample
-from regard.kernels import KernelError
-from regard.layers import Block, FeedForward, MultiHeadAttention, TokenEmbedding
-from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Strided, Tile, Where, Window
-from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, MaskedLanguageModel, ModelConfig
-from regard.observation import Observation, observe
-from regard.positions import (
-    DynamicScaling,
-    Learned,
-    LinearScaling,
-    Llama3Scaling,
-    Rotary,
-    Sinusoidal,
-    YarnScaling,
-)
-from regard.recording import Ablate, HideKey, Recording, Replace, Scale, gather, intervene, load_recording, record
-from regard.reference import AttentionOutput
-from regard.scores import Additive
-from regard.shapes import ShapeError
-from regard.steps import Step, Steps, steps
+import importlib as _importlib
+import pkgutil as _pkgutil
+import sys as _sys
+import typing as _typing
+import warnings as _warnings
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Ablate",
-    "Additive",
-    "Alibi",
-    "AttentionOutput",
-    "Band",
-    "Bias",
-    "Block",
-    "Cache",
-    "Causal",
-    "Chunk",
-    "Classifier",
-    "Decoder",
-    "Dense",
-    "Document",
-    "DynamicScaling",
-    "Encoder",
-    "EncoderDecoder",
-    "FeedForward",
-    "HideKey",
-    "KernelError",
-    "LayerCache",
-    "Learned",
-    "LinearScaling",
-    "Llama3Scaling",
-    "Mask",
-    "MaskedLanguageModel",
-    "ModelConfig",
-    "MultiHeadAttention",
-    "Observation",
-    "Padding",
-    "Plan",
-    "Prefix",
-    "Recording",
-    "RelativeBias",
-    "Replace",
-    "Rotary",
-    "Scale",
-    "ShapeError",
-    "Sinusoidal",
-    "SquareWarning",
-    "Step",
-    "Steps",
-    "Strided",
-    "Tile",
-    "TokenEmbedding",
-    "Where",
-    "Window",
-    "YarnScaling",
-    "attention",
-    "attention_with_lse",
-    "gather",
-    "generate",
-    "intervene",
-    "load_recording",
-    "observe",
-    "plan",
-    "record",
-    "sample",
-    "steps",
-]
+# torch warns at its import where there is no numpy, which nothing here needs; of a numpy that is broken it still tells
+_warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
+
+if _typing.TYPE_CHECKING:
+    from regard import bench as bench
+    from regard import huggingface as huggingface
+    from regard import layouts as layouts
+    from regard import plots as plots
+    from regard import training as training
+    from regard.public import *
+    from regard.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> _typing.Any:
+        """A module of regard, or one of the names in `regard.public`."""
+        if name == "__all__" or not name.startswith("_"):
+            if name in _modules():
+                return _importlib.import_module(f"regard.{name}")
+            public = _importlib.import_module("regard.public")
+            globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'regard' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__"), *_modules()})
+
+    def _modules() -> set[str]:
+        return {module.name for module in _pkgutil.iter_modules(__path__) if module.name[0] != "_"}

@@ -158,7 +158,7 @@ def entropy(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "
     _check("entropy", seen, row)
     axes = _axes(axes, 7.0, 3.2)
     most = seen.visible().max(dim=1).values[row].clamp(min=1).log()
-    axes.plot(most.cpu().numpy(), color="0.6", lw=1, ls="--", label="even")
+    axes.plot(most.cpu(), color="0.6", lw=1, ls="--", label="even")
     return _lines(axes, seen, seen.entropy()[row], "query", "entropy (nats)")
 
 
@@ -177,7 +177,7 @@ def _lines(axes: "Axes", seen: Observation, values: Tensor, across: str, up: str
     """One line for each head [heads, length]."""
     thin = 1.0 if values.shape[1] <= 2048 else 0.5
     for number, line in zip(_numbers(seen), values.float().cpu(), strict=True):
-        axes.plot(line.numpy(), lw=thin, label=f"head {number}")
+        axes.plot(line, lw=thin, label=f"head {number}")
     axes.set(xlabel=across, ylabel=up, xlim=(0, max(1, values.shape[1] - 1)))
     axes.spines[["right", "top"]].set_visible(False)
     if len(values) <= 12:
@@ -199,7 +199,7 @@ def _image(axes: "Axes", weights: Tensor, query_len: int, key_len: int, cells: i
     aspect: Literal["equal", "auto"] = "equal" if query_len == key_len else "auto"
     # averaged where the screen is coarser still: a lone weight fades, but none is skipped
     drawn = axes.imshow(
-        weights.numpy(), cmap=COLOURS, norm=norm, extent=(-0.5, columns * across - 0.5, rows * down - 0.5, -0.5),
+        weights.tolist(), cmap=COLOURS, norm=norm, extent=(-0.5, columns * across - 0.5, rows * down - 0.5, -0.5),
         aspect=aspect, interpolation="antialiased", interpolation_stage="data",
     )  # fmt: skip
     axes.set(xlim=(-0.5, key_len - 0.5), ylim=(query_len - 0.5, -0.5))  # the last pixels may be cut short

@@ -21,7 +21,7 @@ from regard.layers import MultiHeadAttention
 from regard.models import Decoder
 from regard.observation import Observation
 from regard.recording import HeadSummary, Recording, record
-from regard.steps import Step, Steps, format_number, numbers, steps, three_tokens
+from regard.stepwise import Step, Steps, format_number, numbers, steps, three_tokens
 from regard.training.text import Tokenizer
 
 Colour = tuple[int, int, int]

@@ -17,6 +17,7 @@ A causal square is one strip, which torch's operator knows; so are queries that 
 alike and equally far apart stand as one, a batch of views. What was found out is remembered by what the mask is.
 """
 
+import ctypes
 import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
@@ -448,7 +449,7 @@ class Cut:
         if self._looked > KEPT or grid.device.type != "cpu":
             return strip
         allowed = mask.allowed(where(queries, grid), where(moving, grid))
-        return (*kind, allowed.shape, allowed.contiguous().numpy().tobytes())
+        return (*kind, allowed.shape, _bytes(allowed))
 
     def hidden(self, strip: Strip, scoring: Scoring) -> Hidden | None:
         """What a strip hides: None for nothing, and for a causal one, where torch knows it.
@@ -523,6 +524,12 @@ def places(strip: Strip, scoring: Scoring) -> range | Tensor:
     if len(strip.spans) == 1:
         return strip.spans[0]
     return torch.cat([where(span, scoring.grid) for span in strip.spans])
+
+
+def _bytes(allowed: Tensor) -> bytes:
+    """What a bool tensor holds, as a key."""
+    allowed = allowed.contiguous()
+    return ctypes.string_at(allowed.data_ptr(), allowed.numel())
 
 
 def where(places: range | Tensor, grid: Grid) -> Tensor:

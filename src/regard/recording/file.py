@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.biases import Bias, Given
@@ -17,6 +16,7 @@ from regard.masks import Dense, Mask
 from regard.recording.rules import KINDS, PARTS, HeadsBias, HeadsMask, arguments_of, made_from
 from regard.recording.texts import ALIGNMENT, Piece, Text, aligned
 from regard.shapes import Grid, ShapeError
+from regard.storage import save
 
 FORMAT = "regard.recording.1"
 
@@ -48,22 +48,9 @@ class Store:
             if surplus:
                 self.shapes[name] = list(alone.shape)
                 alone = torch.cat([alone.flatten(), alone.new_zeros(surplus // alone.element_size())])
-            elif alone.untyped_storage().nbytes() != alone.nbytes:
-                alone = alone.clone()  # safetensors wants memory that nobody shares
             self.tensors[name] = alone
             self._names[place] = tensor, name
         return self._names[place][1]
-
-    def padded(self, metadata: dict[str, str]) -> dict[str, str]:
-        """The header's strings, with as many spaces as bring the first tensor to a multiple of `ALIGNMENT`."""
-        entries: dict[str, Any] = {"__metadata__": metadata | {"padding": ""}}
-        at = 0
-        for name, tensor in sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-            dtype = "BF16" if tensor.dtype == torch.bfloat16 else "BOOL" if tensor.dtype == torch.bool else "F32"
-            entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-            at += tensor.nbytes
-        length = 8 + len(json.dumps(entries, separators=(",", ":")))
-        return metadata | {"padding": " " * (-length % ALIGNMENT)}
 
     def part(self, part: Any, grid: Grid, layer: str) -> Any:
         """A mask, a bias, or what they are made of, as plain data."""
@@ -139,14 +126,7 @@ def write(path: str | os.PathLike[str], model: str, texts: Mapping[str, list[Tex
     store = Store()
     layers = {name: [_data_of(text, name, store) for text in of_layer] for name, of_layer in texts.items()}
     header = {"model": model, "layers": layers, "shapes": store.shapes}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    try:
-        save_file(store.tensors, beside, store.padded({"format": FORMAT, "recording": json.dumps(header)}))
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    save(Path(path), store.tensors, {"format": FORMAT, "recording": json.dumps(header)}, begin=ALIGNMENT)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:

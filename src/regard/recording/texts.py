@@ -15,7 +15,7 @@ from regard.observation import Observation, Selection, observe
 from regard.recording.rules import PiecesBias, PiecesMask, by_position, same
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid
-from regard.steps import Step, Steps, attention_steps, check_size
+from regard.stepwise import Step, Steps, attention_steps, check_size
 
 ALIGNMENT = 64
 """Bytes; where torch's own memory begins on a CPU."""

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.models import Decoder, ModelConfig
+from regard.storage import save
 from regard.training.text import Tokenizer
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
@@ -89,7 +89,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 def save_model(folder: Path, model: Decoder, *, dtype: torch.dtype | None = None) -> None:
     """Writes model.safetensors; `dtype` None keeps the weights' own."""
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _weights(model).items()}
-    write(folder / "model.safetensors", tensors, {"format": FORMAT, "config": json.dumps(model.config.to_dict())})
+    save(folder / "model.safetensors", tensors, {"format": FORMAT, "config": json.dumps(model.config.to_dict())})
 
 
 def save_progress(
@@ -106,7 +106,7 @@ def save_progress(
                     tensors[place] = entry
                 else:
                     numbers[place] = entry
-    write(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
+    save(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
 
 
 def load_progress(path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -146,17 +146,6 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             return dict(file.metadata() or {}), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, beside, metadata)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _weights(model: Decoder) -> dict[str, Tensor]:

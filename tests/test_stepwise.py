@@ -14,7 +14,7 @@ from regard.layers import ACTIVATIONS, Block, FeedForward, MultiHeadAttention, m
 from regard.masks import Causal, Document, Padding, Window
 from regard.positions import Rotary
 from regard.shapes import ShapeError
-from regard.steps import Step, Steps, format_number, numbers, steps, three_tokens
+from regard.stepwise import Step, Steps, format_number, numbers, steps, three_tokens
 
 BATCH, LENGTH, CONTEXT, DIM, HEADS = 2, 7, 11, 24, 6
 
@@ -357,7 +357,7 @@ def test_a_query_that_sees_one_key_is_not_called_saturated():
 
 
 def test_too_many_scores_to_show_are_refused_and_a_single_query_is_not(monkeypatch):
-    monkeypatch.setattr(sys.modules["regard.steps"], "LARGEST", BATCH * HEADS * LENGTH * LENGTH - 1)
+    monkeypatch.setattr(sys.modules["regard.stepwise"], "LARGEST", BATCH * HEADS * LENGTH * LENGTH - 1)
     layer, x = attention(), tokens()
     with pytest.raises(ValueError, match="steps: 588 scores are too many to show; give query=i to see one token's"):
         steps(layer, x)

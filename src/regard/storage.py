@@ -1,0 +1,80 @@
+"""Tensors on disk, in the format of safetensors: written whole or not at all, straight from where they lie in memory.
+
+    8 bytes     the length of what follows
+    JSON        for each tensor its dtype, shape and place; under "__metadata__" the caller's strings
+    bytes       the tensors, wider dtypes first, so that each lies at a multiple of its element size
+
+safetensors reads it. That it is written here is because its own writer needs numpy, which the core does without.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What the format calls a dtype."""
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, begin: int = 8) -> None:
+    """Writes tensors and strings beside `path`, and moves them there when they are whole.
+
+    Args:
+        begin: bytes; the first tensor begins at a multiple of it.
+
+    Raises:
+        TypeError: a tensor's dtype is not one of `NAMES`.
+        OSError: there is no room, or no permission; what was there before is still there.
+
+    >>> from safetensors import safe_open
+    >>> save(Path("two.safetensors"), {"a": torch.arange(3), "b": torch.eye(2)}, {"made by": "hand"})
+    >>> with safe_open("two.safetensors", "pt") as file:
+    ...     print(file.metadata(), file.get_tensor("a"))
+    {'made by': 'hand'} tensor([0, 1, 2])
+    >>> Path("two.safetensors").unlink()
+    """
+    if sys.byteorder != "little":
+        raise NotImplementedError("storage: the format is little-endian, and this machine is not")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"storage: {name} is of {tensor.dtype}; there are {', '.join(map(str, NAMES))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    try:
+        with beside.open("wb") as file:
+            file.write(_head(ordered, metadata, begin))
+            for tensor in ordered.values():
+                _put(tensor, file)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], begin: int) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % begin)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _put(tensor: Tensor, file: BinaryIO) -> None:
+    """A tensor's bytes, without a copy where it lies contiguous in the processor's memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    size = tensor.numel() * tensor.element_size()
+    if size:
+        file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
