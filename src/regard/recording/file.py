@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from regard.biases import Bias, Given
 from regard.masks import Dense, Mask
 from regard.recording.rules import KINDS, PARTS, HeadsBias, HeadsMask, arguments_of, made_from
 from regard.recording.texts import ALIGNMENT, Piece, Text, aligned
+from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError
 from regard.storage import save
 
@@ -160,8 +161,11 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:
         shapes: dict[str, list[int]] = header["shapes"]
         tensors = {name: aligned(_shaped(tensor, shapes.get(name))) for name, tensor in stored.items()}
         texts = {name: [_text_from(text, tensors) for text in of_layer] for name, of_layer in header["layers"].items()}
+        if not texts or not all(texts.values()):
+            raise ValueError("a layer has no calls" if texts else "it has no layers")
         for text in (text for of_layer in texts.values() for text in of_layer):
-            text.whole(), text.calls()  # everything is checked before anything is asked
+            for seen in (text.whole(), *text.calls()):  # everything is checked before anything is asked
+                _probe(seen.scoring)
         return str(header["model"]), texts
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
         raise ValueError(f"{path}: a damaged recording ({type(error).__name__}: {error})") from error
@@ -190,18 +194,69 @@ def _text_from(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Text:
         for p in data["pieces"]
     ]
     query, key, value = tensors[data["query"]], tensors[data["key"]], tensor(data["value"])
+    lse, sink, additive = (tensor(data[name]) for name in ("lse", "sink", "additive"))
+    if lse is None:
+        raise ValueError("lse is missing")
+    for name, floating in (("query", query), ("key", key), ("value", value), ("lse", lse), ("sink", sink),
+                           ("additive", additive)):  # fmt: skip
+        if floating is not None and not floating.is_floating_point():
+            raise TypeError(f"{name} must be floating, got {floating.dtype}")
+    if query.dtype != key.dtype or (value is not None and value.dtype != key.dtype):
+        raise TypeError("query, key and value must have one dtype")
+    if lse.dtype != torch.promote_types(query.dtype, torch.float32):
+        raise TypeError(f"lse must be {torch.promote_types(query.dtype, torch.float32)}, got {lse.dtype}")
     if value is not None and (value.dim() != 4 or value.shape[:3] != key.shape[:3]):
         raise ShapeError(f"value {list(value.shape)} does not fit key {list(key.shape)}")
+    _check_lengths(pieces)
     if max(piece.first + piece.key_len for piece in pieces) != key.shape[2]:
         raise ShapeError(f"the calls do not have the {key.shape[2]} keys that there are")
     for piece in pieces:
-        if piece.tokens is not None and piece.tokens.shape != (query.shape[0], piece.query_len):
+        if piece.tokens is None:
+            continue
+        if piece.tokens.shape != (query.shape[0], piece.query_len):
             raise ShapeError(f"tokens {list(piece.tokens.shape)} do not fit {piece.query_len} queries")
+        if piece.tokens.is_floating_point() or piece.tokens.is_complex() or piece.tokens.dtype == torch.bool:
+            raise TypeError(f"tokens must be whole numbers, got {piece.tokens.dtype}")
     heads = None if data["heads"] is None else tuple(data["heads"])
+    if heads is not None and (len(set(heads)) < len(heads) or not all(_is_whole(head) for head in heads)):
+        raise ValueError(f"heads must be numbers, each of them once, got {list(heads)}")
     if heads is not None and len(heads) != query.shape[1]:
         raise ShapeError(f"{len(heads)} numbers do not name {query.shape[1]} heads")
     return Text(
         list(query.split([piece.query_len for piece in pieces], dim=2)),
-        key, value, data["scale"], data["softcap"], tensor(data["sink"]), tensor(data["additive"]), pieces, heads,
-        lse=tensor(data["lse"]),
+        key, value, data["scale"], data["softcap"], sink, additive, pieces, heads, lse=lse,
     )  # fmt: skip
+
+
+def _check_lengths(pieces: Sequence[Piece]) -> None:
+    """Each call has queries and keys; the first begins with the first key, and none before the one before it."""
+    before = 0
+    for number, piece in enumerate(pieces):
+        lengths = piece.query_len, piece.first, piece.key_len
+        if not all(_is_whole(length) for length in lengths):
+            raise TypeError(f"query_len, first and key_len must be whole numbers, got {lengths}")
+        if piece.first < before or (number == 0 and piece.first):
+            raise ValueError(f"call {number} cannot begin at key {piece.first}")
+        before = piece.first
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _probe(scoring: Scoring) -> None:
+    """Asks mask and bias for the corners, so that what they cannot answer is known at once."""
+    grid = scoring.grid
+    if not grid.query_len or not grid.key_len:
+        return
+    corners = [torch.tensor([0, length - 1], device=grid.device) for length in (grid.query_len, grid.key_len)]
+    asked = [part(*corners) for part in (getattr(scoring.mask, "allowed", None), getattr(scoring.bias, "values", None))
+             if part is not None]  # fmt: skip
+    for cells in asked:
+        cells.expand(grid.batch, grid.heads, 2, 2)
+    if scoring.bias is not None and not asked[-1].is_floating_point():
+        raise TypeError(f"a bias must be floating, got {asked[-1].dtype}")
+    if scoring.mask is not None:
+        if asked[0].dtype != torch.bool:
+            raise TypeError(f"a mask must be bool, got {asked[0].dtype}")
+        scoring.mask.tile(range(grid.query_len), range(grid.key_len))
