@@ -164,7 +164,7 @@ class _Relative(Bias):
         """``key_position - query_position``: int [1 or batch, 1, rows, columns]."""
         rows = indices(queries, device).to(device)[None, None, :, None]
         offset: int | Tensor = self.offset or 0 if not isinstance(self.offset, Tensor) else self.offset
-        if isinstance(offset, Tensor):
+        if isinstance(offset, Tensor) and offset.dim():  # torch.jit.trace has lengths in tensors without axes
             offset = offset.to(device)[:, None, None, None]
         return indices(keys, device).to(device) - (rows + offset)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, as_bias
+from regard.graphs import exporting, tracing
 from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse, tiled
 from regard.masks import Mask, Tile, check_mask, positive
 from regard.reference import AttentionOutput
@@ -167,6 +168,11 @@ def check_call(
         raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {kind(dropout)}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
+    if dropout and exporting():
+        raise ValueError(
+            f"{function}: dropout={dropout} cannot be exported: what is dropped follows from a seed, which the graph "
+            "does not have; export the model in eval mode, or with dropout=0.0"
+        )
     dropped = Dropout(dropout, _seed(generator)) if dropout else None
     scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
     return Call(query, key, value, scoring, dropped, wants_lse)
@@ -175,7 +181,8 @@ def check_call(
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     kernel = choose(call, name)
     grid = call.scoring.grid
-    if grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE and kernel.square(call) >= LARGE:
+    large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE
+    if large and kernel.square(call) >= LARGE:
         warnings.warn(
             f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
             f"the scores {grid}; regard.plan(...) tells why",

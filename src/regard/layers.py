@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.cache import LayerCache
+from regard.graphs import tracing
 from regard.hooks import Heads, ScoringArguments, attend
 from regard.masks import Mask
 from regard.positions import Rotary
@@ -407,7 +408,7 @@ def check_tokens(function: str, tokens: Tensor, vocab_size: int) -> None:
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{function}: tokens must be int64 or int32, got {tokens.dtype}")
     # on another device the look would wait for it, and a compiler cannot look; there torch's own check has to do
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+    if tokens.device.type == "cpu" and not tracing() and tokens.numel():
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
+from regard.graphs import tracing
 from regard.shapes import Grid, ShapeError, how_to_plain, is_plain, kind
 
 Indices = range | slice | Tensor
@@ -216,8 +217,8 @@ class Structured(Mask):
 
     def bind(self, grid: Grid) -> Mask:
         bound = self._bind(grid)
-        if torch.compiler.is_compiling() and any(isinstance(part, Tensor) for part in vars(bound).values()):
-            return bound  # a compiler cannot look into data
+        if tracing():
+            return bound  # that holds for other lengths, and nothing can be asked of data
         whole = bound.tile(range(grid.query_len), range(grid.key_len))
         return EVERYTHING if whole is Tile.FULL else bound
 
@@ -255,9 +256,9 @@ class Positioned(Structured):
 
     def _positions(self, queries: Tensor) -> Tensor:
         """Positions of queries [rows, 1]: [rows, 1], or [batch, 1, rows, 1] where each batch row has its offset."""
-        if isinstance(self.offset, Tensor):
+        if isinstance(self.offset, Tensor) and self.offset.dim():
             return queries + self.offset.to(queries.device)[:, None, None, None]
-        return queries + (self.offset or 0)
+        return queries if self.offset is None else queries + self.offset  # torch.jit.trace has lengths in tensors
 
     def _offsets(self) -> list[int]:
         return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
@@ -932,7 +933,7 @@ def unspell(line: str, tensors: Sequence[Tensor]) -> Mask:
 
 def _known(wrong: Tensor) -> bool:
     """Whether data is wrong. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
-    return not torch.compiler.is_compiling() and bool(wrong)
+    return not tracing() and bool(wrong)
 
 
 def indices(which: Indices, device: torch.device | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.graphs import whole
 from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -41,15 +42,27 @@ def reference(
     Args:
         queries, keys: which rows and columns of the call these tensors are; None for all of them.
     """
-    queries = range(query.shape[2]) if queries is None else queries
-    keys = range(key.shape[2]) if keys is None else keys
+    queries = whole(query.shape[2], query.device) if queries is None else queries
+    keys = whole(key.shape[2], key.device) if keys is None else keys
     allowed = scoring.allowed(queries, keys)
-    scores = scoring.tile(hide_blind(query, allowed), hide(key, allowed), queries, keys)
-    weights, lse = softmax(scores, scoring.sink)
+    weights, lse = _weights(query, key, scoring, allowed, queries, keys)
     if dropout is not None:
         weights = weights * dropout.keep(scoring.grid, queries, keys) / (1 - dropout.rate)
     output = grouped_product(weights, wide(hide(value, allowed)))
     return AttentionOutput(output.to(query.dtype), lse)
+
+
+def all_weights(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
+    """The weights of a whole call, before dropout: [batch, heads, query_len, key_len], in float32 or wider."""
+    queries, keys = whole(query.shape[2], query.device), whole(key.shape[2], key.device)
+    return _weights(query, key, scoring, scoring.allowed(queries, keys), queries, keys)[0]
+
+
+def _weights(
+    query: Tensor, key: Tensor, scoring: Scoring, allowed: Tensor | None, queries: range | Tensor, keys: range | Tensor
+) -> tuple[Tensor, Tensor]:
+    scores = scoring.tile(hide_blind(query, allowed), hide(key, allowed), queries, keys)
+    return softmax(scores, scoring.sink)
 
 
 def softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:

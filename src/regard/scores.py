@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias
+from regard.graphs import exporting, tracing
 from regard.masks import EVERYTHING, Mask, indices
 from regard.shapes import Grid
 
@@ -142,7 +143,7 @@ class Scoring:
             hidden = self.bias.values(queries, keys).isneginf()
             if allowed is not None:
                 allowed = allowed & ~hidden
-            elif bool(hidden.any()):
+            elif tracing() or bool(hidden.any()):
                 allowed = ~hidden
         return allowed
 
@@ -205,6 +206,8 @@ def grouped_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> T
     kv_heads, N = right.shape[1], right.shape[3]
     if heads == kv_heads:
         return torch.matmul(left, right, out=out)
+    if exporting():  # the folded length would be a product of lengths, about which the tracer then asks
+        return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
     shape = batch, kv_heads, heads // kv_heads * M
     folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
     return folded.view(batch, heads, M, N)
@@ -234,7 +237,7 @@ def hide_blind(query: Tensor, allowed: Tensor | None) -> Tensor:
 
 def hide_where(tensor: Tensor, where: Tensor) -> Tensor:
     """The tensor with zeros where not; the tensor itself, not a copy, where that can be known without waiting."""
-    if where.device.type == "cpu" and not torch.compiler.is_compiling() and bool(where.all()):
+    if where.device.type == "cpu" and not tracing() and bool(where.all()):
         return tensor
     return tensor.masked_fill(~where[..., None], 0.0)
 

@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from regard import hooks
 from regard.biases import Bias, as_bias
+from regard.functional import check_call
+from regard.graphs import tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.masks import LazyMask
 from regard.huggingface.weights import LazyWeights
 from regard.masks import Causal, Dense, Document, Mask, Window
+from regard.reference import all_weights
 
 HARMLESS = {
     "attention_mask", "cache_params", "cache_position", "cross_attention_mask", "deterministic", "embedding_output",
@@ -76,8 +79,16 @@ def attend(
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sink": s_aux, "additive": None
     }  # fmt: skip
     output = hooks.attend(module, heads, scoring, dropout if module.training else 0.0)
-    weights = LazyWeights(heads, scoring) if _weights_are_asked_for(others) else None
+    weights = _weights(heads, scoring) if _weights_are_asked_for(others) else None
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
+    """The weights of a call: made when they are looked at; in a graph, which looks at nothing, all of them."""
+    if not tracing():
+        return LazyWeights(heads, scoring)
+    call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+    return all_weights(heads.query, heads.key, call.scoring).to(heads.query.dtype)
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
@@ -95,8 +106,9 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
     if len({query.dtype, key.dtype, value.dtype}) > 1 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    batch = max(len(query), len(key))
-    query, key, value = (x.expand(batch, -1, -1, -1) if len(x) == 1 < batch else x for x in (query, key, value))
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in (query, key, value))
     return query, key, value
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from regard.graphs import exporting
 from regard.huggingface.masks import LazyMask
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
 from regard.shapes import Grid
@@ -26,7 +27,7 @@ def mask_for_transformers(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> LazyMask:
+) -> Tensor:
     """What transformers calls to have a mask made; the names are its own. Nothing of q_length x kv_length is made.
 
     Args:
@@ -40,6 +41,10 @@ def mask_for_transformers(
     >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
     LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
     """
+    if exporting():
+        return _written_out(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+        )
     _learn()
     device = torch.device(device)
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
@@ -51,6 +56,23 @@ def mask_for_transformers(
         if not bool(real.all()):
             mask = mask & Padding(real)
     return LazyMask(mask, (batch_size, q_length, kv_length), device)
+
+
+def _written_out(
+    batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
+    mask_function: Callable[..., Any] | None, padding: Tensor | None, one_by_one: bool, device: torch.device | str,
+) -> Tensor:  # fmt: skip
+    """The mask as torch's own operators make it, for a graph that leaves this process, where there are no rules."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    written: Callable[..., Any] = sdpa_mask
+    return cast(
+        Tensor,
+        written(
+            batch, query_len, key_len, query_start, key_start, mask_function or causal_mask_function, padding,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=one_by_one, device=device,
+        ),
+    )  # fmt: skip
 
 
 class Place(NamedTuple):

@@ -8,6 +8,7 @@ anything square worth mentioning. The reference can do everything and stands las
 
 import torch
 
+from regard.graphs import exporting, tracing
 from regard.kernels import dense, flex, tiled
 from regard.kernels.call import Call, Kernel, KernelError, all_cells
 from regard.reference import reference
@@ -38,9 +39,11 @@ def choose(call: Call, name: str = "auto") -> Kernel:
         KernelError: the named kernel cannot do it, or does not exist.
     """
     if name == "auto":
-        if tiled.faster(call):
+        if not exporting() and tiled.faster(call):
             return tiled.KERNEL
         able = [kernel for kernel in KERNELS if kernel.cannot(call) is None]
+        if exporting():
+            return able[0]  # a size that is not a number yet decides nothing
         return next((kernel for kernel in able if kernel.square(call) <= SMALL), able[-1])
     for kernel in KERNELS:
         if kernel.name == name:
@@ -61,7 +64,7 @@ def gives_lse(call: Call) -> bool:
     grid, query = call.scoring.grid, call.query
     if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_cells(call) < SMALL:
         return False
-    if torch.compiler.is_compiling() or any(t.requires_grad for t in (query, call.key, call.value)):
+    if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
         return False
     kernel = choose(call)
     if kernel is not dense.KERNEL:

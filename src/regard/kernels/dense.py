@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.graphs import exporting, whole
 from regard.kernels.call import Call, Kernel, all_cells
 from regard.masks import EVERYTHING, Band
 from regard.scores import hide, hide_blind
@@ -41,7 +42,7 @@ def run(call: Call) -> tuple[Tensor, None]:
     # torch's fused form wants the features of a token next to each other, and falls to all scores where they are not
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (call.query, call.key, call.value))
     mask, bias = scoring.mask, scoring.bias
-    causal, attn_mask = False, None
+    causal, attn_mask, allowed = False, None, None
     if bias is None and (mask is None or mask is EVERYTHING):
         pass
     elif bias is None and is_top_left_causal(mask):
@@ -49,7 +50,7 @@ def run(call: Call) -> tuple[Tensor, None]:
         if scoring.grid.key_len > scoring.grid.query_len:  # later keys are seen by nobody
             key, value = key[:, :, : scoring.grid.query_len], value[:, :, : scoring.grid.query_len]
     else:
-        queries, keys = range(scoring.grid.query_len), range(scoring.grid.key_len)
+        queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
         attn_mask = allowed = scoring.allowed(queries, keys)
         query, key, value = hide_blind(query, allowed), hide(key, allowed), hide(value, allowed)
         if bias is not None:
@@ -57,17 +58,20 @@ def run(call: Call) -> tuple[Tensor, None]:
             if allowed is not None:
                 attn_mask = attn_mask.masked_fill(~allowed, -math.inf)
         if attn_mask is not None:
-            attn_mask = attn_mask.expand(-1, -1, len(queries), len(keys))
-    grouped = query.shape[1] != key.shape[1]
+            attn_mask = attn_mask.expand(-1, -1, scoring.grid.query_len, scoring.grid.key_len)
+    grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
     if grouped and attn_mask is None and not causal:
         # query heads that share a kv head, one below the other: keys and values are read once, not once per head
         heads = query.shape[1] // key.shape[1]
         query = query.reshape(*key.shape[:2], heads * query.shape[2], query.shape[3])
-    folded = query.shape[1] != scoring.grid.heads
+    folded = bool(query.shape[1] != scoring.grid.heads)
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, causal, scale=scoring.scale, enable_gqa=grouped and not folded
     )
-    return (output.view(*call.query.shape[:3], value.shape[3]) if folded else output), None
+    output = output.view(*call.query.shape[:3], value.shape[3]) if folded else output
+    if exporting() and allowed is not None:  # an empty row is NaN where the graph goes, 0 here
+        output = output.masked_fill(~allowed.any(dim=-1)[..., None], 0.0)
+    return output, None
 
 
 def square(call: Call) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, all_cells
 from regard.kernels.strips import Known, row_by_row, visible
 from regard.kernels.tiled import with_sink
@@ -180,7 +181,7 @@ def cannot(call: Call) -> str | None:
     scoring = call.scoring
     if call.query.device.type != "cuda":
         return "torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass"
-    if torch.compiler.is_compiling():
+    if tracing():
         return "torch's FlexAttention is compiled by itself, and a graph that is being compiled cannot wait for it"
     if call.query.dtype == torch.float64:
         return "torch's FlexAttention has no float64"

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
+from regard.graphs import exporting, tracing
 from regard.kernels import dense, products, strips
 from regard.kernels.call import Call, Kernel
 from regard.kernels.products import attend, gradients
@@ -722,7 +723,7 @@ def faster(call: Call) -> str | None:
         if dtype == torch.float32:
             return "torch's causal form computes nearly the whole of a square this long; here, it is little over half"
         return f"rows are short enough for plain products, at which the processor is faster in {dtype}"
-    if not causal or dtype != torch.float32 or grid.query_len < HALVED or torch.compiler.is_compiling():
+    if not causal or dtype != torch.float32 or grid.query_len < HALVED or tracing():
         return None  # a compiler cannot ask for the number of threads
     if busiest(grid.batch * grid.heads, torch.get_num_threads()) >= UNEVEN:
         return "torch's causal form gives threads unequal shares of so few heads, halves of the square equal ones"
@@ -730,7 +731,9 @@ def faster(call: Call) -> str | None:
 
 
 def cannot(call: Call) -> str | None:
-    """Everything can be cut into strips."""
+    """Everything can be cut into strips, where there is something to cut."""
+    if exporting():
+        return "a graph that leaves this process can hold torch's own operators alone"
     return None
 
 
@@ -755,7 +758,7 @@ def _narrowed(call: Call, span: range) -> Call:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The strips, by the engine that can; a single strip without a mask, as in decoding, is one call of torch's."""
-    if not torch.compiler.is_compiling():
+    if not tracing():
         return _run(call)
     tensors: list[Tensor] = []
     mask = spell(call.scoring.mask_or_everything, tensors)
