@@ -1,15 +1,30 @@
 # Two commands do everything on a machine with Python (3.11 or newer) and make:
 #   make look    install into .venv and show what each head of the bundled model attends to in a real text
+#                (make look TORCH=cpu: with torch for the CPU, a fraction of the download on Linux)
 #   make test    style, types and the whole test suite
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check
 FILE   ?= examples/library_desk.py
+
+# TORCH=cpu takes torch from its own index of builds without CUDA. That index alone is asked, for torch alone: it has
+# torch's dependencies too, and what follows comes from where pip is used to look.
+TORCH ?=
+ifeq ($(TORCH),cpu)
+TORCH_FROM := --index-url https://download.pytorch.org/whl/cpu
+TORCH_SAYS := torch for the CPU: about 200 MB to download, 1 GB on disk
+else ifeq ($(TORCH),)
+TORCH_FROM :=
+TORCH_SAYS := torch: on Linux the build for NVIDIA GPUs, about 4.7 GB and some minutes; without a GPU, stop and say: make $(or $(MAKECMDGOALS),look) TORCH=cpu
+else
+$(error TORCH=$(TORCH): expected cpu, or nothing for the build that pip takes by itself)
+endif
 
 .PHONY: look test check bench clean help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
 
 look: $(VENV)/.installed ## what each head attends to in FILE=...
 	$(BIN)/regard look $(FILE) --terminal
@@ -33,17 +48,25 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cli]'
+# torch by itself and with its progress shown: it is nearly all of what is downloaded
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@echo "$(TORCH_SAYS)"
+	$(PIP) --constraint constraints.txt $(TORCH_FROM) torch
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "regard, its command line and what training needs: about 30 MB more"
+	$(PIP) --quiet --constraint constraints.txt --editable '.[cli,train]'
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "regard and what its tests need: about 150 MB more"
+	$(PIP) --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(PIP) --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	touch $@
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .clean .pytest_cache .mypy_cache .ruff_cache .hypothesis

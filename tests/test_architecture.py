@@ -16,9 +16,9 @@ import regard
 SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
-    "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks", "observation",
-    "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording", "huggingface",
-    "generation", "training", "viewer", "plots", "terminal", "bench", "cli", "public",
+    "extras", "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks",
+    "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording",
+    "huggingface", "generation", "training", "viewer", "plots", "terminal", "bench", "cli", "public",
 )  # fmt: skip
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.

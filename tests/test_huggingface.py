@@ -1128,7 +1128,7 @@ def test_registering_again_changes_nothing():
 def test_without_transformers_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
-        ImportError, match=r"regard\.huggingface needs transformers, 5\.4 or newer: pip install regard\[hf\]"
+        ImportError, match=r"regard\.huggingface needs transformers, 5\.4 or newer: pip install '\.\[hf\]'"
     ):
         regard.huggingface.register()
 

@@ -237,7 +237,7 @@ def test_several_heads_or_a_row_that_is_not_there_are_refused():
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     for name in ("heat_map", "arcs", "head_grid", "entropy", "received"):
-        with pytest.raises(ImportError, match=r"regard\.plots needs matplotlib .*: pip install regard\[plot\]"):
+        with pytest.raises(ImportError, match=r"regard\.plots needs matplotlib .*: pip install '\.\[plot\]'"):
             getattr(plots, name)(observed(heads=1))
 
 

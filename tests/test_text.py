@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.extras import how
 from regard.training.text import END, Tokenizer, read_text, train_tokenizer
 
 CODE = [
@@ -119,7 +120,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError) as caught:
         train_tokenizer(CODE)
-    assert str(caught.value) == "tokenizers is not installed: pip install regard[train]"
+    assert str(caught.value) == f"a tokenizer needs tokenizers: {how('cli')}"
 
 
 # --- encoding and decoding ---------------------------------------------------

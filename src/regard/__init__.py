@@ -16,10 +16,6 @@ regard.training                         tokenizer, data, loop and files of a lan
 Nothing is loaded until it is asked for, torch included: ``regard --help`` and ``import regard`` are quick.
 """
 
-import importlib as _importlib
-import pkgutil as _pkgutil
-import sys as _sys
-import typing as _typing
 import warnings as _warnings
 
 __version__ = "0.1.0"
@@ -27,7 +23,8 @@ __version__ = "0.1.0"
 # torch warns at its import where there is no numpy, which nothing here needs; of a numpy that is broken it still tells
 _warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
-if _typing.TYPE_CHECKING:
+TYPE_CHECKING = False  # to a type checker it is true
+if TYPE_CHECKING:
     from regard import bench as bench
     from regard import huggingface as huggingface
     from regard import layouts as layouts
@@ -37,19 +34,27 @@ if _typing.TYPE_CHECKING:
     from regard.public import __all__ as __all__
 else:
 
-    def __getattr__(name: str) -> _typing.Any:
+    def __getattr__(name: str) -> object:
         """A module of regard, or one of the names in `regard.public`."""
+        import sys
+        from importlib import import_module
+
         if name == "__all__" or not name.startswith("_"):
             if name in _modules():
-                return _importlib.import_module(f"regard.{name}")
-            public = _importlib.import_module("regard.public")
+                return import_module(f"regard.{name}")
+            public = import_module("regard.public")
             globals().update({known: getattr(public, known) for known in ("__all__", *public.__all__)})
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module 'regard' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
+        raise AttributeError(f"module 'regard' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__"), *_modules()})
 
     def _modules() -> set[str]:
-        return {module.name for module in _pkgutil.iter_modules(__path__) if module.name[0] != "_"}
+        from pkgutil import iter_modules
+
+        return {module.name for module in iter_modules(__path__) if module.name[0] != "_"}
+
+
+del TYPE_CHECKING

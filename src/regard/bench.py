@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
+from regard.extras import how
 from regard.functional import attention, plan
 from regard.layouts import from_torch
 from regard.masks import Causal, Chunk, Document, Mask, Padding, Prefix, Strided, Window
@@ -425,7 +426,7 @@ def _x_layer(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
 
 
 def _no_x_layer(task: Task) -> str | None:
-    return None if find_spec("x_transformers") else "x-transformers is not installed (pip install x-transformers)"
+    return None if find_spec("x_transformers") else f"x-transformers is not installed: {how('bench')}"
 
 
 def _can(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""What attention did, as figures. Drawn with matplotlib, which is needed here alone: ``pip install regard[plot]``.
+"""What attention did, as figures. Drawn with matplotlib, which is needed here alone: the extra ``[plot]``.
 
     regard.plots.heat_map(recording["layers.3"].head(5), labels=pieces)
     regard.plots.head_grid(recording).savefig("heads.png")
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from regard.extras import how
 from regard.masks import as_range
 from regard.observation import Observation
 
@@ -257,4 +258,4 @@ def _matplotlib(part: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{part}")
     except ImportError as error:
-        raise ImportError(f"regard.plots needs matplotlib ({error}): pip install regard[plot]") from error
+        raise ImportError(f"regard.plots needs matplotlib ({error}): {how('plot')}") from error

@@ -8,16 +8,26 @@ exit code 2. A command imports what it needs when it runs, so that ``--help`` is
     console          where commands print
     inputs           the text and the model that a command is given
     look, generate, train, measure  the commands
-    app              all of them
+    app              all of them, and how they end
 """
 
 import sys
 
-try:
-    from regard.cli.app import main
-except ImportError as error:  # pragma: no cover
-    if error.name not in ("typer", "rich"):
-        raise
-    sys.exit("regard: the command line needs typer and rich: pip install regard[cli]")
-
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line; an interruption is quiet from the first moment on."""
+    try:
+        from regard.extras import need
+
+        try:
+            need("regard's command line", "cli", "typer", "rich")
+        except ImportError as error:
+            print(f"regard: {error}", file=sys.stderr)
+            sys.exit(2)
+        from regard.cli.app import run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from regard.extras import need
+
 if TYPE_CHECKING:
     from regard.training.checkpoint import Loaded
 
@@ -41,6 +43,7 @@ def _names_a_file(text: str) -> bool:
 
 
 def load_model(name: str) -> "Loaded":
+    need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
 
     return load(name)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from regard.cli.console import open_console, progress_bar
 from regard.cli.inputs import load_model
+from regard.extras import need
 
 if TYPE_CHECKING:
     from regard.training.data import Corpus
@@ -62,6 +63,7 @@ def train(
 
       regard train runs/longer --from stdlib --context-length 1024 --steps 200
     """
+    need("regard train", "train", "accelerate", "tokenizers")
     import torch
 
     from regard.models import Decoder, ModelConfig

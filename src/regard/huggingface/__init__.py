@@ -26,6 +26,7 @@ from inspect import signature
 
 import torch
 
+from regard.extras import how
 from regard.huggingface.interface import HARMLESS, attend
 from regard.huggingface.masks import LazyMask
 from regard.huggingface.reading import mask_for_transformers
@@ -46,7 +47,7 @@ def register() -> None:
     Then ``AutoModel.from_pretrained(name, attn_implementation="regard")``; for a model that is there already,
     ``model.set_attn_implementation("regard")``.
     """
-    needed = "regard.huggingface needs transformers, 5.4 or newer: pip install regard[hf]"
+    needed = f"regard.huggingface needs transformers, 5.4 or newer: {how('hf')}"
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
     except ImportError as error:

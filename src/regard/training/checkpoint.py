@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from regard.extras import need
 from regard.models import Decoder, ModelConfig
 from regard.storage import save
 from regard.training.text import Tokenizer
@@ -50,12 +51,14 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
         name: a model in the package (`bundled()` lists them), or the folder that `regard train` wrote.
     Raises:
         ValueError: there is no such model, or its files are damaged; the message says which.
+        ImportError: the package tokenizers is not installed.
 
     >>> loaded = load("stdlib")
     >>> loaded.model.config.layers
     6
     """
     folder = find(name)
+    need("a model's tokenizer", "cli", "tokenizers")
     path = folder / "model.safetensors"
     metadata, tensors = read(path)
     if metadata.get("format") != FORMAT:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.extras import need
 from regard.masks import Document
 from regard.models import Decoder
 from regard.training.checkpoint import load_progress, progress_header, save_model, save_progress
@@ -113,10 +114,8 @@ def train(
         ValueError: there is nothing to resume, or it was begun with other settings, another model or other data.
         ImportError: the package accelerate is not installed.
     """
-    try:
-        from accelerate import Accelerator
-    except ImportError:
-        raise ImportError("accelerate is not installed: pip install regard[train]") from None
+    need("training", "train", "accelerate")
+    from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision=_precision(settings.precision))
     optimizers = make_optimizers(model, settings)

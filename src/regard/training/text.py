@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from regard.extras import need
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -230,8 +232,7 @@ def _bytes_of_tokens(model: "tokenizers.Tokenizer") -> list[bytes]:
 
 
 def _tokenizers() -> ModuleType:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ImportError("tokenizers is not installed: pip install regard[train]") from None
+    need("a tokenizer", "cli", "tokenizers")
+    import tokenizers
+
     return tokenizers

@@ -1,0 +1,117 @@
+"""What is missing is told in one line, before any work, with a command that installs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from regard import __version__, extras
+
+ROOT = Path(__file__).parent.parent
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in {missing} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv = ["regard", *{arguments}]
+from regard.cli import main
+main()
+"""
+
+
+def run(*arguments: str, missing: tuple[str, ...] = (), cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    code = WITHOUT.format(missing=missing, arguments=arguments)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "extra"),
+    [
+        (("look", "the cat sat"), "typer", "cli"),
+        (("--help",), "rich", "cli"),
+        (("look", "the cat sat"), "tokenizers", "cli"),
+        (("generate", "the cat sat"), "tokenizers", "cli"),
+        (("train", "runs/mine", "--data", "letters.txt"), "accelerate", "train"),
+    ],
+)
+def test_a_command_without_its_extra_says_so_in_one_line_before_any_work(
+    arguments: tuple[str, ...], missing: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / "letters.txt").write_text("a letter\n" * 200)
+    done = run(*arguments, missing=(missing,), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "".join(done.stderr.splitlines()).endswith(f"needs {missing}: pip install '.[{extra}]' (in {ROOT})")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["letters.txt"]
+
+
+def told_by(monkeypatch: pytest.MonkeyPatch, folder: Path, origin: dict[str, object] | None) -> str:
+    """The command of a regard that was installed from somewhere."""
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if origin is None else json.dumps(origin)
+
+    monkeypatch.setattr(extras, "__file__", str(folder / "lib" / "site-packages" / "regard" / "extras.py"))
+    monkeypatch.setattr(extras, "distribution", lambda name: Installed())
+    return extras.how("plot")
+
+
+def test_the_command_installs_from_where_regard_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wheel = tmp_path / "regard 1.whl"
+    wheel.touch()
+    assert told_by(monkeypatch, tmp_path, None) == "pip install 'regard[plot]'"
+    folder = {"url": tmp_path.as_uri(), "dir_info": {}}
+    assert told_by(monkeypatch, tmp_path, folder) == f"pip install '.[plot]' (in {tmp_path})"
+    assert told_by(monkeypatch, tmp_path, {"url": wheel.as_uri()}) == f"pip install '{wheel}[plot]'"
+    git = {"url": "https://example.org/regard", "vcs_info": {"vcs": "git", "commit_id": "0"}}
+    assert told_by(monkeypatch, tmp_path, git) == "pip install 'regard[plot] @ git+https://example.org/regard'"
+    gone = {"url": (tmp_path / "gone").as_uri(), "dir_info": {}}
+    assert told_by(monkeypatch, tmp_path, gone) == "pip install '.[plot]' (in the folder of regard's source)"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["-h"], ["look", "-h"], []])
+def test_what_needs_no_torch_does_not_load_it(arguments: list[str]) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "regard", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 2)  # 2: no command was given
+    loaded = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "regard.cli.app" in loaded
+    assert not {name.split(".")[0] for name in loaded} & {"torch", "safetensors", "tokenizers", "transformers"}
+    assert ("usage" in done.stdout.lower()) == ("--version" not in arguments)
+    if "--version" in arguments:
+        assert done.stdout == f"regard {__version__}\n"
+
+
+def test_a_shell_can_complete_the_commands() -> None:
+    environment = os.environ | {"_REGARD_COMPLETE": "complete_bash", "COMP_WORDS": "regard ", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['regard']\nfrom regard.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["look", "explain", "generate", "train", "plan", "bench"]
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_an_interruption_is_quiet_while_a_command_still_loads() -> None:
+    # the interpreter itself starts for some hundredths of a second, then regard's part begins
+    code = "print('here', flush=True)\nimport sys; sys.argv = ['regard', 'look', 'the cat']\n"
+    code += "from regard.cli import main; main()"
+    for wait in (0.0, 0.01, 0.03, 0.1, 0.3, 0.6):
+        command = [sys.executable, "-c", "from regard.cli import main\n" + code]
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert started.stdout is not None
+        started.stdout.readline()
+        time.sleep(wait)
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate()
+        assert len(said.splitlines()) <= (4 if wait == 0 else 0), said
