@@ -18,7 +18,7 @@ SOURCE = Path(regard.__file__).parent
 HOUSE = (
     "extras", "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks",
     "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording",
-    "huggingface", "generation", "training", "viewer", "plots", "terminal", "bench", "cli", "public",
+    "huggingface", "generation", "training", "viewer", "plots", "display", "bench", "cli", "public",
 )  # fmt: skip
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.
@@ -184,7 +184,7 @@ def test_modules_are_there_without_an_import_of_their_own():
 
 
 def test_a_function_stays_a_function_whatever_module_is_imported_first():
-    modules_after("import regard.stepwise, regard.terminal, regard; assert callable(regard.steps), regard.steps")
+    modules_after("import regard.stepwise, regard.display.page, regard; assert callable(regard.steps), regard.steps")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, and what it says to bad input."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,89 @@ def test_a_text_longer_than_the_context_is_shown_in_parts_and_says_so(
     ids = load(model).tokenizer.encode(TEXT * 10)
     second = json.loads(Run(capsys, "look", path, "--model", model, "--start", 47, "--json").out)
     assert [token["id"] for token in second["tokens"]][1:] == ids[47 : 47 + 47]
+
+
+def test_look_takes_heads_away_lists_tokens_and_finds_a_token_by_its_text(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = ("--without", "0.1,1.2", "--without", "1.2")
+    run = Run(capsys, "look", "the warm cat", "--model", model, "--query", "warm", *gone)
+    assert run.code == 0, run.err
+    assert "with all heads" in run.out
+    assert "without 0.1, 1.2" in run.out
+    data = json.loads(Run(capsys, "look", "the warm cat", "--model", model, "--query", "warm", *gone, "--json").out)
+    assert data["without"]["without"] == [[0, 1], [1, 2]]
+    assert data["without"]["loss"] != data["expected"]["loss"]
+    assert data["tokens"][data["query"]]["stop"] == len("the warm")
+    listed = Run(capsys, "look", "the warm cat", "--model", model, "--tokens")
+    tokens = json.loads(Run(capsys, "look", "the warm cat", "--model", model, "--tokens", "--json").out)["tokens"]
+    assert all(f"{token['number']} '" in listed.out for token in tokens)
+    assert "".join(token["text"] for token in tokens) == "the warm cat"
+
+
+def test_a_long_text_gets_an_overview_once(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text(TEXT * 10)
+    assert "The whole text" in Run(capsys, "look", path, "--model", model).out
+    assert "The whole text" not in Run(capsys, "look", path, "--model", model, "--start", 47).out
+    data = json.loads(Run(capsys, "look", path, "--model", model, "--json").out)
+    assert sum(window["tokens"] for window in data["windows"]) == data["total_tokens"]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(40, "40"), (100, "100"), (80, None), (80, "0")])
+def test_a_page_that_is_piped_is_as_wide_as_columns_says_or_80(
+    width: int, columns: str | None, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    out = Run(capsys, "look", TEXT * 2, "--model", model, "--query", 9).out
+    assert width * 0.8 < max(map(len, out.splitlines())) <= width
+
+
+def test_a_terminal_gets_colours_for_its_theme_and_none_where_none_are_wanted(model: Path) -> None:
+    def run(**environment: str) -> str:
+        script = "import pty, sys; pty.spawn([sys.executable, '-m', 'regard', *sys.argv[1:]])"
+        command = [sys.executable, "-c", script, "look", TEXT, "--model", str(model), "--query", "9"]
+        known = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"}
+        rest = {
+            k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORFGBG", "REGARD_THEME", "FORCE_COLOR")
+        }
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=rest | known | environment,
+            timeout=120,
+        )
+        return done.stdout
+
+    dark, light, nobody_says = run(REGARD_THEME="dark"), run(REGARD_THEME="light"), run()
+    assert "\x1b[38;2;255;255;255;48;2;" in dark
+    assert "\x1b[38;2;0;0;0;48;2;255" in light
+    for plain in (run(NO_COLOR="1", REGARD_THEME="dark"), run(TERM="dumb", REGARD_THEME="dark"), nobody_says):
+        assert "48;2;" not in plain
+        assert "weights in tenths" in plain
+    assert "--theme dark or --theme light" in nobody_says
+
+
+def test_a_stream_that_cannot_hold_a_sign_gets_an_escape_and_no_error(model: Path) -> None:
+    command = [sys.executable, "-m", "regard", "look", "für\n漢", "--model", str(model)]
+    done = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert b"f\\xfcr\\u21b5" in done.stdout
+
+
+@pytest.mark.parametrize("option", [[], ["--json"], ["--tokens"]])
+def test_a_reader_that_goes_early_leaves_quietly(model: Path, option: list[str]) -> None:
+    command = [sys.executable, "-m", "regard", "look", TEXT * 9, "--model", str(model), *option]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 def test_standard_input_is_read(model: Path) -> None:
@@ -253,6 +337,14 @@ BAD = {
     "a layer out of range": (["look", "hello", "--layer", "2"], "--layer must be 0 to 1, got 2"),
     "a head out of range": (["explain", "hello", "--head", "-1"], "--head must be 0 to 2, got -1"),
     "a start out of range": (["look", "hello", "--start", "400"], "--start must be 0 to"),
+    "a query that is no token": (["look", "hello", "--query", "xyz"], "no token of the text is or ends 'xyz'"),
+    "a query that is several": (["look", "a cat, a dog", "--query", "a"], "tokens end 'a'; say which by its number"),
+    "a head to take away, half said": (
+        ["look", "hello", "--without", "5"],
+        "expected a head as LAYER.HEAD, such as 5.0",
+    ),
+    "a head to take away, not there": (["look", "hello", "--without", "1.1,2.0"], "must be a head from 0.0 to 1.2"),
+    "an unknown theme": (["look", "hello", "--theme", "beige"], "beige"),
     "not a number": (["look", "hello", "--layer", "two"], "--layer"),
     "no command": (["gaze", "hello"], "gaze"),
     "explain without a text": (["explain"], "give a text or --example three-tokens"),

@@ -1,15 +1,34 @@
 """Where commands print: standard output and error, with or without a terminal."""
 
+import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
+WIDTH = 80
+"""Cells of a line where nothing says how many there are."""
+
 
 def open_console(stderr: bool = False) -> Console:
+    """A console on standard output or error. What a stream's encoding lacks is written as an escape, not refused."""
     stream = sys.stderr if stderr else sys.stdout
-    # piped text has no width of its own; wide enough for the map of a dozen heads
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else 160, soft_wrap=False)
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    return Console(stderr=stderr, highlight=False, width=_width(stream), soft_wrap=False)
+
+
+def _width(stream: TextIO) -> int | None:
+    """Cells of a line: None where the console finds out by itself, as the terminal's window may change."""
+    if os.environ.get("COLUMNS", "").isdecimal():
+        return int(os.environ["COLUMNS"]) or WIDTH
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # piped, or no stream of the system's
+        return WIDTH
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")  # then the console does not look
+    return columns if dumb and columns else None if columns else WIDTH
 
 
 def progress_bar(console: Console, *extra: str) -> Any:

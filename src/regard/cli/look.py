@@ -1,11 +1,12 @@
 """regard look and regard explain: what heads attend to, and how one comes to its output."""
 
 import json
+import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from regard.cli.console import open_console
+from regard.cli.console import open_console, progress_bar
 from regard.cli.inputs import load_model, read_text_argument
 from regard.cli.options import (
     HeadOption,
@@ -15,10 +16,11 @@ from regard.cli.options import (
     QueryOption,
     StartOption,
     TextArgument,
+    ThemeOption,
 )
 
 if TYPE_CHECKING:
-    from regard.terminal import Look
+    from regard.display.reading import Look, Place
     from regard.training.checkpoint import Loaded
 
 
@@ -28,30 +30,52 @@ def look(
     layer: LayerOption = None,
     head: HeadOption = None,
     query: QueryOption = None,
-    start: StartOption = 0,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without",
+            metavar="LAYER.HEAD",
+            help="What the model expects without this head; several: 5.0,5.3, or the option again.",
+        ),
+    ] = None,
+    start: StartOption = None,
+    every: Annotated[bool, typer.Option("--all", help="List the keys of every head.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="List the tokens with their numbers, and no more.")] = False,
+    theme: ThemeOption = "auto",
     as_json: JsonOption = False,
     terminal: Annotated[bool, typer.Option("--terminal", help="Show it here, in the terminal (the default).")] = True,
 ) -> None:
     """What each head of a language model attends to in a text.
 
+    The text is shaded by the weights of one token (a character of several tokens shows the largest of theirs); below it
+    stand the model's guesses for the next token, a map of all heads, and what each head attends to. A text longer than
+    the model's context is read in windows.
+
     [bold]Examples[/bold]
 
       regard look examples/library_desk.py
 
-      regard look "the cat sat on the mat because the cat was tired" --query 11
+      regard look "self.quillback = quillback; self.quill" --without 5.0,5.3
 
-      regard look notes.txt --layer 3 --head 1 --query 200
+      regard look "the cat sat on the mat because the cat was tired" --query mat
+
+      regard look examples/library_desk.py --layer 3 --head 1 --query 200
 
       cat notes.txt | regard look - --json
     """
-    from regard.terminal import look_as_data, print_look
+    from regard.display.data import look_as_data, tokens_as_data
+    from regard.display.page import print_look, print_tokens
+    from regard.display.paper import Paper
 
     del terminal  # the only view so far
-    view = _view(text, model, layer, head, query, start)
+    view = _view(text, load_model(model), layer, head, query, start, without=without or [], overview=not tokens)
     if as_json:
-        print(json.dumps(look_as_data(view), ensure_ascii=False))
+        data = {"tokens": tokens_as_data(view)} if tokens else look_as_data(view)
+        print(json.dumps(data, ensure_ascii=False), flush=True)
+    elif tokens:
+        print_tokens(Paper.on(open_console(), theme), view)
     else:
-        print_look(open_console(), view)
+        print_look(Paper.on(open_console(), theme), view, every=every)
 
 
 def explain(
@@ -66,7 +90,8 @@ def explain(
     layer: LayerOption = None,
     head: HeadOption = None,
     query: QueryOption = None,
-    start: StartOption = 0,
+    start: StartOption = None,
+    theme: ThemeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """How one head comes to its output, step by step, with the real numbers.
@@ -76,42 +101,90 @@ def explain(
       regard explain --example three-tokens
 
       regard explain examples/library_desk.py --layer 3 --head 1 --query 200
+
+      regard explain "the cat sat on the mat because the cat was tired" --query mat
     """
-    from regard.terminal import explain_token, print_explained, print_three_tokens, steps_as_data, three_tokens_as_data
+    from regard.display.data import steps_as_data, three_tokens_as_data
+    from regard.display.explained import explain_token, print_explained, print_three_tokens
+    from regard.display.paper import Paper
 
     if (text is None) == (example is None):
         raise ValueError("explain: give a text or --example three-tokens, one of the two")
     if text is None:
         if as_json:
-            print(json.dumps(three_tokens_as_data()))
+            print(json.dumps(three_tokens_as_data()), flush=True)
         else:
-            print_three_tokens(open_console())
+            print_three_tokens(Paper.on(open_console(), theme))
         return
     loaded = load_model(model)
     view = _view(text, loaded, layer, head, query, start)
     shown = explain_token(loaded.model, view)
     if as_json:
-        print(json.dumps(steps_as_data(view, shown), ensure_ascii=False))
+        print(json.dumps(steps_as_data(view, shown), ensure_ascii=False), flush=True)
     else:
-        print_explained(open_console(), view, shown)
+        print_explained(Paper.on(open_console(), theme), view, shown)
+
+
+def read_places(written: list[str]) -> "list[Place]":
+    """Heads as they are written, LAYER.HEAD, alone or joined by commas; each once.
+
+    Raises:
+        ValueError: anything else.
+
+    >>> [str(place) for place in read_places(["5.0,5.3", "4.2"])]
+    ['5.0', '5.3', '4.2']
+    """
+    from regard.display.reading import Place
+
+    found = []
+    for text in (part.strip() for words in written for part in words.split(",")):
+        if not re.fullmatch(r"[0-9]{1,6}\.[0-9]{1,6}", text):
+            raise ValueError(f"--without: expected a head as LAYER.HEAD, such as 5.0, got {text!r}")
+        place = Place(*map(int, text.split(".")))
+        if place not in found:
+            found.append(place)
+    return found
 
 
 def _view(
-    text: str, model: "str | Loaded", layer: int | None, head: int | None, query: int | None, start: int
+    text: str,
+    loaded: "Loaded",
+    layer: int | None,
+    head: int | None,
+    query: str | None,
+    start: int | None,
+    *,
+    without: list[str] | None = None,
+    overview: bool = False,
 ) -> "Look":
-    from regard.terminal import look as view
+    from regard.display.reading import look as view
+    from regard.display.reading import read_windows
+    from regard.display.script import Script
 
-    loaded = load_model(model) if isinstance(model, str) else model
+    places = read_places(without or [])
     words, source = read_text_argument(text)
-    with open_console(stderr=True).status("reading"):
+    console = open_console(stderr=True)
+    with console.status("cutting the text into tokens"):
+        script = Script(loaded.tokenizer, words)
+    windows = []
+    if overview and start is None:
+        with progress_bar(console) as bar:
+            task = bar.add_task("reading the text in windows", total=None, visible=False)
+            windows = read_windows(
+                loaded.model,
+                script,
+                lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+            )
+    with console.status("reading"):
         return view(
             loaded.model,
-            loaded.tokenizer,
-            words,
+            script,
             name=loaded.folder.name,
             source=source,
-            start=start,
-            query=query,
+            start=start or 0,
+            query=int(query) if query is not None and re.fullmatch(r"[+-]?[0-9]{1,12}", query) else query,
             layer=layer,
             head=head,
+            without=places,
+            windows=windows,
         )

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,11 +12,21 @@ ModelOption = Annotated[
     typer.Option("--model", metavar="NAME|PATH", help="A model in the package, or a folder that regard train wrote."),
 ]
 LayerOption = Annotated[
-    int | None, typer.Option("--layer", help="Layer, 0 for the first. Default: where most is to be seen.")
+    int | None, typer.Option("--layer", help="Layer, 0 for the first. Default: where there is most to see.")
 ]
 HeadOption = Annotated[int | None, typer.Option("--head", help="Head, 0 for the first.")]
 QueryOption = Annotated[
-    int | None, typer.Option("--query", help="The token that looks; 0 is the one that opens the text.")
+    str | None,
+    typer.Option(
+        "--query", metavar="N|TEXT", help="The token that looks: its number (0 opens the text), or its text. Default: "
+        "one with something to see.",
+    ),
+]  # fmt: skip
+StartOption = Annotated[
+    int | None, typer.Option("--start", help="Read the text from this token on. Default: its beginning.")
 ]
-StartOption = Annotated[int, typer.Option("--start", help="Show the text from this token on.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Numbers instead of a picture.")]
+ThemeOption = Annotated[
+    Literal["auto", "dark", "light"],
+    typer.Option("--theme", envvar="REGARD_THEME", help="Whether the terminal is dark or light; auto asks it."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as numbers, and as text in JSON.")]

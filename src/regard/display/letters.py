@@ -1,0 +1,121 @@
+"""Text as a terminal can show it: what every character looks like, and how many cells it takes.
+
+A character that would move the cursor, change the colours, or turn the direction of writing is shown as a sign that
+stands for it; all others as they are. A character that takes no cell of its own (an accent, a joiner) stays with the
+one before it.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.text import Text
+
+SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"} | {
+    chr(code): chr(0x2400 + code) for code in range(32) if code not in (9, 10)
+}
+"""Signs for control characters, such as ␛ for escape."""
+
+JOINERS = "\u200c\u200d"
+"""Invisible characters that scripts need to be written rightly: left as they are."""
+
+NO_LETTERS = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+"""Categories of Unicode that are shown by number: controls, marks of direction, line ends, what is not assigned."""
+
+MORE = "…"
+
+
+class Unit(NamedTuple):
+    """What stands in one place of a line: a character, and those that lie on it."""
+
+    shown: str
+    width: int
+    start: int
+    """Where its first character stands in the text."""
+    stop: int
+
+
+def visible(text: str) -> str:
+    """A text in one line, nothing in it that a terminal would obey.
+
+    >>> from regard.display.letters import visible
+    >>> visible("für" + chr(10) + chr(27) + "[2J")
+    'für↵␛[2J'
+    """
+    return "".join(unit.shown for unit in units(text))
+
+
+def obeyed_by_none(text: str) -> str:
+    """A text as it is, lines and tabs too, but for what else a terminal would obey."""
+    return "".join(character if character in "\n\t" else _sign(character) for character in text)
+
+
+def units(text: str) -> Iterator[Unit]:
+    """A text taken apart into what stands in one place each."""
+    start, shown = 0, ""
+    for place, character in enumerate(text):
+        if not _lies_on_another(character):
+            if shown:
+                yield Unit(shown, _width(shown), start, place)
+            start, shown = place, _sign(character)
+        elif shown and text[place - 1] not in SIGNS:
+            shown += character
+        else:
+            if shown:
+                yield Unit(shown, _width(shown), start, place)
+            start, shown = place, "◌" + character
+    if shown:
+        yield Unit(shown, _width(shown), start, len(text))
+
+
+def cells(text: str) -> int:
+    """How many cells a terminal takes for a text, at most: some draw several characters as one."""
+    return sum(unit.width for unit in units(text))
+
+
+def fitted(text: str, width: int) -> str:
+    """A text in one line of exactly `width` cells: cut, with `…`, or filled with spaces.
+
+    >>> from regard.display.letters import fitted
+    >>> fitted("attention", 6), fitted("key", 6)
+    ('atten…', 'key   ')
+    """
+    text = visible(text)
+    if cells(text) > width:
+        kept, taken = "", 0
+        for unit in units(text):
+            if taken + unit.width > width - 1:
+                break
+            kept, taken = kept + unit.shown, taken + unit.width
+        text = (kept + MORE) if width > 0 else ""
+    return text + " " * (width - cells(text))
+
+
+def joined(parts: Sequence[Text], width: int, *, indent: int = 2, gap: int = 2) -> list[Text]:
+    """Parts side by side, in as many lines as they need; a part that is wider than a line is cut."""
+    lines: list[Text] = []
+    for part in parts:
+        part.truncate(width - indent, overflow="ellipsis")
+        if lines and cells(lines[-1].plain) + gap + cells(part.plain) <= width:
+            lines[-1].append(" " * gap).append_text(part)
+        else:
+            lines.append(Text(" " * indent).append_text(part))
+    return lines
+
+
+def _width(shown: str) -> int:
+    return max(cell_len(shown), sum(map(cell_len, shown)))
+
+
+def _sign(character: str) -> str:
+    if character in SIGNS:
+        return SIGNS[character]
+    if unicodedata.category(character) in NO_LETTERS and character not in JOINERS:
+        return f"<{ord(character):04X}>"
+    return character
+
+
+def _lies_on_another(character: str) -> bool:
+    category = unicodedata.category(character)
+    return character in JOINERS or category in ("Mn", "Me") or (cell_len(character) == 0 and category not in NO_LETTERS)
