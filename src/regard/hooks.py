@@ -78,14 +78,23 @@ class Compute:
         return attention_and_perhaps_lse(*heads, **scoring, dropout=self.dropout)
 
 
-def attend(layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float = 0.0) -> Tensor:
+def attend(
+    layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float = 0.0, compute: Compute | None = None
+) -> Tensor:
     """What a layer does with its heads: attention, through the hooks that stand around it.
 
-    Shapes: [batch, heads, query_len, value_dim]. Args: layer: the module that calls. dropout: on the weights.
+    Shapes: [batch, heads, query_len, value_dim].
+    Args:
+        layer: the module that calls. dropout: on the weights.
+        compute: in place of attention itself, where more is wanted of it; None: attention with that dropout.
     """
     if _active:
-        return _through_hooks(layer, heads, scoring, dropout)
-    return attention(*heads, **scoring, dropout=dropout)
+        return _through_hooks(layer, heads, scoring, dropout, compute)
+    return _alone(heads, scoring, dropout, compute)
+
+
+def _alone(heads: Heads, scoring: ScoringArguments, dropout: float, compute: Compute | None) -> Tensor:
+    return attention(*heads, **scoring, dropout=dropout) if compute is None else compute(heads, scoring)[0]
 
 
 class Block:
@@ -177,7 +186,9 @@ def _settle() -> None:
         pass
 
 
-def _through_hooks(layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float) -> Tensor:
+def _through_hooks(
+    layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float, compute: Compute | None
+) -> Tensor:
     forward, repeated = checkpoints()
     if repeated is None:
         blocks = tuple(block for block in _blocks.get() if block.open)
@@ -190,13 +201,13 @@ def _through_hooks(layer: nn.Module, heads: Heads, scoring: ScoringArguments, dr
         _remember(checkpoint, tuple(block for block in blocks if block.again is not None))
     here = [block for block in blocks if id(layer) in block.layers]
     if not here:
-        return attention(*heads, **scoring, dropout=dropout)
-    call: Attend = Compute(dropout)
+        return _alone(heads, scoring, dropout, compute)
+    call: Attend = compute or Compute(dropout)
     for block in [b for b in reversed(here) if b.innermost] + [b for b in here if not b.innermost]:
         hook = block.hook if repeated is None else block.again
         call = call if hook is None else hook(layer, call)
     if isinstance(call, Compute):  # nobody wants this layer
-        return attention(*heads, **scoring, dropout=dropout)
+        return _alone(heads, scoring, dropout, compute)
     return call(heads, scoring)[0]
 
 

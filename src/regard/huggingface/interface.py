@@ -11,8 +11,8 @@ from regard.biases import Bias, as_bias
 from regard.functional import check_call
 from regard.graphs import tracing
 from regard.hooks import Heads, ScoringArguments
+from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
-from regard.huggingface.weights import LazyWeights
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.reference import all_weights
 
@@ -78,15 +78,16 @@ def attend(
     scoring: ScoringArguments = {
         "mask": mask, "bias": bias, "scale": scaling, "softcap": softcap, "sink": s_aux, "additive": None
     }  # fmt: skip
-    output = hooks.attend(module, heads, scoring, dropout if module.training else 0.0)
-    weights = _weights(heads, scoring) if _weights_are_asked_for(others) else None
+    asked_for, dropped = _weights_are_asked_for(others), dropout if module.training else 0.0
+    compute = ComputeByWeights(dropped) if asked_for and not tracing() else None
+    output = hooks.attend(module, heads, scoring, dropped, compute)
+    weights = None
+    if asked_for:  # a graph looks at nothing, so it has all of them
+        weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
-    """The weights of a call: made when they are looked at; in a graph, which looks at nothing, all of them."""
-    if not tracing():
-        return LazyWeights(heads, scoring)
+def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
     call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
     return all_weights(heads.query, heads.key, call.scoring).to(heads.query.dtype)
 

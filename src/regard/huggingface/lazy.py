@@ -21,7 +21,7 @@ def _setter(name: str) -> Any:
 _OUTSIDE = {
     Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size,
     Tensor.__len__, Tensor.__hash__, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
-    Tensor.is_contiguous, Tensor.is_inference, _setter("requires_grad"),
+    Tensor.is_contiguous, Tensor.is_inference, Tensor.storage_offset, _setter("requires_grad"),
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
 # what may be done with a mask, for whatever does these means bools
@@ -36,15 +36,19 @@ _IN_PLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irs
 
 
 class Lazy(Tensor):
-    """A tensor of four axes that holds no numbers. It knows its shape; whoever asks for more makes them, if few.
+    """A tensor that holds no numbers. It knows its shape; whoever asks for more makes them, if few.
 
     Every function of torch takes it. What only asks about shape, dtype or device costs nothing; anything else works on
     `dense`, which refuses where that would be large. Nothing can be written into it.
     """
 
+    __format__ = object.__format__  # of what it is, as printed
+
     @staticmethod
     def _empty(cls: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)  # else whoever asks in C gets a null pointer
+        return made
 
     def dense(self) -> Tensor:
         """All the numbers, as an ordinary tensor.
@@ -73,11 +77,11 @@ class Lazy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OUTSIDE or (name == "__get__" and func not in _INSIDE_PROPERTIES):
                 return func(*args, **kwargs)
-            written = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-            if (written and isinstance(args[0], Lazy)) or isinstance(kwargs.get("out"), Lazy):
-                raise ValueError(f"regard: {name} would write into a tensor that holds no numbers; write into .dense()")
             if func in (Tensor.contiguous, Tensor.clone):
                 return args[0]
+            written = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+            if ((written or name == "__set__") and isinstance(args[0], Lazy)) or isinstance(kwargs.get("out"), Lazy):
+                raise _would_write(getattr(func, "__self__", func) if name == "__set__" else func)
             args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense(), (args, kwargs))
             return func(*args, **kwargs)
 
@@ -85,7 +89,13 @@ class Lazy(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable:
-            raise ValueError(f"regard: {func} would write into a tensor that holds no numbers; write into .dense()")
-        args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense().detach(), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and (isinstance(args[0], Lazy) or isinstance(kwargs.get("out"), Lazy)):
+            raise _would_write(func)
+        args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense().detach(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _would_write(func: Any) -> ValueError:
+    name = getattr(func, "__name__", func)
+    return ValueError(f"regard: {name} would write into a tensor that holds no numbers; write into .dense()")

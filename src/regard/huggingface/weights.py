@@ -1,43 +1,53 @@
 """The weights of one layer's call, made when they are looked at."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from regard.functional import check_call
 from regard.hooks import Heads, ScoringArguments
-from regard.huggingface.lazy import Lazy, _getter
-from regard.observation import Observation, observe
+from regard.huggingface.parts import Frame, LazyGradient, LazyParts, OfPlace, Place, Sum
+from regard.observation import LARGEST, Observation, _hull
+from regard.reference import all_weights, softmax
+from regard.scores import Scoring
+
+BLOCK = 1 << 18
+"""Most weights that are made on the chance that they are looked at next: about as many as take the time of a call."""
+
+KEPT = 1 << 22
+"""Most weights of a call that are kept once they were looked at in parts: 16 MiB in float32."""
+
+MOST = 256
+"""Most batch rows and heads of a call whose log-sum-exp is kept apart from that of others."""
 
 
-class LazyWeights(Lazy):
+class LazyWeights(LazyParts):
     """The weights of one layer's call, made when they are looked at: a tensor [batch, heads, query_len, key_len].
 
-    What is in ``outputs.attentions``. It keeps query and key and no weight. A rectangle, ``weights[0, 3, -8:, :64]``,
-    is computed when it is asked for, at any length. Whatever function of torch needs all of them gets them where they
-    are few, and an error with advice where they are not. Gradients flow through them. They are those before dropout.
+    What is in ``outputs.attentions``. It keeps query and key and no weight. Choosing batch rows and heads makes none
+    either, ``weights[0][3]``; a rectangle, ``weights[0, 3, -8:, :64]``, is computed when asked for, at any length.
+    Whatever function of torch needs all of them gets them where they are few, and an error with advice where they are
+    not. They are those before dropout.
+
+    Gradients flow through them; and those of a layer's call lie on the way to its output, so that the output's gradient
+    with respect to them is had as of any tensor: ``weights.retain_grad()``, `torch.autograd.grad`. That gradient is a
+    `LazyGradient`, no square either.
 
     With a cache, keys grow or are written over from step to step. There they are copied; or, where the weights are
-    fewer, these are computed at once and kept instead.
+    fewer and nobody wants a gradient, these are computed at once and kept instead.
+
+    Args:
+        heads, scoring: what attention is given.
+        lse: [batch, heads, query_len], where it is known.
     """
 
-    _numbers: Tensor | None
-    _call: tuple[Tensor, Tensor, ScoringArguments] | None
-    _versions: list[int]
+    def __new__(cls, heads: Heads, scoring: ScoringArguments, lse: Tensor | None = None) -> Tensor:  # type: ignore[misc]
+        call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+        return weights_of(heads.query, heads.key, call.scoring, lse, "nothing was computed with them")
 
-    def __new__(cls, heads: Heads, scoring: ScoringArguments) -> "LazyWeights":
-        query, key = heads.query, heads.key
-        shape = (*query.shape[:3], key.shape[2])
-        lazy: LazyWeights = cls._empty(cls, shape, query.dtype, query.device)
-        lazy._numbers, lazy._call = None, (query, key, scoring)
-        lazy._versions = lazy._versions_now()
-        if shape[2] < shape[3] and lazy.numel() <= key.numel():
-            lazy._numbers, lazy._call = lazy._rectangle(), None
-        elif shape[2] < shape[3]:
-            lazy._call = query, key.clone(), scoring
-            lazy._versions = lazy._versions_now()
-        return lazy
-
-    def __init__(self, heads: Heads, scoring: ScoringArguments) -> None:
+    def __init__(self, heads: Heads, scoring: ScoringArguments, lse: Tensor | None = None) -> None:
         pass
 
     @property
@@ -47,7 +57,83 @@ class LazyWeights(Lazy):
         Raises:
             ValueError: of a step after a cache the weights alone are kept; or query, key or sink was written over.
         """
-        if self._call is None:
+        assert isinstance(self.parts, WeightsOfCall)
+        place = self.frame.whole()
+        return _of_place(self.parts.observation(), place)
+
+    def _advice(self) -> str:
+        return (
+            "look at a rectangle, weights[0, 3, -64:, -64:], or ask weights.observation for a statistic: entropy(), "
+            "top(8), received()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyWeights({list(self.shape)}, {self.dtype})"
+
+
+def weights_of(
+    query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None = None, aside: str | None = None
+) -> Tensor:
+    """The weights of a checked call; inside `torch.func.grad` and its like, whose graphs take no node of one's own, as
+    an ordinary tensor.
+
+    Args:
+        aside: as in `LazyParts`.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return all_weights(query, key, scoring).to(query.dtype)
+    differentiable = is_differentiable(query, key, scoring)
+    parts = WeightsOfCall(query, key, scoring, lse, differentiable)
+    lengths = scoring.grid.query_len, scoring.grid.key_len
+    frame = Frame(range(scoring.grid.batch), range(scoring.grid.heads), lengths, query.dtype, query.device)
+    weights: Tensor = (
+        _Weights.apply(parts, frame, aside, *parts.call[:2], *_learned(scoring))  # type: ignore[no-untyped-call]
+        if differentiable and parts.call is not None
+        else LazyWeights.of(parts, frame, aside)
+    )
+    return weights
+
+
+def is_differentiable(query: Tensor, key: Tensor, scoring: Scoring) -> bool:
+    """Whether weights have a gradient to give, and gradients are recorded."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, *_learned(scoring)))
+
+
+def _learned(scoring: Scoring) -> tuple[Tensor, ...]:
+    return (() if scoring.sink is None else (scoring.sink,)) + scoring.learned()
+
+
+def _of_place(seen: Observation, place: Place) -> Observation:
+    return seen[place.batch.start : place.batch.stop, place.heads.start : place.heads.stop]
+
+
+class WeightsOfCall:
+    """Makes the weights of a call, any rectangle of them, and keeps some of those that it made.
+
+    Who looks at one row is likely to look at its neighbour. So the rows that are made grow, four times with each look,
+    and are kept for the next one, up to `KEPT` weights of a call.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None, differentiable: bool) -> None:
+        self.grid, self.dtype = scoring.grid, query.dtype
+        batch, heads, query_len, key_len, _ = scoring.grid
+        self.whole = Place(range(batch), range(heads), range(query_len), range(key_len))
+        self.call: tuple[Tensor, Tensor, Scoring] | None = (query, key, scoring)
+        self._numbers: Tensor | None = None
+        self._lse, self._versions = lse, self._versions_now()
+        self._seen: dict[tuple[range, range], Observation] = {}
+        self._blocks: dict[tuple[range, range], tuple[Place, Tensor]] = {}
+        if query_len < key_len:
+            if self.whole.cells() <= key.numel() and not differentiable:
+                self._numbers, self.call = self._made(self.whole), None
+            else:
+                self.call = query, key.clone(), scoring
+            self._versions = self._versions_now()
+            self._seen.clear()
+
+    def observation(self) -> Observation:
+        """With the graph of query and key."""
+        if self.call is None:
             raise ValueError(
                 "regard: of a step after a cache the weights alone are kept, query and key are not; give the model all "
                 "tokens at once, or record the step: with regard.record(model) as recording: ..."
@@ -57,66 +143,155 @@ class LazyWeights(Lazy):
                 "regard: these weights can no longer be known: query, key, bias or sink was written over since (by a "
                 "static cache or an optimizer); look at them before the next step"
             )
-        query, key, scoring = self._call
-        return observe(query, key, **scoring)
-
-    def dense(self) -> Tensor:
-        self._check_size()
-        return self._rectangle()
-
-    def _rectangle(self, rows: range | None = None, columns: range | None = None, head: int | None = None) -> Tensor:
-        """Some rows and columns of all batch rows, of one head or of all."""
-        if self._numbers is not None:
-            heads = slice(None) if head is None else slice(head, head + 1)
-            rows, columns = rows or range(self.shape[2]), columns or range(self.shape[3])
-            return self._numbers[:, heads, rows.start : rows.stop, columns.start : columns.stop]
-        seen = self.observation if head is None else self.observation.head(head)
-        return seen.weights(rows, columns).to(self.dtype)
+        return Observation(*self.call, self._lse)
 
     def _versions_now(self) -> list[int]:
         """How often each tensor that the weights follow from was written to."""
-        if self._call is None:
+        if self.call is None:
             return []
-        query, key, scoring = self._call
-        kept = query, key, scoring["sink"], scoring["bias"]
-        return [x._version for x in kept if isinstance(x, Tensor) and not x.is_inference()]
+        query, key, scoring = self.call
+        kept = query, key, scoring.sink, *scoring.learned()
+        return [x._version for x in kept if x is not None and not x.is_inference()]
 
-    def _advice(self) -> str:
-        return (
-            "look at a rectangle, weights[0, 3, -64:, -64:], or ask weights.observation for a statistic: entropy(), "
-            "top(8), received()"
+    def rectangle(self, place: Place) -> Tensor:
+        # as ordinary tensors, whoever asks: they may be kept, and used where gradients are recorded
+        with torch.inference_mode(False), torch.no_grad():
+            if self._numbers is not None:
+                return self._numbers[place.within(self.whole)].clone()
+            before = self._blocks.get(place[:2])
+            for kept in (before, self._blocks.get(self.whole[:2])):
+                if kept is not None and _holds(kept[0], place):
+                    return kept[1][place.within(kept[0])].clone()
+            size = self._most(place)
+            if not place.cells() or len(place.queries) > size:
+                return self._made(place)
+            block = place._replace(keys=range(self.grid.key_len))
+            if before is not None:
+                rows = max(len(place.queries), min(size, 4 * len(before[0].queries)))
+                start = place.queries.start // rows * rows
+                stop = max(place.queries.stop, min(start + rows, self.grid.query_len))
+                block = block._replace(queries=range(start, stop))
+            numbers = self._made(block)
+            self._keep(block, numbers)
+            return numbers[place.within(block)].clone()
+
+    def _most(self, place: Place) -> int:
+        """How many queries' weights may be made at once and kept: so many that there is room for every head's."""
+        cells = len(place.batch) * len(place.heads)
+        share = KEPT * cells // max(1, self.grid.batch * self.grid.heads)
+        return int(min(BLOCK, share) // max(1, cells * self.grid.key_len))
+
+    def _keep(self, block: Place, numbers: Tensor) -> None:
+        self._blocks.pop(block[:2], None)
+        self._blocks[block[:2]] = block, numbers
+        while len(self._blocks) > 1 and sum(kept.numel() for _, kept in list(self._blocks.values())) > KEPT:
+            self._blocks.pop(next(iter(self._blocks)), None)
+
+    def _made(self, place: Place) -> Tensor:
+        """A rectangle, computed."""
+        if not place.cells():
+            return torch.empty(place.sizes(), dtype=self.dtype, device=self.grid.device)
+        if self.call is not None and self._versions != self._versions_now():
+            self.observation()
+        seen = self._seen.get(place[:2])
+        if seen is None:
+            seen = _of_place(self.observation(), place)
+            seen.query, seen.key = seen.query.detach(), seen.key.detach()
+            if len(self._seen) == MOST:
+                self._seen.clear()
+            self._seen[place[:2]] = seen
+        if len(place.queries) == self.grid.query_len:
+            lse = seen.lse  # which is then kept, for other keys
+            self._lse = lse if place[:2] == self.whole[:2] else self._lse
+        return seen.weights(place.queries, place.keys).to(self.dtype)
+
+
+def _holds(outer: Place, place: Place) -> bool:
+    return all(a.start <= b.start and b.stop <= a.stop for a, b in zip(outer, place, strict=True))
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def is_checkpointed() -> bool:
+    """Whether the caller runs inside activation checkpointing (``use_reentrant=False``), in a forward pass or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+class WithInputs(Protocol):
+    """A term of a gradient that brings what it means for query, key and what else is learned, in this order."""
+
+    of_inputs: Sequence[Tensor | None]
+
+
+class _Weights(torch.autograd.Function):
+    """Weights as a function of query, key, sink and what else is learned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: WeightsOfCall, frame: Frame, aside: str | None, query: Tensor, key: Tensor, *learned: Tensor
+    ) -> LazyWeights:
+        assert parts.call is not None
+        ctx.scoring, ctx.learned, ctx.held = parts.call[2], learned, None
+        if is_checkpointed():  # run again it may not be asked for weights, and what is saved must be saved again
+            ctx.held = query, key
+        else:
+            ctx.save_for_backward(query, key)
+        weights: LazyWeights = LazyWeights.of(parts, frame, aside)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key = ctx.held or ctx.saved_tensors
+        inputs = query, key, *ctx.learned
+        wanted = [n for n, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        totals: list[Tensor | None] = [None] * len(inputs)
+        seen = Observation(query, key, ctx.scoring)
+        for term in _joined(gradient):
+            found = _through_softmax(seen, term, inputs, wanted) if isinstance(term, OfPlace) else term.of_inputs
+            for n in wanted:
+                part, total = found[n], totals[n]
+                totals[n] = total if part is None else part if total is None else total + part
+        return None, None, None, *totals
+
+
+def _joined(gradient: Tensor) -> "list[OfPlace | WithInputs]":
+    """The terms of a gradient, with those of rectangles in one where that holds hardly more than they do."""
+    if not isinstance(gradient, LazyGradient):
+        return [OfPlace(Place(*(range(size) for size in gradient.shape)), gradient)]
+    terms: list[Any] = gradient.parts.terms if isinstance(gradient.parts, Sum) else [gradient.parts]
+    places = [term for term in terms if isinstance(term, OfPlace)]
+    if len(places) < 2:
+        return terms
+    hull = Place(*(_hull([term.place[axis] for term in places]) for axis in range(4)))
+    if hull.cells() > min(LARGEST, 4 * sum(term.place.cells() for term in places)):
+        return terms
+    numbers = places[0].numbers.new_zeros(hull.sizes())
+    for term in places:
+        numbers[term.place.within(hull)] += term.numbers.to(numbers)
+    return [*(term for term in terms if not isinstance(term, OfPlace)), OfPlace(hull, numbers)]
+
+
+def _through_softmax(
+    seen: Observation, term: OfPlace, inputs: Sequence[Tensor], wanted: Sequence[int]
+) -> list[Tensor | None]:
+    """What the gradient of a rectangle of weights means for the inputs."""
+    again = torch.is_grad_enabled()
+    place = term.place
+    found: list[Tensor | None] = [None] * len(inputs)
+    if not place.cells():
+        return found
+    with torch.enable_grad():
+        part = _of_place(seen, place)
+        if len(place.batch) * len(place.heads) * len(place.queries) * seen.grid.key_len <= LARGEST:
+            weights = softmax(part.scores(place.queries), part.scoring.sink)[0]
+            weights = weights[..., place.keys.start : place.keys.stop]
+        else:
+            weights = part.weights(place.queries, place.keys)
+        given = torch.autograd.grad(
+            weights, [inputs[n] for n in wanted], term.numbers.to(weights), create_graph=again, allow_unused=True
         )
-
-    def __getitem__(self, index: Any) -> Tensor:
-        asked = list(index) if isinstance(index, tuple) else [index]
-        if any(type(x) not in (int, slice, type(Ellipsis)) for x in asked) or asked.count(Ellipsis) > 1:
-            return self.dense()[index]
-        at = asked.index(Ellipsis) if Ellipsis in asked else len(asked)
-        asked[at : at + 1] = [slice(None)] * (4 - len(asked) + (Ellipsis in asked))
-        if len(asked) != 4:
-            raise IndexError(f"regard: weights have four axes {list(self.shape)}, got {index!r}")
-        head, rest = None, list(asked)
-        if isinstance(asked[1], int):
-            head, rest[1] = range(self.shape[1])[asked[1]], 0
-        sides: list[range] = []
-        for axis in (2, 3):
-            side = range(self.shape[axis])[asked[axis] if isinstance(asked[axis], slice) else slice(None)]
-            if isinstance(asked[axis], int):
-                place = side[asked[axis]]
-                side, rest[axis] = range(place, place + 1), 0
-            elif side.step > 0:
-                side, rest[axis] = range(side.start, max(side.start, side.stop)), slice(None, None, side.step)
-            sides.append(side)
-        return self._rectangle(sides[0], sides[1], head)[tuple(rest)]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func == _getter("requires_grad"):
-            of = args[0]._call[:2] if args[0]._call is not None else (args[0]._numbers,)
-            return any(x.requires_grad for x in of)
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyWeights({list(self.shape)}, {self.dtype})"
+    for n, one in zip(wanted, given, strict=True):
+        found[n] = one
+    return found

@@ -1,0 +1,128 @@
+"""Attention whose weights lie on the way to its output, without being there.
+
+    weights = softmax(scores(query, key))        `LazyWeights`, a node of torch's graph
+    output  = dropout(weights) @ value           a second node, of weights and value
+
+The output is computed by whatever kernel is fastest, from query, key and value; its backward pass is that kernel's.
+What torch's graph is told is the two lines above. The gradient that arrives at the weights is
+
+    d weights[i, j] = dropout(d output[i] . value[j])
+
+of which any rectangle can be made from d output and value, so it is not made either (`LazyGradient`). It carries along
+what the kernel's backward pass found for query and key; that is used as long as nobody changes the gradient on its way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.functional import _run, check_call
+from regard.hooks import Compute, Heads, Result, ScoringArguments
+from regard.huggingface.parts import LazyGradient, LazyParts, Place
+from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
+from regard.kernels import Call, gives_lse
+from regard.observation import _of_heads, _unrounded
+from regard.scores import Dropout, grouped_product, wide
+from regard.shapes import Grid
+
+
+class ComputeByWeights(Compute):
+    """Attention itself, where a layer's weights are asked for too."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self._made: list[tuple[Heads, ScoringArguments, Tensor]] = []
+
+    def __call__(self, heads: Heads, scoring: ScoringArguments) -> Result:
+        call = check_call("attention", *heads, **scoring, dropout=self.dropout, generator=None, wants_lse=False)
+        differentiable = is_differentiable(call.query, call.key, call.scoring)
+        if differentiable and not is_checkpointed() and not torch._C._are_functorch_transforms_active():
+            weights, lse = weights_of(call.query, call.key, call.scoring), None
+            output = _Output.apply(weights, call.value, call)  # type: ignore[no-untyped-call]
+        else:
+            output, lse = _run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
+            weights = weights_of(call.query, call.key, call.scoring, lse, "activation checkpointing computes it twice")
+        self._made.append((heads, scoring, weights))
+        return output, lse
+
+    def weights(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
+        """The weights of a call: those on the way to its output, if that was computed here, once, and as it is."""
+        made = [weights for of, by, weights in self._made if of is heads and by is scoring]
+        if len(made) == len(self._made) == 1:
+            return made[0]
+        call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+        return weights_of(call.query, call.key, call.scoring, None, "an intervention stands around the layer")
+
+
+class _Output(torch.autograd.Function):
+    """The output as a function of weights and value."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: LazyWeights, value: Tensor, call: Call) -> Tensor:
+        with torch.enable_grad():
+            output, _ = _run(call, "auto")
+        ctx.scoring, ctx.dropout = call.scoring, call.dropout
+        ctx.save_for_backward(weights, call.query, call.key, value, output)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        weights, query, key, value, output = ctx.saved_tensors
+        scoring, dropout = ctx.scoring, ctx.dropout
+        of_weights = OfOutput(gradient, value, scoring.grid, dropout)
+        if torch.is_grad_enabled():
+            return *of_weights.twice(weights), None
+        if output.grad_fn is None:  # hooks on saved tensors have taken it away
+            with torch.enable_grad():
+                output, _ = _run(Call(query, key, value, scoring, dropout), "auto")
+        inputs = value, query, key, *(() if scoring.sink is None else (scoring.sink,)), *scoring.learned()
+        wanted = [n for n, tensor in enumerate(inputs) if tensor.requires_grad]
+        given = torch.autograd.grad(output, [inputs[n] for n in wanted], gradient, retain_graph=True, allow_unused=True)
+        found: list[Tensor | None] = [None] * len(inputs)
+        for n, one in zip(wanted, given, strict=True):
+            found[n] = one
+        of_weights.of_inputs = found[1:]
+        return LazyGradient.of(of_weights, weights.frame), found[0], None
+
+
+class OfOutput:
+    """The gradient of weights that came from the gradient of the output."""
+
+    of_inputs: Sequence[Tensor | None] = ()
+
+    def __init__(self, gradient: Tensor, value: Tensor, grid: Grid, dropout: Dropout | None) -> None:
+        self.gradient, self.value, self.grid, self.dropout = gradient, value, grid, dropout
+
+    def rectangle(self, place: Place) -> Tensor:
+        if not place.cells():
+            return self.gradient.new_zeros(place.sizes())
+        batch, heads, queries, keys = (slice(side.start, side.stop) for side in place)
+        with torch.inference_mode(False), torch.no_grad(), _unrounded(self.grid.device):
+            value = _of_heads(self.value, self.grid.heads, place.heads)[batch, :, keys]
+            product = grouped_product(wide(self.gradient[batch, heads, queries]), wide(value).mT)
+            return product if self.dropout is None else product * self._kept(place)
+
+    def twice(self, weights: LazyParts) -> tuple[Tensor, Tensor]:
+        """The gradients of weights and value, to be differentiated once more: by definition, with all weights."""
+        dropped = weights.dense()
+        gradient, value = wide(self.gradient), wide(self.value)
+        with _unrounded(self.grid.device):
+            product = grouped_product(gradient, value.mT)
+            if self.dropout is not None:
+                kept = self._kept(weights.frame.whole())
+                dropped, product = dropped * kept, product * kept
+            of_value = (wide(dropped).mT @ gradient).unflatten(1, (value.shape[1], -1)).sum(2)
+        return product.to(weights.dtype), of_value.to(self.value.dtype)
+
+    def _kept(self, place: Place) -> Tensor:
+        """0 where a weight was dropped, else what it was multiplied with."""
+        assert self.dropout is not None
+        rows = []
+        for row in place.batch:  # heads are given as batch rows, of which a dropout may begin with any
+            grid = self.grid._replace(batch=len(place.heads), heads=1)
+            dropout = replace(self.dropout, first=(self.dropout.first + row) * self.grid.heads + place.heads.start)
+            rows.append(dropout.keep(grid, place.queries, place.keys)[:, 0])
+        return torch.stack(rows) / (1 - self.dropout.rate)
