@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 import regard
 from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
-from regard import huggingface, layers
+from regard import hooks, huggingface
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
@@ -458,14 +458,14 @@ def test_a_mutant_of_attention_is_noticed(monkeypatch, family, mutant):
     theirs, ours = pair(*CAUSAL[family])
     inputs = {"input_ids": some_tokens()}
     agree(theirs, ours, **inputs)
-    monkeypatch.setattr(layers, "attention", mutant)
+    monkeypatch.setattr(hooks, "attention", mutant)
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, **inputs)
 
 
 def test_a_lost_position_bias_is_noticed(monkeypatch):
     theirs, ours = pair(*SEQ2SEQ["T5, position bias"])
-    monkeypatch.setattr(layers, "attention", without("bias"))
+    monkeypatch.setattr(hooks, "attention", without("bias"))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, input_ids=some_tokens(), decoder_input_ids=some_tokens(5))
 

@@ -10,7 +10,9 @@ a *mask*, as a function of batch row, head, query and key, with lengths, beginni
 
     lazy       a tensor that holds no numbers until somebody asks for them
     masks      a mask that transformers takes for a bool tensor
+    parts      a tensor of which any rectangle can be made; and the gradient of one
     weights    the weights of one layer's call
+    gradients  attention whose weights lie on the way to its output
     reading    transformers' mask functions as masks
     interface  what a layer calls
 
