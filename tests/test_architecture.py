@@ -16,8 +16,8 @@ import regard
 SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
-    "extras", "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional", "hooks",
-    "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording",
+    "extras", "hints", "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional",
+    "hooks", "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording",
     "huggingface", "generation", "training", "viewer", "plots", "display", "bench", "cli", "public",
 )  # fmt: skip
 

@@ -215,5 +215,5 @@ def test_gradients_are_off_inside_and_as_they_were_outside(model):
 def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(model):
     with pytest.raises(ValueError, match="generate: the prompt is empty; begin with the end token"):
         list(generate(model, [], 5))
-    with pytest.raises(ValueError, match="Decoder: tokens must be 0 to 28, got 29"):
+    with pytest.raises(ValueError, match="generate: tokens must be 0 to 28, got 29"):
         list(generate(model, [29], 5))

@@ -1,9 +1,23 @@
 """The gate: which tensors pass, and the words in which the others are refused."""
 
+import re
+
 import pytest
 import torch
 
-from regard.shapes import ATTENTION, CACHE, LAYER, TOKENS, Grid, ShapeError, check, check_attention, describe
+import regard
+from regard.shapes import (
+    ATTENTION,
+    CACHE,
+    LAYER,
+    TOKENS,
+    Grid,
+    LayoutWarning,
+    ShapeError,
+    check,
+    check_attention,
+    describe,
+)
 
 # A different prime for every axis: batch 2, kv_heads 3 (heads 6), query_len 7, key_len 11, head_dim 5, value_dim 13.
 QUERY, KEY, VALUE = torch.zeros(2, 6, 7, 5), torch.zeros(2, 3, 11, 5), torch.zeros(2, 3, 11, 13)
@@ -119,6 +133,77 @@ def test_shapes_that_do_not_fit_are_refused(function, query, key, value, says, h
 def test_what_is_no_tensor_or_of_another_dtype_or_device_is_refused(query, key, value, error, says):
     with pytest.raises(error, match=says):
         check_attention("attention", query, key, value)
+
+
+NESTED = [torch.zeros(2, 5), torch.zeros(3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: torch.nested.nested_tensor(NESTED), r"got a nested tensor; pad it, .*mask=Padding\(lengths\)"),
+        (lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged), "got a nested tensor; pad it"),
+        (lambda: KEY.to_sparse(), r"got torch.float32 sparse_coo tensor \[2, 3, 11, 5\]; pass tensor.to_dense\(\)"),
+        (lambda: KEY[0, 0].to_sparse_csr(), r"got torch.float32 sparse_csr tensor \[11, 5\]; pass tensor.to_dense"),
+        (lambda: KEY.numpy(), r"got ndarray; pass torch.as_tensor\(array\)"),
+        (lambda: torch.quantize_per_tensor(KEY, 0.1, 0, torch.qint8), "must share one of .*torch.qint8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*quant", "ignore:.*nested")
+def test_what_holds_no_number_at_every_place_is_refused_with_the_way_to_make_it(wrong, says):
+    for place in range(3):
+        passed = [QUERY, KEY, VALUE]
+        passed[place] = wrong()
+        with pytest.raises(TypeError, match=says):
+            check_attention("attention", *passed)
+        with pytest.raises((TypeError, ShapeError), match=r"attention: "):
+            check_attention("attention", wrong(), wrong(), wrong())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "hint"),
+    [
+        (((2, 6, 7, 5), (2, 6, 5, 11), (2, 6, 11, 5)), r"not transposed: key.transpose\(-2, -1\)"),
+        (((2, 6, 7, 5), (2, 11, 6, 5), (2, 6, 11, 5)), r"the other way round than value: .transpose\(1, 2\)"),
+        (((2, 7, 6, 5), (2, 11, 3, 5), (2, 11, 3, 5)), r"was length put before heads\? x.transpose\(1, 2\)"),
+        (((7, 30), (11, 30), (11, 30)), None),
+        (((2, 7, 30), (2, 11, 30), (2, 11, 30)), r"\[batch, length, dim\]: split the heads .*unsqueeze\(0\)"),
+    ],
+)
+def test_the_usual_mistakes_of_layout_have_a_hint(shapes, hint):
+    with pytest.raises(ShapeError) as caught:
+        check_attention("attention", *map(torch.zeros, shapes))
+    assert ("  hint: " in str(caught.value)) == (hint is not None)
+    assert re.search(hint or "must have 4 axes", str(caught.value))
+
+
+def test_heads_that_look_like_a_length_are_told():
+    there = torch.zeros(2, 300, 8, 4)  # [batch, length, heads, head_dim], as flash-attn has it
+    with pytest.warns(
+        LayoutWarning, match=r"300 heads of 8 queries and 8 keys look like \[batch, length, heads, "
+    ) as said:
+        regard.attention(there, there, there)
+    assert [one.filename for one in said] == [__file__]
+    for fits in ((2, 128, 8, 4), (2, 300, 300, 4), (1, 300, 1, 4), (2, 4, 300, 8)):  # warnings are errors here
+        check_attention("attention", *[torch.zeros(fits)] * 3)
+    check_attention("attention", torch.zeros(1, 300, 1, 4), torch.zeros(1, 300, 500, 4), torch.zeros(1, 300, 500, 4))
+
+
+def test_every_call_that_fits_by_the_table_passes_and_no_other():
+    sizes = [(2, 6, 7, 5), (2, 3, 11, 5), (2, 3, 11, 13)]
+    for place in range(3):
+        for axis in range(4):
+            changed = [list(shape) for shape in sizes]
+            changed[place][axis] += 1
+            tensors = [torch.zeros(shape) for shape in changed]
+            try:
+                check("attention", ATTENTION, **dict(zip(ATTENTION, tensors, strict=True)))
+            except ShapeError as error:
+                with pytest.raises(ShapeError, match=f"^{re.escape(str(error))}$"):
+                    check_attention("attention", *tensors)
+            else:
+                if tensors[0].shape[1] % tensors[1].shape[1] == 0:
+                    check_attention("attention", *tensors)
 
 
 def test_other_tables_name_their_own_axes():

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from regard import hints
 from regard.biases import Bias, as_bias
 from regard.graphs import exporting, tracing
+from regard.hints import hinted
 from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse, tiled
 from regard.masks import Mask, Tile, check_mask, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
-from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, kind, shape_error
+from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, is_number, kind, shape_error
 
 LARGE = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
@@ -23,6 +25,7 @@ class SquareWarning(UserWarning):
     """A call is about to hold query_len x key_len numbers, and they are many."""
 
 
+@hinted(hints.ATTENTION)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -80,6 +83,7 @@ def attention(
     return _run(call, kernel)[0]
 
 
+@hinted(hints.ATTENTION)
 def attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -147,9 +151,9 @@ def check_call(
     grid = check_attention(function, query, key, value)
     if scale is None:
         scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
-    elif not _is_number(scale) or not math.isfinite(scale):
+    elif not is_number(scale) or not math.isfinite(scale):
         raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}")
-    if softcap is not None and (not _is_number(softcap) or not 0 < softcap < math.inf):
+    if softcap is not None and (not is_number(softcap) or not 0 < softcap < math.inf):
         raise ValueError(f"{function}: softcap must be a positive number or None for none, got {kind(softcap)}")
     if mask is not None:
         check_mask(function, "mask", mask)
@@ -164,7 +168,7 @@ def check_call(
         if not isinstance(additive, Additive):
             raise TypeError(f"{function}: additive must be an Additive(v), got {kind(additive)}")
         _check_learned(function, "additive.v", additive.v, {"heads": grid.heads, "head_dim": query.shape[3]}, grid)
-    if not _is_number(dropout) or not 0.0 <= dropout < 1.0:
+    if not is_number(dropout) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {kind(dropout)}")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
@@ -187,7 +191,7 @@ def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
             f"the scores {grid}; regard.plan(...) tells why",
             SquareWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of the public function, which `hinted` stands around
         )
     device = grid.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -240,6 +244,7 @@ class Plan:
         return "\n".join(lines)
 
 
+@hinted(hints.ATTENTION)
 def plan(
     query: Tensor,
     key: Tensor,
@@ -344,10 +349,6 @@ def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, in
         raise ShapeError(wanted)
     if tensor.device != grid.device:
         raise ValueError(f"{function}: {name} is on {tensor.device}, the call runs on {grid.device}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _seed(generator: torch.Generator | None) -> int:

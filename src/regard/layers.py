@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard import hints
 from regard.biases import Bias
 from regard.cache import LayerCache
 from regard.graphs import tracing
+from regard.hints import hinted
 from regard.hooks import Heads, ScoringArguments, attend
 from regard.masks import Mask
 from regard.positions import Rotary
@@ -40,6 +42,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATED = frozenset({"swiglu", "geglu"})
 
 
+@hinted(hints.LAYER)
 class TokenEmbedding(nn.Embedding):
     """A vector for each token: ``output = scale * weight[token]``.
 
@@ -90,6 +93,7 @@ class TokenEmbedding(nn.Embedding):
         return embedded if self.scale == 1.0 else embedded * self.scale
 
 
+@hinted(hints.LAYER)
 class MultiHeadAttention(nn.Module):
     """Several attentions side by side, each on its own projection of the tokens.
 
@@ -185,6 +189,7 @@ class MultiHeadAttention(nn.Module):
         if self.similarity is not None:
             nn.init.uniform_(self.similarity, -(self.head_dim**-0.5), self.head_dim**-0.5)
 
+    @hinted(hints.LAYER_CALL)
     def forward(
         self,
         query: Tensor,
@@ -276,6 +281,7 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(parts)
 
 
+@hinted(hints.LAYER)
 class FeedForward(nn.Module):
     """The same two-layer network on every token.
 
@@ -318,6 +324,7 @@ class FeedForward(nn.Module):
         return f"activation={self.activation!r}"
 
 
+@hinted(hints.BLOCK)
 class Block(nn.Module):
     """One Transformer layer: attention, then feed-forward, each added to what came in.
 
@@ -347,6 +354,7 @@ class Block(nn.Module):
         self.cross_norm, self.cross = None if cross is None else norm(cross.dim), cross
         self.feed_forward_norm, self.feed_forward = norm(attention.dim), feed_forward
 
+    @hinted(hints.LAYER_CALL)
     def forward(
         self,
         x: Tensor,

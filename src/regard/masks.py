@@ -184,7 +184,7 @@ class Mask:
 
     def __eq__(self, other: object) -> bool:
         """Whether both are the same expression of equal numbers; a mask that holds a function equals only itself."""
-        if self is other or not isinstance(other, Mask):
+        if self is other or type(self) is not type(other):
             return self is other
         ours: list[Tensor] = []
         theirs: list[Tensor] = []

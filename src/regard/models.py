@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard import hints
 from regard.biases import Alibi, Bias
 from regard.cache import Cache
+from regard.hints import hinted
 from regard.layers import (
     ACTIVATIONS,
     Activation,
@@ -45,6 +47,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
+from regard.shapes import kind
 
 PositionKind = Literal["learned", "sinusoidal", "rotary", "alibi"]
 
@@ -56,6 +59,7 @@ SCALINGS: dict[str, Callable[..., Scaling]] = {
 }
 
 
+@hinted(hints.CONFIG)
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Everything that makes a model of one kind or another.
@@ -144,14 +148,32 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
         """The configuration that `to_dict` wrote."""
-        unknown = set(data) - {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+            raise TypeError(f"ModelConfig.from_dict: data must be a dict of fields by name, got {kind(data)}")
+        unknown = sorted(set(data) - {field.name for field in fields(cls)})
         if unknown:
-            raise ValueError(f"ModelConfig: unknown fields {', '.join(sorted(unknown))}; written by a newer regard?")
+            theirs = [hints.CONFIG[name] for name in unknown if name in hints.CONFIG]
+            what = f"ModelConfig: unknown fields {', '.join(unknown)}{'' if theirs else '; written by a newer regard?'}"
+            raise ValueError("\n  hint: ".join([what, *dict.fromkeys(theirs)]))
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return asdict(self)
+
+
+def check_config(owner: str, config: object) -> None:
+    """What a model is made from is a `ModelConfig`."""
+    if isinstance(config, ModelConfig):
+        return
+    usual = ""
+    if isinstance(config, Mapping):
+        usual = "; make one: ModelConfig.from_dict(config), or ModelConfig(**config)"
+    elif isinstance(config, str):
+        usual = f"; make one: ModelConfig.preset({config!r})" if config in PRESETS else ""
+    elif hasattr(config, "model_type"):
+        usual = "; a model of transformers comes over with its weights: regard.layouts.from_transformers(model)"
+    raise TypeError(f"{owner}: config must be a ModelConfig, got {kind(config)}{usual}")
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -180,6 +202,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: ModelConfig, *, mask: Mask | None = None, cross: bool = False) -> None:
         super().__init__()
+        check_config(type(self).__name__, config)
         self.config = config
         norm = partial(make_norm, config.norm, eps=config.norm_eps, bias=config.bias)
         self.embedding = TokenEmbedding(
@@ -229,6 +252,7 @@ class Stack(nn.Module):
         self.norm = norm(config.dim) if config.norm_first else None
         self._initialise()
 
+    @hinted(hints.MODEL_CALL)
     def forward(
         self,
         tokens: Tensor,
@@ -322,6 +346,7 @@ class Decoder(Stack):
         super().__init__(config, mask=Causal(), cross=cross)
         self.logits = Logits(config, self.embedding)
 
+    @hinted(hints.MODEL_CALL)
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Logits; arguments as in `Stack.forward`: mask, cache, context, context_mask, context_cache."""
         logits: Tensor = self.logits(self.states(tokens, **arguments))
@@ -362,11 +387,13 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        check_config("EncoderDecoder", config)
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config, cross=True)
         self.encoder.embedding.weight = self.decoder.embedding.weight
 
+    @hinted(hints.MODEL_CALL)
     def forward(
         self,
         source: Tensor,
@@ -397,6 +424,7 @@ class MaskedLanguageModel(nn.Module):
         self.norm = make_norm(config.norm, config.dim, eps=config.norm_eps)
         self.constant = nn.Parameter(torch.zeros(config.vocab_size))
 
+    @hinted(hints.MODEL_CALL)
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Shapes: tokens int [batch, length] -> logits [batch, length, vocab_size]. Arguments as in `Stack.forward`."""
         activation = ACTIVATIONS[self.encoder.config.activation]
@@ -416,6 +444,7 @@ class Classifier(nn.Module):
         self.pool = nn.Linear(encoder.config.dim, encoder.config.dim)
         self.classes = nn.Linear(encoder.config.dim, classes)
 
+    @hinted(hints.MODEL_CALL)
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Shapes: tokens int [batch, length] -> logits [batch, classes]. Arguments as in `Stack.forward`."""
         pooled = torch.tanh(self.pool(self.encoder(tokens, **arguments)[:, 0]))

@@ -34,8 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard import hints
 from regard.biases import Bias
 from regard.functional import check_call
+from regard.hints import hinted
 from regard.kernels import Call, choose
 from regard.kernels.strips import visible
 from regard.masks import Indices, Mask, Tile, positive
@@ -1523,6 +1525,7 @@ def _refuse(count: int, what: str, instead: str) -> None:
         raise ValueError(f"Observation: {count:,} {what} at once are more than {LARGEST:,}; ask for {instead}")
 
 
+@hinted(hints.ATTENTION)
 def observe(
     query: Tensor,
     key: Tensor,

@@ -40,6 +40,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard import hints
+from regard.hints import hinted
+
 __all__ = [
     "DynamicScaling",
     "Learned",
@@ -474,6 +477,7 @@ class _Turns(NamedTuple):
     deciding_length: int
 
 
+@hinted(hints.ROTARY)
 class Rotary(nn.Module):
     """Turn query and key so that their product knows how far apart they stand.
 

@@ -21,7 +21,7 @@ from regard.positions import (
 from regard.recording import Ablate, HideKey, Recording, Replace, Scale, gather, intervene, load_recording, record
 from regard.reference import AttentionOutput
 from regard.scores import Additive
-from regard.shapes import ShapeError
+from regard.shapes import LayoutWarning, ShapeError
 from regard.stepwise import Step, Steps, steps
 from regard.training.checkpoint import load
 
@@ -47,6 +47,7 @@ __all__ = [
     "HideKey",
     "KernelError",
     "LayerCache",
+    "LayoutWarning",
     "Learned",
     "LinearScaling",
     "Llama3Scaling",

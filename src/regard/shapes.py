@@ -10,6 +10,7 @@ A call is checked here once, before any kernel sees it, so all kernels answer ba
 says what is wrong, then everything that was passed by name and axis, then a hint where the cause is recognisable.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple, TypeGuard
 
@@ -19,6 +20,10 @@ from torch import Tensor
 
 class ShapeError(ValueError):
     """Tensors whose axes do not fit each other, or a mask or bias that does not fit the call."""
+
+
+class LayoutWarning(UserWarning):
+    """A call whose heads and length look swapped."""
 
 
 class Grid(NamedTuple):
@@ -52,7 +57,14 @@ CACHE: Table = {
     "value": ("batch", "kv_heads", "length", "value_dim"),
 }
 
+MOST_HEADS = 256
+"""No model known has more heads; a call with more of them than that, and few queries, has its axes swapped."""
+
+STRIDED = torch.strided
+
 FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 # Mistakes in a call of attention that are common enough to be named: the axis that disagrees -> what probably happened.
 _HINTS = {
@@ -80,6 +92,11 @@ def kind(value: object) -> str:
     if hasattr(value, "__array__") and hasattr(value, "shape"):
         return f"{type(value).__module__}.{type(value).__name__} {list(value.shape)}"
     return type(value).__name__
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether it is an int or a float: no flag, and no tensor of one number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
@@ -126,9 +143,10 @@ def check(function: str, table: Table, **tensors: Tensor) -> dict[str, int]:
         ShapeError: the number of axes is wrong, or one axis has two sizes.
     """
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
+        if not is_plain(tensor):
+            got = kind(tensor) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(
-                f"{function}: {name} must be a tensor [{', '.join(table[name])}], got {type(tensor).__name__}"
+                f"{function}: {name} must be a tensor [{', '.join(table[name])}], got {got}{how_to_plain(tensor)}"
             )
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
@@ -149,7 +167,7 @@ def check(function: str, table: Table, **tensors: Tensor) -> dict[str, int]:
                     f"{other} and {name} must have the same {axis}, got {sizes[axis]} and {size}",
                     table,
                     tensors,
-                    _HINTS.get(axis) if table is ATTENTION else None,
+                    _size_hint(axis, tensors) if table is ATTENTION else None,
                 )
     return sizes
 
@@ -160,15 +178,17 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
     Returns:
         The grid of scores of this call.
     """
-    sizes = check(function, ATTENTION, query=query, key=key, value=value)
-    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+    if not _fit(query, key, value):
+        check(function, ATTENTION, query=query, key=key, value=value)  # it says what does not
+    batch, heads, query_len, _ = query.shape
+    kv_heads, key_len = key.shape[1], key.shape[2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
         raise shape_error(
             function,
             f"kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}",
             ATTENTION,
             {"query": query, "key": key, "value": value},
-            "the layout is [batch, heads, length, head_dim]; was length put before heads?",
+            "the layout is [batch, heads, length, head_dim]; was length put before heads? x.transpose(1, 2)",
         )
     dtype, device = query.dtype, query.device
     if dtype not in FLOATING or key.dtype != dtype or value.dtype != dtype:
@@ -180,12 +200,47 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
         raise ValueError(
             f"{function}: query, key and value must be on one device, got {query.device}, {key.device}, {value.device}"
         )
-    return Grid(sizes["batch"], heads, sizes["query_len"], sizes["key_len"], device)
+    if heads > MOST_HEADS and kv_heads > MOST_HEADS and heads > 4 * max(query_len, key_len) > 4:
+        warnings.warn(
+            f"{function}: {heads} heads of {query_len} queries and {key_len} keys look like [batch, length, heads, "
+            "head_dim]; the layout is [batch, heads, length, head_dim]: x.transpose(1, 2)",
+            LayoutWarning,
+            stacklevel=5,
+        )
+    return Grid(batch, heads, query_len, key_len, device)
+
+
+def _fit(query: object, key: object, value: object) -> bool:
+    """Whether three tensors fit each other, as `check` would say: asked at every call, so without a table."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    if not (query.layout is key.layout is value.layout is STRIDED):
+        return False
+    if query.is_nested or key.is_nested or value.is_nested:  # of which one layout is called strided too
+        return False
+    queries, keys, values = query.shape, key.shape, value.shape
+    if not len(queries) == len(keys) == len(values) == 4:
+        return False
+    return queries[0] == keys[0] and queries[3] == keys[3] and keys[:3] == values[:3]
+
+
+def _size_hint(axis: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """What probably happened where an axis of a call of attention has two sizes."""
+    query, key = (tensors[name].shape for name in ("query", "key"))
+    value = tensors["value"].shape if "value" in tensors else key
+    if axis == "head_dim" and key[2] == query[3] and key[3] == value[2]:
+        return "key is [batch, kv_heads, key_len, head_dim], not transposed: key.transpose(-2, -1)"
+    if axis == "kv_heads" and key[1] == value[2] and key[2] == value[1]:
+        return "key has its heads and its length the other way round than value: .transpose(1, 2)"
+    return _HINTS.get(axis)
 
 
 def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:
     if count == 3 and axes[1] in ("heads", "kv_heads"):
-        return "split the heads first: x.unflatten(-1, (heads, head_dim)).transpose(1, 2)"
+        return (
+            "[batch, length, dim]: split the heads first, x.unflatten(-1, (heads, head_dim)).transpose(1, 2); "
+            "[heads, length, head_dim]: one row alone still has a batch axis, x.unsqueeze(0)"
+        )
     if count == len(axes) - 1 and axes[0] == "batch":
         return "one row alone still has a batch axis: x.unsqueeze(0)"
     return None

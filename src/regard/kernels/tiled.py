@@ -715,7 +715,7 @@ def faster(call: Call) -> str | None:
     """Why this kernel takes less time than one call of torch's, which could do it as well; None if it does not."""
     grid, mask, dtype = call.scoring.grid, call.scoring.mask, call.query.dtype
     causal = dense.is_top_left_causal(mask) and grid.query_len == grid.key_len
-    if not (causal or mask in (None, EVERYTHING)) or call.scoring.bias is not None or not fusable(call):
+    if not (causal or mask is None or mask is EVERYTHING) or call.scoring.bias is not None or not fusable(call):
         return None
     kv_heads = call.key.shape[1]
     stack, rows = grid.batch * kv_heads, grid.query_len * (grid.heads // kv_heads)
