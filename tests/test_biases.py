@@ -197,7 +197,7 @@ def test_the_gradient_of_what_learns_is_the_sum_over_its_cells(name):
         (lambda: Alibi(2, offset=1.5), TypeError, "Alibi: offset .* got 1.5"),
         (lambda: RelativeBias([[1.0]]), TypeError, r"RelativeBias: table must be .* \[buckets, heads\], got list"),
         (lambda: RelativeBias(torch.ones(8)), TypeError, r"RelativeBias: table .* got torch.float32 tensor \[8\]"),
-        (lambda: RelativeBias(torch.ones(8, 2).long()), TypeError, r"RelativeBias: table .* int64 tensor \[8, 2\]"),
+        (lambda: RelativeBias(torch.ones(8, 2).long()), TypeError, r"RelativeBias: table .*int64 tensor \[8, 2\]"),
         (lambda: RelativeBias(torch.ones(3, 2)), ValueError, "RelativeBias: 3 buckets hold 0 single distances"),
         (lambda: RelativeBias(torch.ones(1, 2), bidirectional=False), ValueError, "RelativeBias: 1 buckets hold 0"),
         (lambda: RelativeBias(torch.ones(32, 2), max_distance=8), ValueError, "hold 8 .* less than max_distance=8"),
