@@ -11,7 +11,8 @@ from regard import hints
 from regard.biases import Bias, as_bias
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
-from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse, tiled
+from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse
+from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
@@ -158,7 +159,7 @@ def check_call(
     if mask is not None:
         check_mask(function, "mask", mask)
     try:
-        bound_mask = None if mask is None else mask.bind(grid)
+        bound_mask = None if mask is None else bind(mask, grid)
         bound_bias = None if bias is None else as_bias(bias, function).bind(grid)
     except ShapeError as error:
         raise shape_error(function, str(error), ATTENTION, {"query": query, "key": key, "value": value}) from None
@@ -277,6 +278,7 @@ def plan(
     kernel  dense: the first that can do the call
             not flex: torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass
             not tiled: it can, but comes later
+            not direct: it can, but holds 540,000 numbers of query_len x key_len
             not reference: it can, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
     FLOPs   3.99e+06 needed, 5.76e+06 computed
@@ -295,7 +297,7 @@ def plan(
     square = chosen.square(call)
     return Plan(
         kernel=chosen.name,
-        why="asked for by name" if kernel != "auto" else tiled.faster(call) or "the first that can do the call",
+        why="asked for by name" if kernel != "auto" else chosen.faster(call) or "the first that can do the call",
         others=others,
         mask=repr(bound),
         grid=str(grid),

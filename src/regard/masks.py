@@ -125,7 +125,7 @@ class Mask:
         None where that cannot be told: a function may answer otherwise tomorrow, a tensor of inference mode may change
         unseen, and a large one is not worth keeping.
         """
-        found: list[Hashable] = [f"{type(self).__module__}.{type(self).__qualname__}"]
+        found: list[Any] = [type(self)]
         for part in vars(self).values():
             if isinstance(part, Mask):
                 inner = part.structure()

@@ -93,16 +93,19 @@ def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
 
 
 def _refuse_unknown(others: Mapping[str, Any]) -> None:
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
+    unknown = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise ValueError(
-            f"regard: the attention layer was given {', '.join(unknown)}, and regard does not know what that does to "
+            f"regard: the attention layer was given {names}, and regard does not know what that does to "
             "the scores; if it does nothing to them, add the name to regard.huggingface.HARMLESS"
         )
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of one dtype under autocast, where a norm may leave some in float32; of one batch, where a query is learnt."""
+    if query.dtype == key.dtype == value.dtype and query.shape[0] == key.shape[0] == value.shape[0]:
+        return query, key, value
     device = query.device.type
     if len({query.dtype, key.dtype, value.dtype}) > 1 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -18,11 +18,12 @@ class LazyMask(Lazy):
     """
 
     mask: Mask
+    _made_for: tuple[int, int, int, torch.device]
 
     def __new__(cls, mask: Mask, shape: tuple[int, int, int], device: torch.device) -> "LazyMask":
         batch, query_len, key_len = shape
         made: LazyMask = cls._empty(cls, (batch, 1, query_len, key_len), torch.bool, device)
-        made.mask = mask
+        made.mask, made._made_for = mask, (batch, query_len, key_len, device)
         return made
 
     def __init__(self, mask: Mask, shape: tuple[int, int, int], device: torch.device) -> None:
@@ -30,13 +31,13 @@ class LazyMask(Lazy):
 
     def of_call(self, batch: int, query_len: int, key_len: int, device: torch.device) -> Mask:
         """The mask for one layer's lengths, which must be those that it was made for."""
-        rows, _, *lengths = self.shape
-        if rows not in (1, batch) or lengths != [query_len, key_len]:
+        rows, queries, keys, own_device = self._made_for  # every layer asks, and a tensor's own shape takes longer
+        if rows not in (1, batch) or (queries, keys) != (query_len, key_len):
             raise ShapeError(
-                f"regard: the mask is for [batch={rows}, query_len={lengths[0]}, key_len={lengths[1]}], the layer has "
+                f"regard: the mask is for [batch={rows}, query_len={queries}, key_len={keys}], the layer has "
                 f"[{batch=}, {query_len=}, {key_len=}]"
             )
-        return self.mask if device == self.device else _moved(self.mask, device)
+        return self.mask if device == own_device else _moved(self.mask, device)
 
     def dense(self) -> Tensor:
         self._check_size()

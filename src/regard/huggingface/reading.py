@@ -54,7 +54,8 @@ def mask_for_transformers(
             raise ValueError(f"regard: padding must be [batch, length], got {list(attention_mask.shape)}")
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if not bool(real.all()):
-            mask = mask & Padding(real)
+            with torch.inference_mode(False):  # a copy that nobody writes to: what is found out about it stays known
+                mask = mask & Padding(real.clone())
     return LazyMask(mask, (batch_size, q_length, kv_length), device)
 
 

@@ -9,7 +9,7 @@ anything square worth mentioning. The reference can do everything and stands las
 import torch
 
 from regard.graphs import exporting, tracing
-from regard.kernels import dense, flex, tiled
+from regard.kernels import dense, direct, flex, tiled
 from regard.kernels.call import Call, Kernel, KernelError, all_cells
 from regard.reference import reference
 
@@ -27,24 +27,26 @@ REFERENCE = Kernel(
 SMALL = 1 << 16
 """Up to this many numbers of query_len x key_len, building them costs less than avoiding them."""
 
-KERNELS: tuple[Kernel, ...] = (dense.KERNEL, flex.KERNEL, tiled.KERNEL, REFERENCE)
+KERNELS: tuple[Kernel, ...] = (dense.KERNEL, flex.KERNEL, tiled.KERNEL, direct.KERNEL, REFERENCE)
 
 
 def choose(call: Call, name: str = "auto") -> Kernel:
     """The kernel for a call: the first that can and holds nothing square, or the one that is named.
 
-    One exception is measured: causal squares for which the tiled kernel takes less time (`tiled.faster`).
+    Exceptions are measured: calls for which a later one takes less time, and says so (`Kernel.faster`).
 
     Raises:
         KernelError: the named kernel cannot do it, or does not exist.
     """
     if name == "auto":
-        if not exporting() and tiled.faster(call):
-            return tiled.KERNEL
-        able = [kernel for kernel in KERNELS if kernel.cannot(call) is None]
-        if exporting():
-            return able[0]  # a size that is not a number yet decides nothing
-        return next((kernel for kernel in able if kernel.square(call) <= SMALL), able[-1])
+        graph = exporting()  # in which a size that is not a number yet decides nothing
+        for kernel in () if graph else KERNELS:
+            if kernel.faster(call):
+                return kernel
+        for kernel in KERNELS:
+            if kernel.cannot(call) is None and (graph or kernel.square(call) <= SMALL):
+                return kernel
+        return REFERENCE
     for kernel in KERNELS:
         if kernel.name == name:
             why = kernel.cannot(call)

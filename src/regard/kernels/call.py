@@ -44,3 +44,5 @@ class Kernel(NamedTuple):
     """How many numbers of size query_len x key_len it holds at once: 0 for a kernel that needs none."""
     held: Callable[[Call], int]
     """How many bytes it holds at once beside inputs and output, in a forward pass; an estimate."""
+    faster: Callable[[Call], str | None] = lambda call: None
+    """Why it takes less time for a call than those that "auto" would prefer, as was measured; None if it does not."""

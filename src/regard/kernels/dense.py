@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.graphs import exporting, whole
+from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, all_cells
+from regard.kernels.hidden import hidden_in_call
 from regard.masks import EVERYTHING, Band
-from regard.scores import hide, hide_blind
 
 
 def cannot(call: Call) -> str | None:
@@ -50,10 +50,13 @@ def run(call: Call) -> tuple[Tensor, None]:
         if scoring.grid.key_len > scoring.grid.query_len:  # later keys are seen by nobody
             key, value = key[:, :, : scoring.grid.query_len], value[:, :, : scoring.grid.query_len]
     else:
-        queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
-        attn_mask = allowed = scoring.allowed(queries, keys)
-        query, key, value = hide_blind(query, allowed), hide(key, allowed), hide(value, allowed)
+        hidden = hidden_in_call(scoring)
+        if hidden is not None:
+            allowed = hidden.allowed
+            query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+            attn_mask = allowed if tracing() else hidden.numbers(query.dtype)
         if bias is not None:
+            queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
             attn_mask = scoring.biases(queries, keys, query.dtype)
             if allowed is not None:
                 attn_mask = attn_mask.masked_fill(~allowed, -math.inf)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, all_cells
-from regard.kernels.strips import Known, row_by_row, visible
+from regard.kernels.known import Known
+from regard.kernels.strips import row_by_row, visible
 from regard.kernels.tiled import with_sink
 from regard.masks import (
     EVERYTHING,

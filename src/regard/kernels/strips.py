@@ -18,7 +18,6 @@ alike and equally far apart stand as one, a batch of views. What was found out i
 """
 
 import ctypes
-import math
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.kernels.hidden import KEPT, Hidden
+from regard.kernels.known import Known
 from regard.masks import EVERYTHING, And, Band, Document, Everything, Mask, Not, Or, Prefix, Strided, Structured, Tile
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -47,9 +48,6 @@ LEAST_OF_RESIDUE = 8
 TOGETHER = 8192
 """Queries of all heads in strips that are computed together, at most: their result is a copy, which should stay in the
 cache. With few heads, one call keeps all threads busy where a strip could not."""
-
-KEPT = 1 << 20
-"""Cells whose mask is remembered with a plan: up to 5 MiB for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,32 +346,6 @@ def visible(mask: Mask, rows: range, columns: range, edge: int | None = None) ->
     yield from visible(mask, rows, range(half, columns.stop), edge)
 
 
-class Hidden:
-    """What the mask hides in a strip, in the forms that are needed: made once, used in every call.
-
-    Attributes:
-        allowed: bool, broadcastable to the strip's scores.
-        queries, keys: which see something, which are seen; None for all.
-        unseen: the places of the keys that no query of any batch row and head sees; None if those differ.
-    """
-
-    def __init__(self, allowed: Tensor) -> None:
-        self.allowed = allowed
-        some = allowed.any(-1), allowed.any(-2)
-        self.queries, self.keys = (None if not one.is_meta and bool(one.all()) else one for one in some)
-        alike = self.keys is not None and not self.keys.is_meta and self.keys.numel() == self.keys.shape[-1]
-        self.unseen = (~self.keys.flatten()).nonzero().flatten() if self.keys is not None and alike else None
-        self._numbers: dict[torch.dtype, Tensor] = {}
-
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """0 where allowed and -inf where not, which is what torch takes."""
-        if dtype not in self._numbers:
-            with torch.inference_mode(False):
-                zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
-                self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
-        return self._numbers[dtype]
-
-
 class Cut:
     """A bound mask cut into strips, and what each of them hides.
 
@@ -496,21 +468,6 @@ def row_by_row(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
     if grid.batch == 1:
         return {None: mask.of_row(0).bind(grid)}
     return {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
-
-
-class Known:
-    """A mask as the key of what was found out about it; one that cannot be told from others is equal to itself."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask, self.structure = mask, mask.structure()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Known):
-            return False
-        return self.mask is other.mask if self.structure is None else self.structure == other.structure
-
-    def __hash__(self) -> int:
-        return id(self.mask) if self.structure is None else hash(self.structure)
 
 
 @lru_cache(maxsize=32)

@@ -39,7 +39,7 @@ from regard.kernels.products import attend, gradients
 from regard.kernels.strips import Cut, Cutting, Strip, cut_for, places
 from regard.masks import EVERYTHING, spell, unspell
 from regard.reference import LOG2_E, exp, reference
-from regard.scores import Dropout, Scoring, grouped_product, hide, hide_blind, wide
+from regard.scores import Dropout, Scoring, grouped_product, wide
 from regard.shapes import Grid
 
 CALL = 1 << 13
@@ -51,9 +51,6 @@ half precision, where merging would round twice.)"""
 
 UNEVEN = 1.1
 """How much more than the mean the busiest thread has to do, from which on it is worth it."""
-
-HARMLESS = 2.0**32
-"""A number in a hidden key or value that is smaller reaches nothing: it is multiplied by a weight of exactly 0."""
 
 WRITTEN = 1 << 22
 """Scores that the written engine likes to hold at a time: what fits into a processor's last cache."""
@@ -134,17 +131,11 @@ class Part:
 
     def seeing(self, query: Tensor) -> Tensor:
         """Queries with zeros where they see nothing, so that NaN there reaches nothing."""
-        return query if self.hidden is None or self.hidden.queries is None else hide_blind(query, self.hidden.allowed)
+        return query if self.hidden is None else self.hidden.seeing(query)
 
     def seen(self, key: Tensor) -> Tensor:
         """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
-        if self.hidden is None or self.hidden.keys is None:
-            return key
-        unseen = self.hidden.unseen
-        known = unseen is not None and key.device.type == "cpu" and key.numel()
-        if known and bool(key.detach()[:, :, unseen].abs().amax() < HARMLESS):  # which is not so for NaN
-            return key
-        return hide(key, self.hidden.allowed)
+        return key if self.hidden is None else self.hidden.seen(key)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """The strip's scores, by the definition."""
@@ -847,4 +838,4 @@ def held(call: Call) -> int:
     return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
 
 
-KERNEL = Kernel("tiled", cannot, run, cells, square=lambda call: 0, held=held)
+KERNEL = Kernel("tiled", cannot, run, cells, square=lambda call: 0, held=held, faster=faster)

@@ -1,0 +1,132 @@
+"""All scores of a call at once, where they are few: two matrix products with a softmax between them.
+
+    scores = scale query key^T + what is added,    output = softmax(scores) value
+
+One new token with a cache, or a short text: torch's fused operator has nothing to save there, and what surrounds it (a
+mask made into numbers, query heads copied apart, a check of every key that is hidden) costs more than it does. Here
+query heads that share a kv head lie one below the other, and what the mask adds is laid out once for all layers.
+
+Where nothing learns, hidden keys need no look at all: whatever they hold, their scores are -inf, or NaN, and their
+values are multiplied by 0, which is 0, or NaN. So if what comes out is a number, nothing of them is in it, and only if
+it is none is the call done again with zeros in their place. Of gradients the same cannot be said: there, zeros come
+first.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.graphs import tracing
+from regard.kernels import dense
+from regard.kernels.call import Call, Kernel, all_cells
+from regard.kernels.hidden import Hidden, fold, hidden_in, hidden_in_call
+from regard.kernels.products import MKL
+from regard.masks import EVERYTHING
+from regard.scores import wide
+
+FEW = 1 << 16
+"""Scores of all heads up to which this takes less time than any other kernel."""
+
+
+def cannot(call: Call) -> str | None:
+    """What is no product with a softmax behind it."""
+    if tracing():
+        return "it looks at its answer, and a graph has none yet"
+    if call.scoring.additive is not None:
+        return "it has no additive similarity"
+    return None if call.dropout is None else "it has no dropout"
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The answer; where it can be looked at, with zeros in place of what is hidden only if it is not a number."""
+    scoring = call.scoring
+    if _may_look(call):
+        output, lse = _attend(call, hidden_in(scoring.mask, scoring.grid), call.query, call.key, call.value)
+        total = output.sum() if lse is None else output.sum() + lse.clamp(min=0.0).sum()
+        if not math.isnan(total.item()):
+            return output, lse
+    hidden = hidden_in_call(scoring)
+    if hidden is None:
+        return _attend(call, None, call.query, call.key, call.value)
+    return _attend(call, hidden, hidden.seeing(call.query), hidden.seen(call.key), hidden.seen(call.value))
+
+
+def _may_look(call: Call) -> bool:
+    """Whether the answer is known at once, and is all that is wanted."""
+    if call.query.device.type != "cpu" or _learns(call):
+        return False
+    return not torch._C._are_functorch_transforms_active()
+
+
+def _learns(call: Call) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (call.query, call.key, call.value, call.scoring.sink, *call.scoring.learned())
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _attend(
+    call: Call, hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    scoring, (batch, heads, rows, size), (kv_heads, keys) = call.scoring, query.shape, key.shape[1:3]
+    query = wide(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
+    key, value = (wide(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
+    added = _added(call, hidden, query.dtype)
+    if scoring.softcap is None and added is not None:
+        scores = torch.baddbmm(added, query, key.mT, alpha=scoring.scale)
+    else:
+        scores = torch.bmm(query, key.mT) * scoring.scale
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if added is not None:
+            scores = scores + added
+    if scoring.sink is not None:
+        sink = scoring.sink.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
+        scores = torch.cat([scores, fold(sink, batch, heads, kv_heads)], dim=-1)
+    lse = torch.logsumexp(scores, -1).view(batch, heads, rows) if call.wants_lse else None
+    output = torch.bmm(torch.softmax(scores, -1)[..., :keys], value).view(batch, heads, rows, value.shape[2])
+    if hidden is not None and hidden.queries is not None:  # those that see nothing; a sink is all that they have
+        output = output.masked_fill(~hidden.queries[..., None], 0.0)
+        if lse is not None:
+            alone = lse.new_tensor(-math.inf) if scoring.sink is None else scoring.sink.to(lse.dtype)[:, None]
+            lse = torch.where(hidden.queries, lse, alone)
+    return output.to(call.query.dtype), lse
+
+
+def _added(call: Call, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | None:
+    """What mask and bias add to the scores; nothing to those of a query that sees nothing, whose answer is known."""
+    scoring, batch, heads, kv_heads = call.scoring, *call.query.shape[:2], call.key.shape[1]
+    if scoring.bias is None:
+        return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads)
+    rows, columns = scoring.grid.query_len, scoring.grid.key_len
+    numbers = scoring.biases(range(rows), range(columns), dtype)
+    if hidden is not None:
+        numbers = numbers.masked_fill(~hidden.allowed, 0.0) + hidden.where_seeing(dtype)
+    return fold(numbers.expand(*numbers.shape[:2], rows, columns), batch, heads, kv_heads)
+
+
+def faster(call: Call) -> str | None:
+    """Why this takes less time than the others; None if it does not."""
+    scoring, mask = call.scoring, call.scoring.mask
+    if not MKL or call.query.dtype not in (torch.float32, torch.float64) or all_cells(call) > FEW:
+        return None
+    plain = mask is None or mask is EVERYTHING or dense.is_top_left_causal(mask)
+    if plain and scoring.bias is None and scoring.softcap is None and scoring.sink is None:
+        return None
+    if cannot(call) is not None or not _may_look(call):
+        return None
+    return "the scores are so few that all are made at once"
+
+
+def square(call: Call) -> int:
+    """The scores, the weights, and what is added to them."""
+    return 3 * all_cells(call)
+
+
+def held(call: Call) -> int:
+    """What is square."""
+    return square(call) * max(4, call.query.element_size())
+
+
+KERNEL = Kernel("direct", cannot, run, all_cells, square, held, faster)

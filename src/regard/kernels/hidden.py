@@ -1,0 +1,135 @@
+"""What a mask hides in a rectangle of scores, in the forms that kernels need, found once and used in every call.
+
+NaN and inf in a key or value that no query may see must reach nothing. A weight of exactly 0 keeps out any number that
+is not too large, so it is enough to look at the keys that are hidden: zeros take their place only if one of them holds
+something worse. What is hidden changes only where the mask does; it is remembered by what the mask is, and all layers
+of a step share it.
+"""
+
+import math
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from regard.graphs import tracing, whole
+from regard.kernels.known import Known
+from regard.masks import EVERYTHING, Mask
+from regard.scores import Scoring, hide, hide_blind
+from regard.shapes import Grid
+
+HARMLESS = 2.0**32
+"""A number in a hidden key or value that is smaller reaches nothing: it is multiplied by a weight of exactly 0."""
+
+KEPT = 1 << 20
+"""Cells of a mask that is remembered: up to 9 MiB for one."""
+
+
+class Hidden:
+    """What is hidden in a rectangle of scores.
+
+    Attributes:
+        allowed: bool, broadcastable to the scores.
+        queries, keys: which see something, which are seen; None for all, where that can be known without waiting.
+    """
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed = allowed
+        self._ask = allowed.device.type == "cpu" and not tracing()
+        some = allowed.any(-1), allowed.any(-2)
+        self.queries, self.keys = (None if self._ask and bool(one.all()) else one for one in some)
+        self._numbers: dict[torch.dtype, Tensor] = {}
+        self._folded: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
+
+    @property
+    def hides(self) -> bool:
+        """Whether anything is hidden, as far as that can be known without waiting."""
+        return not self._ask or not bool(self.allowed.all())
+
+    @cached_property
+    def unseen(self) -> slice | Tensor:
+        """The places of all keys that are hidden from every query of some batch row or head."""
+        assert self.keys is not None
+        places = (~self.keys).flatten(0, -2).any(0).nonzero().flatten()
+        first, last = int(places[0]), int(places[-1])
+        return slice(first, last + 1) if last - first < 2 * len(places) else places
+
+    def seeing(self, query: Tensor) -> Tensor:
+        """Queries with zeros where they see nothing, so that NaN there reaches nothing."""
+        return query if self.queries is None else hide_blind(query, self.allowed)
+
+    def seen(self, key: Tensor) -> Tensor:
+        """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
+        if self.keys is None:
+            return key
+        if self._ask and key.device.type == "cpu" and key.numel() and not torch._C._are_functorch_transforms_active():
+            low, high = key.detach()[:, :, self.unseen].aminmax()
+            if low.item() > -HARMLESS and high.item() < HARMLESS:  # which is not so for NaN
+                return key
+        return hide(key, self.allowed)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """0 where allowed and -inf where not, which is what torch takes."""
+        if dtype not in self._numbers:
+            with torch.inference_mode(False):
+                zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
+                self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
+        return self._numbers[dtype]
+
+    def where_seeing(self, dtype: torch.dtype) -> Tensor:
+        """The same numbers; 0 everywhere for a query that sees nothing, whose softmax would be no number."""
+        numbers = self.numbers(dtype)
+        return numbers if self.queries is None else numbers.masked_fill(~self.queries[..., None], 0.0)
+
+    def folded(self, dtype: torch.dtype, batch: int, heads: int, kv_heads: int) -> Tensor:
+        """These, laid out as `fold` does."""
+        key = dtype, batch, heads, kv_heads
+        if key not in self._folded:
+            with torch.inference_mode(False):
+                self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads)
+        return self._folded[key]
+
+
+def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int) -> Tensor:
+    """Numbers for the scores of a call where the query heads that share a kv head lie one below the other.
+
+    Shapes: [1 or batch, 1 or heads, rows, columns] -> [1 or batch * kv_heads, 1 or heads // kv_heads * rows, columns].
+    """
+    rows, columns = numbers.shape[2:]
+    if numbers.shape[1] == 1 and (rows == 1 or heads == kv_heads):
+        if numbers.shape[0] == 1:
+            return numbers[0]
+        return numbers.expand(batch, kv_heads, rows, columns).reshape(batch * kv_heads, rows, columns)
+    return numbers.expand(batch, heads, rows, columns).reshape(batch * kv_heads, heads // kv_heads * rows, columns)
+
+
+def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
+    """What a bound mask hides in a whole call; None for nothing. Remembered where the mask can be told from others."""
+    if mask is None or mask is EVERYTHING:
+        return None
+    if tracing() or torch._C._are_functorch_transforms_active():
+        return _looked_at(mask, grid)  # what is made in a transform must not be met outside it
+    known = Known(mask)
+    if known.structure is None or grid.batch * grid.query_len * grid.key_len > KEPT:
+        return _looked_at(mask, grid)
+    return _remembered(known, grid)
+
+
+def hidden_in_call(scoring: Scoring) -> Hidden | None:
+    """What mask and bias hide in a whole call; a bias is asked anew in each."""
+    if scoring.bias is None:
+        return hidden_in(scoring.mask, scoring.grid)
+    allowed = scoring.allowed(*(whole(length, scoring.grid.device) for length in scoring.grid[2:4]))
+    return None if allowed is None else Hidden(allowed)
+
+
+@lru_cache(maxsize=8)
+def _remembered(known: Known, grid: Grid) -> Hidden | None:
+    with torch.inference_mode(False):  # whose tensors training could not use
+        return _looked_at(known.mask, grid)
+
+
+def _looked_at(mask: Mask, grid: Grid) -> Hidden | None:
+    rows, columns = (torch.arange(length, device=grid.device) for length in (grid.query_len, grid.key_len))
+    hidden = Hidden(mask.allowed(rows, columns))
+    return hidden if hidden.hides else None

@@ -1,0 +1,180 @@
+"""All scores at once, and what is hidden: found once, looked at only where it is."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+from cases import ON_A_CPU
+from comparing import assert_close
+from regard import Causal, Document, Padding, Where, attention, attention_with_lse
+from regard.kernels import hidden, known
+from regard.masks import EVERYTHING, Mask
+from regard.shapes import Grid
+
+BATCH, HEADS, KV_HEADS, KEYS, SIZE = 3, 6, 2, 37, 8
+LEFT = torch.arange(KEYS) >= torch.tensor([[0], [5], [11]])
+
+
+def step(rows=1, keys=KEYS, dtype=torch.float32, heads=HEADS, kv_heads=KV_HEADS):
+    """Query, key and value of some new tokens behind a cache."""
+    torch.manual_seed(0)
+    key, value = torch.randn(2, BATCH, kv_heads, keys, SIZE, dtype=dtype)
+    return torch.randn(BATCH, heads, rows, SIZE, dtype=dtype), key, value
+
+
+class Made(TorchDispatchMode):
+    """How many numbers each operation makes, beside views."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.names = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.names.append(func.overloadpacket.__name__)
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.numbers.append(result.numel())
+        return result
+
+
+@pytest.mark.parametrize(("keys", "kernel"), [(KEYS, "direct"), (8000, "dense")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
+    mask, tensors = Padding(torch.arange(keys) >= torch.tensor([[0], [5], [11]])), step(keys=keys, dtype=dtype)
+    if dtype == torch.float32:
+        assert regard.plan(*tensors, mask=mask).kernel == kernel
+    with torch.no_grad(), Made() as made:
+        attention(*tensors, mask=mask)
+    assert max(made.numbers) < tensors[1].numel() / 2
+    with torch.no_grad(), Made() as made:
+        tensors[1].masked_fill(tensors[1] > 0, 0.0)
+    assert max(made.numbers) == tensors[1].numel()  # which is what is counted
+
+
+def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
+    assert regard.plan(*step(rows=200, keys=200), mask=Padding([10, 100, 200])).kernel != "direct"
+    assert regard.plan(*step()).kernel == "dense"  # torch's own call has nothing around it here
+    learning = [tensor.requires_grad_() for tensor in step()]
+    assert regard.plan(*learning, mask=Padding(LEFT)).kernel != "direct"
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38, -3e38], ids=str)
+@pytest.mark.parametrize("where", ["key", "value", "both"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kernel", ["auto", *ON_A_CPU])
+@pytest.mark.parametrize("parts", [{}, {"softcap": 3.0}, {"sink": torch.linspace(-1, 1, HEADS)}], ids=str)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_where_nothing_learns_what_is_hidden_reaches_nothing_to_the_last_bit(
+    poison, where, rows, kernel, parts, grouped
+):
+    if kernel == "dense" and parts:
+        return
+    query, key, value = step(rows, heads=HEADS, kv_heads=KV_HEADS if grouped else HEADS)
+    mask, bad_key, bad_value = Padding(LEFT) & Causal(), key.clone(), value.clone()
+    bad = (~LEFT)[:, None, :, None]
+    bad_key = bad_key.masked_fill(bad, poison) if where != "value" else bad_key
+    bad_value = bad_value.masked_fill(bad, poison) if where != "key" else bad_value
+    with torch.no_grad():
+        clean, found = (
+            attention(query, *two, mask=mask, kernel=kernel, **parts) for two in ((key, value), (bad_key, bad_value))
+        )
+    assert clean.isfinite().all()
+    assert torch.equal(clean, found)
+
+
+def test_one_hidden_key_that_is_not_harmless_is_found_wherever_it_lies():
+    query, key, value = step(keys=8000)
+    mask = Padding(torch.arange(8000) % torch.tensor([[7], [11], [13]]) != 3)
+    with torch.no_grad():
+        clean = attention(query, key, value, mask=mask, kernel="dense")
+        for row, place in ((0, 3), (1, 14), (2, 7985), (0, 7990)):
+            assert not mask.keys[row, place]
+            for tensor in (key, value):
+                kept = tensor[row, 1, place, 5].item()
+                tensor[row, 1, place, 5] = math.nan
+                assert torch.equal(attention(query, key, value, mask=mask, kernel="dense"), clean)
+                tensor[row, 1, place, 5] = kept
+
+
+def test_what_is_seen_and_is_no_number_is_told_in_the_answer():
+    query, key, value = step()
+    value[1, 0, 20, 3] = math.nan
+    with torch.no_grad():
+        output = attention(query, key, value, mask=Padding(LEFT))
+    assert output[1, :3, 0, 3].isnan().all()
+    assert output.isnan().sum() == 3
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_all_layers_of_a_step_share_what_was_found_out_about_their_mask(monkeypatch, inference):
+    asked = []
+    look = hidden._looked_at
+    monkeypatch.setattr(hidden, "_looked_at", lambda mask, grid: (asked.append(mask), look(mask, grid))[1])
+    mask = Padding(LEFT.clone()) & Causal()
+    with torch.inference_mode(inference):
+        first, *rest = (attention(*step(), mask=mask) for _ in range(4))
+    assert len(asked) == 1
+    assert all(torch.equal(first, other) for other in rest)
+    with torch.no_grad(), Made() as made:
+        attention(*step(), mask=mask)
+    assert made.names.count("arange") == made.names.count("index") == made.names.count("all") == 0
+
+
+def test_a_mask_that_was_written_to_is_asked_anew():
+    real = LEFT.clone()
+    mask, tensors = Padding(real) & Causal(), step(rows=2)
+    with torch.no_grad():
+        before = attention(*tensors, mask=mask)
+        real[:, 20:25] = False
+        after = attention(*tensors, mask=mask)
+        assert_close(after, attention(*tensors, mask=mask, kernel="reference"))
+        real.fill_(True)
+        assert_close(attention(*tensors, mask=mask), attention(*tensors, mask=Causal()))
+    assert not torch.allclose(before, after)
+
+
+def test_a_rule_that_may_answer_otherwise_tomorrow_is_asked_in_every_call():
+    last = [5]
+    mask, tensors = Where(lambda batch, head, query, key: key < last[0]), step()
+    with torch.no_grad():
+        before = attention(*tensors, mask=mask)
+        last[0] = 30
+        assert not torch.allclose(before, attention(*tensors, mask=mask))
+
+
+def test_a_bias_that_hides_a_whole_row_leaves_it_empty():
+    bias = torch.zeros(BATCH, 1, 1, KEYS)
+    bias[1] = -math.inf
+    for sink in (None, torch.linspace(-1, 1, HEADS)):
+        with torch.no_grad():
+            output, lse = attention_with_lse(*step(), bias=bias, mask=Padding(LEFT), sink=sink, kernel="direct")
+        assert (output[1] == 0).all()
+        assert torch.equal(lse[1, :, 0], torch.full([HEADS], -math.inf) if sink is None else sink)
+        assert output[[0, 2]].isfinite().all()
+
+
+def test_gradients_of_gradients_are_those_of_the_reference():
+    tensors = [tensor.requires_grad_() for tensor in step(rows=2, keys=7, dtype=torch.float64)]
+    mask = Padding([7, 0, 3]) & Document(torch.zeros(2, dtype=torch.int64), torch.tensor([0] * 5 + [1] * 2))
+    assert torch.autograd.gradgradcheck(lambda *three: attention(*three, mask=mask, kernel="direct"), tensors)
+
+
+def test_the_same_mask_is_bound_once_and_one_that_does_not_fit_is_refused_every_time():
+    grid = Grid(BATCH, HEADS, 1, KEYS, torch.device("cpu"))
+    mask: Mask = Padding(LEFT)
+    assert known.bind(mask, grid) is known.bind(mask, grid)
+    assert known.bind(Padding(torch.ones(BATCH, KEYS, dtype=torch.bool)), grid) is EVERYTHING
+    for _ in range(2):
+        with pytest.raises(regard.ShapeError, match="the mask is"):
+            known.bind(mask, grid._replace(key_len=KEYS + 1))
+
+
+def test_heads_that_share_a_key_lie_one_below_the_other():
+    numbers = torch.arange(2 * 6 * 3 * 5.0).view(2, 6, 3, 5)
+    folded = hidden.fold(numbers, 2, 6, 2)
+    assert torch.equal(folded[3], torch.cat([numbers[1, 3], numbers[1, 4], numbers[1, 5]]))
+    assert hidden.fold(numbers[:1, :1], 2, 6, 6).shape == (1, 3, 5)
+    assert hidden.fold(numbers[:, :1, :1], 2, 6, 2).shape == (4, 1, 5)
