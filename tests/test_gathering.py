@@ -297,7 +297,7 @@ def test_it_says_what_it_has():
         with pytest.raises(KeyError, match=r"gather: no layer 'layers\.0'; gathered are: none: has the model run"):
             gathered["layers.0"]
         model(text())
-    assert repr(gathered) == "<Gathered: 3 layers>"
+    assert repr(gathered) == "<Gathered: 3 layers, 3 calls, 1 statistic, 3.1 KiB>"
     with pytest.raises(KeyError, match=r"gather: no layer 3; gathered are: layers\.0, layers\.1, layers\.2"):
         gathered.calls(3)
     assert "layers.1" in gathered

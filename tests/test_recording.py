@@ -425,7 +425,7 @@ def test_a_summary_needs_the_text_that_was_read_whole_and_at_once():
         recording.summary(tokens[:, :1])
 
 
-def test_a_summary_knows_the_tokens_or_says_that_it_does_not():
+def test_a_summary_knows_the_tokens_or_does_without():
     model, tokens = spread(Decoder(config())), text()
     with record(model) as recording:
         model(tokens)
@@ -434,8 +434,10 @@ def test_a_summary_knows_the_tokens_or_says_that_it_does_not():
     with record(layer) as recording:
         layer(torch.randn(1, 3, 24, dtype=torch.float64))
     assert recording.tokens is None
-    with pytest.raises(ValueError, match=r"the tokens that attention read were not seen; give them, summary\(tokens\)"):
-        recording.summary()
+    assert {head.reads for head in recording.summary()} == {"sequence"}
+    assert {head.reads for head in recording.summary(torch.zeros(1, 3, dtype=torch.int64))} == {"text"}
+    with pytest.raises(ShapeError, match=r"attention saw 3 queries and 3 keys in 1 rows, tokens are \[1, 4\]"):
+        recording.summary(torch.zeros(1, 4, dtype=torch.int64))
 
 
 def test_a_head_that_stays_in_its_document_by_hand():
@@ -501,7 +503,12 @@ def test_a_recording_shows_itself():
     model = spread(Decoder(config(layers=2)))
     with record(model) as recording:
         model(text())
-    assert repr(recording) == "<Recording of Decoder: 2 layers>"
+    assert repr(recording) == "<Recording of Decoder: 2 layers, 2 calls, 6 heads, 11 tokens in 2 rows, 16.7 KiB>"
+    grid = "[batch=2, heads=6, query_len=11, key_len=11]"
+    assert repr(recording[0]) == f"<Recorded {grid}, Causal(offset=0), tokens, 8.4 KiB>"
+    assert repr(recording[0].head(3)).startswith("<Recorded [batch=2, heads=1, query_len=11")
+    query = torch.zeros(1, 2, 3, 4)
+    assert repr(observe(query, query + 0)) == "<Observation [batch=1, heads=2, query_len=3, key_len=3], 192.0 B>"
     assert repr(Recording()) == "<Recording: 0 layers>"
     page = recording._repr_html_()
     assert "<td>1</td><td>layers.1</td><td>6</td><td>11</td><td>11</td><td>Causal(offset=0)</td><td>1</td>" in page

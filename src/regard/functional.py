@@ -16,7 +16,7 @@ from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask, positive
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
-from regard.shapes import ATTENTION, Grid, ShapeError, check_attention, is_number, kind, shape_error
+from regard.shapes import ATTENTION, Grid, ShapeError, as_bytes, check_attention, is_number, kind, shape_error
 
 LARGE = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
@@ -239,7 +239,8 @@ class Plan:
             f"tiles   {', '.join(f'{n} {tile.value} ({n / total:.0%})' for tile, n in self.tiles.items())}"
             f" of {self.tile_size} x {self.tile_size}",
             f"FLOPs   {self.flops_needed:.3g} needed, {self.flops_computed:.3g} computed",
-            f"memory  {_bytes(self.bytes_moved)} read and written, {_bytes(self.peak_bytes)} beside inputs at most; "
+            f"memory  {as_bytes(self.bytes_moved)} read and written, "
+            f"{as_bytes(self.peak_bytes)} beside inputs at most; "
             f"{f'{self.square_numbers:,} numbers of query_len x key_len' if self.square_numbers else 'nothing square'}",
         ]
         return "\n".join(lines)
@@ -356,11 +357,3 @@ def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, in
 def _seed(generator: torch.Generator | None) -> int:
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.1f} {unit}"

@@ -43,7 +43,7 @@ from regard.kernels.strips import visible
 from regard.masks import Indices, Mask, Tile, positive
 from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
-from regard.shapes import Grid, ShapeError
+from regard.shapes import Grid, ShapeError, as_bytes, held
 
 CELLS = 1 << 20
 """Weights in a tile on a CPU: 4 MiB in float32, small enough for the cache between one operation and the next."""
@@ -795,6 +795,16 @@ class Observation:
         self._lse = lse
 
     # --- one tile, one row, one head ---
+
+    def __repr__(self) -> str:
+        kept = self._kept()
+        parts = [str(self.grid), *([] if self.scoring.mask is None else [repr(self.scoring.mask)])]
+        parts += [name for name in kept if name not in ("query", "key")]
+        return f"<{type(self).__name__} {', '.join(parts)}, {as_bytes(held(kept.values()))}>"
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The tensors that are held, by name."""
+        return {"query": self.query, "key": self.key} | ({} if self._lse is None else {"lse": self._lse})
 
     @property
     def grid(self) -> Grid:

@@ -11,7 +11,7 @@ says what is wrong, then everything that was passed by name and axis, then a hin
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -244,3 +244,23 @@ def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:
     if count == len(axes) - 1 and axes[0] == "batch":
         return "one row alone still has a batch axis: x.unsqueeze(0)"
     return None
+
+
+def as_bytes(count: float) -> str:
+    """A number of bytes, to be read: "21.1 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.1f} {unit}"
+
+
+def held(tensors: Iterable[Tensor | None]) -> int:
+    """The bytes that tensors hold together, those that share memory once."""
+    found = {(t.device, t.untyped_storage()._cdata): t for t in tensors if t is not None and t.numel()}
+    return sum(t.untyped_storage().nbytes() for t in found.values())
+
+
+def several(count: int, what: str) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{count:,} {what}{'s' * (count != 1)}"

@@ -27,11 +27,13 @@ A head is changed by `intervene`, through the same seam:
     with regard.intervene(model, Ablate("layers.3", 5), HideKey("layers.4", 0, key=7)):
         model(tokens)
 
-    watching       stands around the attention layers of a model
+    watching       names the attention layers of a model, wrapped or not, and stands around them (`regard.hooks`)
     rules          masks and biases of some heads, of several calls; and all of them as plain data
     interventions  changes to a head
     gathering      statistics of every layer, and nothing else kept
     texts          what one layer saw of one text
+    reading        what a call reads: tokens, an image, another sequence
+    kinds          what a head can be called where there are no tokens
     summary        what a head does, in a few numbers
     file           a recording as a safetensors file
     recorder       record, Recording, load_recording

@@ -118,6 +118,8 @@ def _data_of(text: Text, layer: str, store: Store) -> dict[str, Any]:
         "sink": store.tensor(text.sink),
         "additive": store.tensor(text.additive),
         "heads": text.heads,
+        "cross": text.cross,
+        "patches": text.patches,
         "pieces": pieces,
     }
 
@@ -225,7 +227,25 @@ def _text_from(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Text:
     return Text(
         list(query.split([piece.query_len for piece in pieces], dim=2)),
         key, value, data["scale"], data["softcap"], sink, additive, pieces, heads, lse=lse,
+        cross=_cross(data), patches=_patches(data, key.shape[2]),
     )  # fmt: skip
+
+
+def _cross(data: Mapping[str, Any]) -> bool:
+    cross = data.get("cross", False)
+    if not isinstance(cross, bool):
+        raise TypeError(f"cross must be true or false, got {cross!r}")
+    return cross
+
+
+def _patches(data: Mapping[str, Any], key_len: int) -> tuple[int, int] | None:
+    patches = data.get("patches")
+    if patches is None:
+        return None
+    rows, columns = patches
+    if not (_is_whole(rows) and _is_whole(columns) and 0 < rows * columns <= key_len):
+        raise ValueError(f"{rows} x {columns} patches are not among {key_len} keys")
+    return rows, columns
 
 
 def _check_lengths(pieces: Sequence[Piece]) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from regard.hooks import Attend, Compute, Heads, Result, ScoringArguments, loses_gradients
 from regard.observation import Statistic, observe
 from regard.recording.watching import Place, find, watching
+from regard.shapes import as_bytes, held, several
 
 
 class Gathered(Mapping[str, tuple[Any, ...]]):
@@ -33,7 +34,21 @@ class Gathered(Mapping[str, tuple[Any, ...]]):
         return len(self._calls)
 
     def __repr__(self) -> str:
-        return f"<Gathered: {len(self)} layer{'s' * (len(self) != 1)}>"
+        calls = [results for of_layer in self._calls.values() for results in of_layer]
+        parts = [several(len(self), "layer")]
+        if calls:
+            parts += [several(len(calls), "call"), several(len(calls[0]), "statistic")]
+            parts.append(as_bytes(held(tensor for results in calls for tensor in _tensors(results))))
+        return f"<Gathered: {', '.join(parts)}>"
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    """The tensors of a statistic's result."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for part in result:
+            yield from _tensors(part)
 
 
 @contextmanager

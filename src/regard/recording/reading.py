@@ -1,67 +1,99 @@
-"""Which tokens a call of an attention layer stands for: those that the modules around it were given."""
+"""What a call of an attention layer reads: which tokens stand at its queries, whether its keys are another sequence's,
+and whether they are the patches of an image."""
 
 import inspect
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.layers import MultiHeadAttention
+
 NAMES = ("tokens", "input_ids")
-"""What the argument is called that holds them."""
+"""What the argument is called that holds the tokens."""
+
+OTHERS = ("key", "key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
+"""What the argument of an attention layer is called that holds the states of another sequence."""
+
+SPECIAL = 64
+"""Most tokens of an image that stand before its patches: CLS, registers."""
 
 _CALL = nn.Module._call_impl.__code__
 
 
-class Reading:
-    """Finds the tokens of a call, and keeps a copy of them, one for all layers that read the same.
+class Read(NamedTuple):
+    """What a call reads.
 
-    They are found on the stack: what the nearest module around the layer is given as `tokens` or `input_ids`, and of
-    the model itself the first argument that holds whole numbers. So nothing is put on the modules.
+    Attributes:
+        tokens: int [batch, query_len], what stands at the queries, if that is known.
+        cross: whether the keys are another sequence's. patches: rows and columns of an image, if it is one.
+    """
+
+    tokens: Tensor | None = None
+    cross: bool = False
+    patches: tuple[int, int] | None = None
+
+
+class Reading:
+    """Finds what a call reads, and keeps a copy of the tokens, one for all layers that read the same.
+
+    It is found on the stack, from what the modules around the layer were given: as tokens, what the nearest of them is
+    given as `tokens` or `input_ids`, and of the model itself the first argument that holds whole numbers. So nothing is
+    put on the modules.
     """
 
     def __init__(self, model: nn.Module, modules: Container[int]) -> None:
         self._model, self._modules = model, modules
         self._kept: tuple[Tensor, int | None, Tensor] | None = None
 
-    def tokens(self, batch: int, query_len: int) -> Tensor | None:
-        """The tokens of the caller's call, int [batch, query_len], where they are known."""
-        found = self._given()
-        if found is None or found.shape != (batch, query_len):
-            return None
-        version = None if found.is_inference() else found._version
-        if self._kept is not None:
-            source, then, copy = self._kept
-            unchanged = version == then if version is not None else torch.equal(found, copy)
-            if source is found and unchanged:
-                return copy
-        copy = found.detach().clone()
-        self._kept = found, version, copy
-        return copy
-
-    def _given(self) -> Tensor | None:
-        frame: FrameType | None = sys._getframe(2)
+    def of_call(self, layer: nn.Module, batch: int, query_len: int, key_len: int) -> Read:
+        """What the caller's call reads, which it makes for a layer."""
+        tokens, cross, pixels, config = None, False, None, None
+        searching = True  # for tokens
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             if code is _CALL or _is_given_tokens(code):
                 given = frame.f_locals
                 module = given.get("self")
                 if id(module) in self._modules and isinstance(module, nn.Module):
-                    found = self._of_call(module, given) if code is _CALL else _first(given.get(n) for n in NAMES)
-                    if found is not None:
-                        return found
-                    if code is _CALL and (module is self._model or _reads_no_tokens(module)):
-                        return None
+                    if code is _CALL:
+                        cross = cross or (module is layer and _has_other_keys(module, given))
+                        pixels = _pixels(given) if pixels is None else pixels
+                        config = _patched(module) if config is None else config
+                    if searching:
+                        of_call = code is _CALL
+                        tokens = self._of_call(module, given) if of_call else _first(given.get(n) for n in NAMES)
+                        searching = tokens is None and not (of_call and _reads_no_tokens(module))
+                    if code is _CALL and module is self._model:
+                        break
             frame = frame.f_back
-        return None
+        if tokens is not None and tokens.shape != (batch, query_len):
+            tokens = None
+        patches = None
+        if tokens is None and not cross and pixels is not None and query_len == key_len:
+            patches = _grid(pixels, config, query_len)
+        return Read(None if tokens is None else self._copy(tokens), cross, patches)
+
+    def _copy(self, tokens: Tensor) -> Tensor:
+        version = None if tokens.is_inference() else tokens._version
+        if self._kept is not None:
+            source, then, copy = self._kept
+            unchanged = version == then if version is not None else torch.equal(tokens, copy)
+            if source is tokens and unchanged:
+                return copy
+        copy = tokens.detach().clone()
+        self._kept = tokens, version, copy
+        return copy
 
     def _of_call(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
         args, named = given["args"], given["kwargs"]
         places = _places(type(module).forward)
-        found = [named.get(name, args[at] if at < len(args) else None) for name, at in places.items()]
+        found = [named.get(name, args[at] if at < len(args) else None) for name, at in places.items() if name in NAMES]
         return _first([*found, *args] if module is self._model else found)
 
 
@@ -81,15 +113,58 @@ def _is_given_tokens(code: CodeType) -> bool:
 
 @lru_cache(1024)
 def _places(forward: Callable[..., Any]) -> dict[str, int]:
-    """Where among its arguments a module is given tokens."""
+    """Where among its arguments a module is given tokens, or another sequence's states."""
     try:
         arguments = list(inspect.signature(forward).parameters)[1:]
     except (TypeError, ValueError):  # it does not tell
         return {}
-    return {name: at for at, name in enumerate(arguments) if name in NAMES}
+    return {name: at for at, name in enumerate(arguments) if name in NAMES + OTHERS}
 
 
 def _reads_no_tokens(module: nn.Module) -> bool:
     """Whether a part of a model says that it reads something else: an image's pixels, a sound's features."""
     main = getattr(module, "main_input_name", None)
     return isinstance(main, str) and main not in NAMES
+
+
+def _has_other_keys(layer: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether an attention layer was given another sequence's states beside its own."""
+    args, named = given["args"], given["kwargs"]
+    for name, at in _places(type(layer).forward).items():
+        if name in OTHERS and (name != "key" or isinstance(layer, MultiHeadAttention)):
+            other = named.get(name, args[at] if at < len(args) else None)
+            if isinstance(other, Tensor) and other is not (args[0] if args else None):
+                return True
+    return getattr(layer, "is_cross_attention", False) is True
+
+
+def _pixels(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Height and width of the images that a module is given, if it is."""
+    named = given["kwargs"].get("pixel_values")
+    for value in (named, *given["args"]):
+        if not isinstance(value, Tensor) or value.dim() != 4 or not value.is_floating_point():
+            continue
+        if value is named or value.shape[1] == 3:  # colours
+            return value.shape[2], value.shape[3]
+    return None
+
+
+def _patched(module: nn.Module) -> Any:
+    """A module's configuration, if it speaks of patches."""
+    config = getattr(module, "config", None)
+    return config if getattr(config, "patch_size", None) is not None else None
+
+
+def _grid(pixels: tuple[int, int], config: Any, length: int) -> tuple[int, int] | None:
+    """Rows and columns of the patches, where as many of them, and few tokens before them, make up the length."""
+    size = getattr(config, "patch_size", None)
+    if config is None or size is None:
+        return None
+    height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
+    rows, columns = pixels[0] // height, pixels[1] // width
+    if rows * columns and 0 <= length - rows * columns <= SPECIAL:
+        return rows, columns
+    window = getattr(config, "window_size", None)
+    if isinstance(window, int) and window * window == length:  # attention inside of squares (Swin)
+        return window, window
+    return None

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from regard.biases import as_bias
 from regard.hooks import Attend, Heads, Result, ScoringArguments
 from regard.recording.file import read, write
-from regard.recording.reading import Reading
+from regard.recording.reading import Read, Reading
 from regard.recording.rules import HeadsBias, HeadsMask, each_tensor
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
 from regard.recording.watching import Place, checked, find, named, watching
+from regard.shapes import as_bytes, held, several
 
 
 class Recording(Mapping[str, Recorded]):
@@ -37,6 +38,8 @@ class Recording(Mapping[str, Recorded]):
         self._chosen = None if heads is None else tuple(dict.fromkeys(heads))
         self._values, self._dtype = values, dtype
         self._texts: dict[str, list[Text]] = {}
+        self._order_of_self: list[bool] = []  # of each self-attention, whether it went on with its text
+        self._order: dict[str, int] = {}  # how many there were when a layer ran last
 
     def __getitem__(self, name: str | int) -> Recorded:
         """The last text that a layer saw, whole, though it may have been read in pieces with a cache."""
@@ -67,25 +70,41 @@ class Recording(Mapping[str, Recorded]):
     ) -> Summary:
         """Every head in a few numbers (see `regard.recording.summary`).
 
+        Layers that read text are described by its tokens; those that read images or sound, or attend to another
+        sequence, by where they look.
+
         Args:
-            tokens: what the model read, int [batch, length], whole; None: what was recorded.
+            tokens: what the model read, int [batch, length], whole; None: what was recorded, and where nothing was,
+                kinds that need no tokens. Layers that read another text than these are described by their own.
             documents: int, as tokens: which document each of them belongs to; None: nothing is said of documents.
             progress: called with the layers done and all there are.
         Raises:
-            ShapeError: a layer saw something else: cross-attention, or a text whose beginning was not recorded.
-            ValueError: the tokens are not known.
+            ShapeError: tokens that no layer read, or a text whose beginning was not recorded.
         """
         heads = Summary()
+        chosen = self._tokens_of_layers(tokens)
         for number, (name, seen) in enumerate(self.items(), start=1):
-            read = seen.tokens if tokens is None else tokens
-            if read is None:
-                raise ValueError(
-                    f"summary: the tokens that {name} read were not seen; give them, summary(tokens), and record "
-                    "without the layers that read no tokens: record(model, layers=[...])"
-                )
-            heads += summarise(name, seen, read, documents)
+            read = chosen[name]
+            heads += summarise(name, seen, read, None if read is None else documents)
             progress(number, len(self))
         return heads
+
+    def _tokens_of_layers(self, given: Tensor | None) -> dict[str, Tensor | None]:
+        """What describes each layer: the given tokens, or those that it read; None where it read no text."""
+        layers = dict(self.items())
+        own = {name: None if _reads_others(seen) else seen.tokens for name, seen in layers.items()}
+        if given is None:
+            return own
+        # where one layer has read just these, another that has read other tokens keeps its own
+        known = any(read is not None and torch.equal(read, given.to(read)) for read in own.values())
+        fitting = {
+            name: not _reads_others(seen) and given.shape == (seen.grid.batch, seen.grid.query_len)
+            for name, seen in layers.items()
+        }
+        if not any(fitting.values()):  # they are wrong, which each layer that reads text will say
+            return {name: None if _reads_others(seen) else given for name, seen in layers.items()}
+        return {name: given if fits and not (known and own[name] is not None) else own[name]
+                for name, fits in fitting.items()}  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all of it into one safetensors file, which `load_recording` reads: the tensors, and in the header
@@ -103,7 +122,17 @@ class Recording(Mapping[str, Recorded]):
 
     def __repr__(self) -> str:
         of = f" of {self.model}" if self.model else ""
-        return f"<Recording{of}: {len(self)} layer{'s' * (len(self) != 1)}>"
+        texts = [text for of_layer in self._texts.values() for text in of_layer]
+        parts = [several(len(self), "layer")]
+        if texts:
+            parts.append(several(sum(len(text.pieces) for text in texts), "call"))
+            heads = sorted({text.queries[0].shape[1] for text in texts})
+            parts.append(several(heads[-1], "head") if len(heads) == 1 else f"{heads[0]} to {heads[-1]} heads")
+            if self.tokens is not None:
+                rows, length = self.tokens.shape
+                parts.append(several(length, "token") + (f" in {rows} rows" if rows > 1 else ""))
+            parts.append(as_bytes(held(tensor for text in texts for tensor in text.held())))
+        return f"<Recording{of}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
         rows = [["", "layer", "heads", "queries", "keys", "mask", "calls"]]
@@ -121,22 +150,30 @@ class Recording(Mapping[str, Recorded]):
 
     def _add(
         self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, lse: Tensor | None,
-        tokens: Tensor | None,
+        read: Read,
     ) -> None:  # fmt: skip
         """Keeps one call of a layer.
 
         Args:
             settled: that nobody will write into these tensors is known (regard's own layers and caches).
-            lse: the call's, if it is known. tokens: what stands at its queries, if that is known.
+            lse: the call's, if it is known. read: what its queries and keys stand for.
         """
-        text = self._text(name, heads, scoring, settled, tokens)
+        text = self._text(name, heads, scoring, settled, read)
         if lse is not None and self._dtype in (None, heads.query.dtype):  # not that of rounded numbers
             text.lse = lse.detach() if self._chosen is None else lse.detach()[:, list(self._chosen)]
         texts = self._texts.setdefault(name, [])
-        if not (texts and texts[-1].take(text, settled)):
+        goes_on = bool(texts) and texts[-1].take(text, settled, self._goes_on(name) if read.cross else None)
+        if not goes_on:
             texts.append(text)
+        self._order[name] = len(self._order_of_self)
+        if not read.cross:
+            self._order_of_self.append(goes_on)
 
-    def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, read: Tensor | None) -> "Text":
+    def _goes_on(self, name: str) -> bool | None:
+        """Whether the last self-attention went on with its text; None if none ran since this layer did."""
+        return self._order_of_self[-1] if len(self._order_of_self) > self._order.get(name, 0) else None
+
+    def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, read: Read) -> "Text":
         """One call as a text of one piece."""
         count, kv_heads = heads.query.shape[1], heads.key.shape[1]
         mask, bias = scoring["mask"], scoring["bias"]
@@ -162,7 +199,8 @@ class Recording(Mapping[str, Recorded]):
         query, key = tensors[:2]
         return Text(
             [query], key, tensors[2] if self._values else None, scoring["scale"], scoring["softcap"], sink, additive,
-            [Piece(query.shape[2], 0, key.shape[2], mask, bias, read)], self._chosen,
+            [Piece(query.shape[2], 0, key.shape[2], mask, bias, read.tokens)], self._chosen,
+            cross=read.cross, patches=read.patches,
         )  # fmt: skip
 
 
@@ -206,14 +244,19 @@ def record(
     def keep(place: Place, attend: Attend) -> Attend:
         def kept(heads: Heads, scoring: ScoringArguments) -> Result:
             output, lse = attend(heads, scoring)
-            tokens = reading.tokens(len(heads.query), heads.query.shape[2])
-            recording._add(place.name, heads, scoring, place.settled, lse, tokens)
+            read = reading.of_call(place.layer, *(len(heads.query), heads.query.shape[2], heads.key.shape[2]))
+            recording._add(place.name, heads, scoring, place.settled, lse, read)
             return output, lse
 
         return kept
 
     with watching("record", model, layers, keep, innermost=True):
         yield recording
+
+
+def _reads_others(seen: Recorded) -> bool:
+    """Whether a layer reads no text of its own: an image, or another sequence."""
+    return seen.cross or seen.patches is not None
 
 
 def _name(model: nn.Module) -> str:

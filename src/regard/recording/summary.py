@@ -1,8 +1,8 @@
 """What a head does, in a few numbers.
 
-A head is described by shares of its weight. They are means over the queries from the second on, induction over those
-that have an earlier occurrence. In a text, the first token that a query may see is usually where a head rests that has
-found nothing, its sink (Xiao et al. 2023).
+A head is described by shares of its weight. Where the tokens of a text are known, they are means over the queries from
+the second on, induction over those that have an earlier occurrence. In a text, the first token that a query may see is
+usually where a head rests that has found nothing, its sink (Xiao et al. 2023).
 
     previous token   weight on the token just before
     first token      weight on the first token
@@ -11,9 +11,13 @@ found nothing, its sink (Xiao et al. 2023).
     local            weight on tokens nearer than `LOCAL`, the query's own included
     document         weight on the query's own document, where it could go to others, beyond what even attention would
                      put there: sum(weight - even) / sum(1 - even); 0 as if there were no documents, 1 never outside
+
+Where there are no tokens to go by, in images, sound and between two sequences, the kinds are those of
+`regard.recording.kinds`.
 """
 
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,10 +27,10 @@ from torch import Tensor
 
 from regard.masks import Document
 from regard.observation import Distance, Entropy, Observation, Share, Visible
+from regard.recording.kinds import LOCAL, Kinds, another, beyond_even, image, sequence
 from regard.recording.texts import Recorded
 from regard.shapes import ShapeError
 
-LOCAL = 8
 KIND_SHARE = 0.4
 """A head is called by a kind when that share of its weight, or more, is of that kind."""
 
@@ -50,11 +54,14 @@ class HeadSummary(NamedTuple):
     spread: float
     """Mean of entropy over its largest possible value, log(visible keys and sink): 0 one key, 1 even."""
     distance: float
-    """Mean distance to what is attended to, in tokens."""
+    """Mean distance to what is attended to, in tokens; in cross-attention, from where the query would stand."""
     shares: dict[str, float]
-    """previous token, first token, same token, induction, local, and, if documents were given, document."""
+    """Of a text: previous token, first token, same token, induction, local, and, if documents were given, document.
+    Of others: see `regard.recording.kinds`."""
     kind: str
     """The largest share's name; if none is large, "even", "local", "document" or "mixed" (`kind_of`)."""
+    reads: str = "text"
+    """What the layer reads: "text", "sequence" (without known tokens), "image 7 x 7 + 1", "another sequence"."""
 
     @property
     def score(self) -> float:
@@ -63,11 +70,20 @@ class HeadSummary(NamedTuple):
 
 
 class Summary(list[HeadSummary]):
-    """Every head in a few numbers. Prints as a table; in a notebook it is one."""
+    """Every head in a few numbers. Prints as a table, in a notebook too; of several towers (an image's and a text's, an
+    encoder's and a decoder's, cross-attention) each has its own."""
 
     def of(self, kind: str) -> "Summary":
         """The heads of a kind, those with the highest score first."""
         return Summary(sorted((s for s in self if s.kind == kind), key=lambda s: -s.score))
+
+    def towers(self) -> "dict[str, Summary]":
+        """The heads of each tower: layers that read alike and whose names differ in their numbers alone."""
+        found: dict[str, Summary] = {}
+        for s in self:
+            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", s.layer)
+            found.setdefault(f"{name}: {s.reads}", Summary()).append(s)
+        return found
 
     def _rows(self) -> list[list[str]]:
         return [["layer", "head", "kind", "score", "entropy", "spread", "distance"]] + [
@@ -76,14 +92,74 @@ class Summary(list[HeadSummary]):
         ]
 
     def __str__(self) -> str:
-        return _text_table(self._rows(), left=(0, 2))
+        towers = self.towers()
+        if len(towers) < 2:
+            return _text_table(self._rows(), left=(0, 2))
+        return "\n\n".join(f"{name}\n{_text_table(tower._rows(), left=(0, 2))}" for name, tower in towers.items())
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows())
+        towers = self.towers()
+        if len(towers) < 2:
+            return html_table(self._rows())
+        return "".join(f"<p>{html.escape(name)}</p>{html_table(tower._rows())}" for name, tower in towers.items())
 
 
-def summarise(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
-    """Every head of one layer in a few numbers (see above)."""
+def summarise(
+    name: str, seen: Observation, tokens: Tensor | None = None, documents: Tensor | None = None
+) -> list[HeadSummary]:
+    """Every head of one layer in a few numbers (see above); tokens None: what can be said without them."""
+    if tokens is None:
+        return _by_place(name, seen, kinds_of(seen))
+    return _by_token(name, seen, tokens, documents)
+
+
+def kinds_of(seen: Observation) -> Kinds:
+    """What a head can be called that is not described by tokens."""
+    _, _, query_len, key_len, _ = seen.grid
+    cross, patches = (seen.cross, seen.patches) if isinstance(seen, Recorded) else (False, None)
+    if cross or query_len != key_len:
+        return another(query_len, key_len)
+    if patches is not None and key_len - patches[0] * patches[1] >= 0:
+        return image(*patches, key_len - patches[0] * patches[1])
+    return sequence()
+
+
+def _by_place(name: str, seen: Observation, kinds: Kinds) -> list[HeadSummary]:
+    batch, heads, query_len, key_len, device = seen.grid
+    assert seen.lse is not None  # known first, so that entropy is made in the same way each time
+    rules = [Share(rule) for rule in kinds.rules.values()]
+    away = Share(lambda query, key: (key - kinds.place(query)).abs())
+    entropy, distance, visible, *shared = seen.gather(Entropy(), away, Visible(), *rules)
+    nothing = torch.zeros(batch, heads, max(query_len, key_len), 1, dtype=shared[0].dtype, device=device)
+    same = replace(seen.scoring, scale=1.0, softcap=None, bias=None, sink=None, additive=None)
+    even = Observation(nothing[:, :, :query_len], nothing[:, :, :key_len], same).gather(*rules)
+    counts = (torch.arange(query_len, device=device) >= kinds.first).expand(batch, heads, -1)
+    places = visible + (0 if seen.scoring.sink is None else 1)
+    spread = _mean(entropy / places.clamp(min=2).log(), places > 1)
+    shares = {
+        kind: beyond_even(weight, by_even, counts)
+        for kind, weight, by_even in zip(kinds.rules, shared, even, strict=True)
+    }
+    summaries = []
+    for head, number in enumerate(seen.heads if isinstance(seen, Recorded) else range(heads)):
+        of_head = {kind: float(share[head]) for kind, share in shares.items()}
+        means = float(entropy[:, head].mean()), float(spread[head]), float(distance[:, head].mean())
+        kind = _kind_by_place(of_head, means[1], kinds.wide)
+        summaries.append(HeadSummary(name, number, *means, of_head, kind, kinds.reads))
+    return summaries
+
+
+def _kind_by_place(shares: Mapping[str, float], spread: float, wide: frozenset[str]) -> str:
+    narrow = {kind: share for kind, share in shares.items() if kind not in wide}
+    best = max(narrow, key=lambda kind: narrow[kind])
+    if narrow[best] >= KIND_SHARE:
+        return best
+    if spread >= EVEN_SPREAD:
+        return "even"
+    return next((kind for kind in wide if shares[kind] >= LOCAL_SHARE), "mixed")
+
+
+def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
     batch, heads, query_len, key_len, device = seen.grid
     for what, given in (("tokens", tokens), ("documents", documents)):
         if given is not None and (given.shape != (batch, query_len) or query_len != key_len):

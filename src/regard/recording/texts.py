@@ -28,6 +28,8 @@ class Recorded(Observation):
         value: [batch, kv_heads, key_len, value_dim], if recorded with ``values=True``; else None.
         tokens: int [batch, query_len], what stood at the queries, if that was seen; else None.
         heads: which heads of the layer these are; `head` goes by these numbers.
+        cross: whether the keys are another sequence's than the queries' (cross-attention).
+        patches: rows and columns of an image whose patches are the last of the keys, if it is one; else None.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Recorded(Observation):
         value: Tensor | None = None,
         tokens: Tensor | None = None,
         heads: tuple[int, ...] | None = None,
+        cross: bool = False,
+        patches: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(query, key, scoring, lse)
-        self.value, self.tokens = value, tokens
+        self.value, self.tokens, self.cross, self.patches = value, tokens, cross, patches
         self.heads = tuple(range(scoring.grid.heads)) if heads is None else heads
 
     def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> "Recorded":
@@ -57,7 +61,18 @@ class Recorded(Observation):
         if tokens is not None:
             tokens = tokens[rows : rows + 1 or None] if isinstance(rows, int) else tokens[rows]
         numbers = (self.heads[heads],) if isinstance(heads, int) else self.heads[heads]
-        return Recorded(one.query, one.key, one.scoring, one._lse, value=value, tokens=tokens, heads=numbers)
+        return Recorded(
+            *(one.query, one.key, one.scoring, one._lse),
+            value=value, tokens=tokens, heads=numbers, cross=self.cross, patches=self.patches,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        of = "cross-attention, " if self.cross else "image {} x {}, ".format(*self.patches) if self.patches else ""
+        return super().__repr__().replace("<Recorded ", f"<Recorded {of}", 1)
+
+    def _kept(self) -> dict[str, Tensor]:
+        more = {"values": self.value, "tokens": self.tokens}
+        return super()._kept() | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def head(self, head: int) -> "Recorded":
         """One head alone, by its number in the layer."""
@@ -117,6 +132,7 @@ class Text:
         queries: one tensor per piece.
         key, value: those of the last piece.
         past: keys and values that stood before them, where a cache has let go of its oldest.
+        cross, patches: as in `Recorded`.
     """
 
     queries: list[Tensor]
@@ -130,16 +146,29 @@ class Text:
     heads: tuple[int, ...] | None
     past: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     lse: Tensor | None = None
+    cross: bool = False
+    patches: tuple[int, int] | None = None
     _tensors: Heads | None = field(default=None, repr=False)
     _whole: Recorded | None = field(default=None, repr=False)
     _calls: list[Recorded] | None = field(default=None, repr=False)
 
-    def take(self, other: "Text", settled: bool) -> bool:
+    def take(self, other: "Text", settled: bool, goes_on: bool | None = None) -> bool:
         """Takes in a call that goes on with this text: one whose keys are the last ones here and, at the end, those of
-        its own queries. False if it does not."""
+        its own queries; in cross-attention, one with the same keys. False if it does not.
+
+        Args:
+            goes_on: in cross-attention, whether the self-attention that ran before went on with its text; None if there
+                was none, and then only the same memory is the same text.
+        """
         (piece,) = other.pieces
         if not self._fits(other):
             return False
+        if self.cross:
+            alike = [_same_memory(*pair) if goes_on is None else torch.equal(*pair) for pair in self._pairs(other)]
+            if goes_on is False or self.key.shape != other.key.shape or not all(alike):
+                return False
+            self._append(other, piece)
+            return True
         reused = other.key.shape[2] - piece.query_len
         gone = self.key.shape[2] - reused
         if reused > 0 and gone >= 0 and all(_continues(*pair, gone, settled) for pair in self._pairs(other)):
@@ -150,16 +179,28 @@ class Text:
             piece = piece._replace(first=last.first + gone)
         elif not self._refills(other, piece):
             return False
+        self._append(other, piece)
+        return True
+
+    def _append(self, other: "Text", piece: Piece) -> None:
         self.queries += other.queries
         self.pieces.append(piece)
         self.key, self.value = other.key, other.value
         self.lse = self._tensors = self._whole = self._calls = None
-        return True
 
     def _fits(self, other: "Text") -> bool:
         """Whether the other is of the same shape and scores in the same way."""
         alike = [
-            (t.scale, t.softcap, t.queries[0].shape[:2], t.key.shape[:2], t.key.shape[3], t.key.dtype, t.key.device)
+            (
+                t.cross,
+                t.scale,
+                t.softcap,
+                t.queries[0].shape[:2],
+                t.key.shape[:2],
+                t.key.shape[3],
+                t.key.dtype,
+                t.key.device,
+            )
             for t in (self, other)
         ]
         return alike[0] == alike[1] and same(self.sink, other.sink) and same(self.additive, other.additive)
@@ -201,6 +242,12 @@ class Text:
             self._tensors = Heads(query, key, key if value is None else value)
         return self._tensors
 
+    def held(self) -> list[Tensor | None]:
+        """Every tensor that is kept of it, beside masks and biases."""
+        past = [tensor for pair in self.past for tensor in pair]
+        tokens = [piece.tokens for piece in self.pieces]
+        return [*self.queries, self.key, self.value, self.sink, self.additive, self.lse, *past, *tokens]
+
     def whole(self) -> Recorded:
         """All queries with all keys."""
         if self._whole is None:
@@ -233,7 +280,10 @@ class Text:
         rules = {"scale": self.scale, "softcap": self.softcap, "sink": self.sink, "additive": additive}
         scoring = observe(query, key, mask=mask, bias=bias, lse=lse, **rules).scoring  # type: ignore[arg-type]
         kept = None if self.value is None else value[:, :, keys]
-        return Recorded(query, key, scoring, lse, value=kept, tokens=tokens, heads=self.heads)
+        return Recorded(
+            *(query, key, scoring, lse),
+            value=kept, tokens=tokens, heads=self.heads, cross=self.cross, patches=self.patches,
+        )  # fmt: skip
 
     def _rules(self, key_len: int) -> tuple[Mask | None, Bias | None]:
         """Mask and bias of the whole: those of the one piece; or the pieces' own, if they are one rule of positions
@@ -241,6 +291,8 @@ class Text:
         first, *more = self.pieces
         if not more:
             return first.mask, first.bias
+        if self.cross and all(p.mask is None and p.bias is None for p in self.pieces):
+            return None, None
         of_positions = all(p.first == 0 for p in more) and by_position(first.mask) and by_position(first.bias)
         if of_positions and all(same(first.mask, p.mask) and same(first.bias, p.bias) for p in more):
             grid = self.grid(first)._replace(query_len=sum(p.query_len for p in self.pieces), key_len=key_len)
@@ -286,6 +338,10 @@ def aligned(tensor: Tensor) -> Tensor:
     both."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def _same_memory(old: Tensor, new: Tensor) -> bool:
+    return new.data_ptr() == old.data_ptr() and new.stride() == old.stride() and new.shape == old.shape
 
 
 def _continues(old: Tensor, new: Tensor, gone: int, settled: bool) -> bool:

@@ -16,11 +16,12 @@ WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Place(NamedTuple):
-    """A layer that calls: its name, its number in the order of first calls, and whether it is regard's own."""
+    """A layer that calls: its name, its number in the order of first calls, whether it is regard's own, and itself."""
 
     name: str
     number: int
     settled: bool
+    layer: nn.Module
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def watching(
 
     def around(layer: nn.Module, attend: Attend, hook: Callable[[Place, Attend], Attend]) -> Attend:
         name = names[id(layer)]
-        place = Place(name, called.setdefault(name, len(called)), name in own)
+        place = Place(name, called.setdefault(name, len(called)), name in own, layer)
         chosen = layers is None or place.name in wanted or place.number in wanted
         return hook(place, attend) if chosen else attend
 
