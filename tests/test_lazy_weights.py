@@ -200,6 +200,13 @@ def test_a_head_is_computed_alone(made):
     assert sum(place.cells() for place in made) <= 11 * 11
 
 
+def test_some_heads_have_their_own_observation():
+    lazy = weights()
+    whole = lazy.dense()
+    assert_close(lazy[1, 3].observation.received(), whole[1:, 3:4].sum(2))
+    assert_close(lazy[:, 2:4].observation.max_score(), lazy.observation.max_score()[:, 2:4])
+
+
 LOOPS: dict[str, Any] = {
     "rows": lambda w, n: [w[0, 3, i] for i in range(n)],
     "rows of a head": lambda w, n: [w[0][3][i] for i in range(n)],
