@@ -5,8 +5,8 @@ import torch
 
 from regard import record
 from regard.training.checkpoint import PRETRAINED, load
-from regard.training.data import Corpus, standard_library, xz_bits_per_byte
-from regard.training.loop import bits_per_byte, copying_loss
+from regard.training.corpus import Corpus, standard_library, xz_bits_per_byte
+from regard.training.measures import bits_per_byte, copying_loss
 
 FOLDER = PRETRAINED / "stdlib"
 

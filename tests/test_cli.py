@@ -278,7 +278,7 @@ def test_train_writes_a_model_that_look_can_show_and_refuses_to_begin_again(
     assert "--resume" in again.err
     other = Run(capsys, *arguments, "--resume", "--learning-rate", 0.001)
     assert other.code == 2
-    assert "other settings: learning_rate" in " ".join(other.err.split())
+    assert "begun with learning_rate 0.003, which cannot become 0.001" in " ".join(other.err.split())
 
 
 def test_training_goes_on_from_a_model_with_its_vocabulary_and_sizes_and_its_card(

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard.training.data import (
-    IGNORED,
-    Batch,
-    Corpus,
-    Packed,
-    TextFile,
-    files,
-    folder,
-    standard_library,
-    xz_bits_per_byte,
-)
+from regard.training.corpus import Corpus, TextFile, files, folder, standard_library, xz_bits_per_byte
+from regard.training.data import IGNORED, Batch, Packed
 from regard.training.text import Tokenizer, train_tokenizer
 
 
@@ -184,22 +175,46 @@ def test_a_held_out_file_is_dropped_when_more_than_half_of_it_stands_in_training
     assert (paths(kept.held_out), kept.skipped) == (["codecs.py"], {})
 
 
-def test_a_folder_gives_the_files_that_match_and_says_which_are_no_text(tmp_path: Path) -> None:
-    write(tmp_path, {"b.txt": "b\n", "sub/a.txt": "a\n", "c.md": "c\n", "empty.txt": "", "picture.txt": b"\x89PNG\0"})
+def test_a_folder_gives_every_file_with_text_or_those_that_match_and_says_what_was_skipped(tmp_path: Path) -> None:
+    files = {"b.txt": "b\n", "sub/a.txt": "a\n", "c.md": "c\n", "NOTES": "d\n", "empty.txt": "", "p.txt": b"\x89PNG\0"}
+    write(tmp_path, {**files, "latin.txt": "caf\xe9".encode("latin-1"), "copy.md": "c\n"})
+    write(tmp_path, {".git/config": "text\n", ".hidden": "text\n", "node_modules/x.md": "text\n"})
     corpus = folder(tmp_path)
-    # The hashes modulo 20 are 1 and 3, neither is 0: the smaller is held out, to have something to measure with.
-    assert (paths(corpus.training), paths(corpus.held_out)) == (["sub/a.txt"], ["b.txt"])
-    assert set(corpus.skipped) == {"empty.txt", "picture.txt"}
+    # The hash of b.txt, modulo 20, is the smallest of those: it is held out, to have something to measure with.
+    assert (paths(corpus.training), paths(corpus.held_out)) == (["NOTES", "c.md", "sub/a.txt"], ["b.txt"])
+    assert set(corpus.skipped) == {"empty.txt", "p.txt", "latin.txt", "copy.md"}
+    told = str(corpus)
+    assert told.startswith("4 texts (2 .txt, 1 .md, 1 without an ending), 0.0 MB; 1 held out\nskipped: ")
+    for words in ("1 binary", "1 empty", "1 not UTF-8", "1 the same as another"):
+        assert words in told.split("skipped: ")[1]
     assert paths(folder(tmp_path, "*.md").training) == ["c.md"]
 
 
-def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
+def test_the_folder_of_a_model_is_no_text_to_learn_from(tmp_path: Path) -> None:
+    run = {"runs/mine/card.md": "# Model card\n", "runs/mine/tokenizer.json": "{}\n", "runs/mine/checks/a.md": "x\n"}
+    write(tmp_path, {"a.md": "a\n", "b.md": "b\n", "runs/c.md": "c\n", **run, "runs/mine/progress.safetensors": b"\1"})
+    for pattern in (None, "**/*.md"):
+        corpus = folder(tmp_path, pattern)
+        assert sorted(paths(corpus.training) + paths(corpus.held_out)) == ["a.md", "b.md", "runs/c.md"]
+
+
+def test_a_text_of_more_than_sixteen_megabytes_can_be_learnt_from(tmp_path: Path) -> None:
+    write(tmp_path, {"large.txt": "a line of text\n" * 1_200_000})
+    for corpus in (folder(tmp_path), files([tmp_path / "large.txt"])):
+        assert len(corpus.training[0].text) > 2**24
+
+
+def test_a_folder_without_texts_is_refused_and_what_is_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gone: expected a folder"):
         folder(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"expected texts, found none; the folder holds no file$"):
+        folder(tmp_path)
     write(tmp_path, {"a.txt": b"\0"})
     with pytest.raises(ValueError, match=r"expected texts, found none, only:\n  a\.txt: .*NUL at byte 0"):
         folder(tmp_path)
-    with pytest.raises(ValueError, match=r"\*\.rst: expected texts, found none$"):
+    write(tmp_path, {"b.md": "b\n", "c/d.md": "d\n"})
+    there = r"\*\.rst: expected texts, found none; the folder holds 2 \.md, 1 \.txt\n  hint: without a pattern"
+    with pytest.raises(ValueError, match=there):
         folder(tmp_path, "*.rst")
 
 
@@ -341,6 +356,12 @@ def test_documents_change_their_order_from_epoch_to_epoch_but_not_their_inside()
         assert sorted(inside) == documents
         orders.add(tuple(first for first, _, _ in inside))
     assert len(orders) > 8
+
+
+def test_the_digest_of_rows_changes_with_every_token_and_every_border() -> None:
+    some = [packed(d, 3).digest() for d in ([[5, 6], [7]], [[5, 6], [8]], [[5], [6, 7]], [[7], [5, 6]])]
+    assert len(set(some)) == 4
+    assert packed([[5, 6], [7]], 4, seed=2).digest() == some[0]
 
 
 @given(some_documents, st.integers(1, 11), st.integers(1, 5), st.integers(0, 40), st.sampled_from([0.0, 0.3, 1.0]))

@@ -1,43 +1,27 @@
-"""Training: a run that was interrupted ends where an uninterrupted one does, and measures count every token once."""
+"""Training: a run that was interrupted ends where an uninterrupted one does, and what goes wrong loses nothing."""
 
 import json
 import math
+import os
 import signal
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from regard.models import Decoder, ModelConfig
 from regard.training import loop
 from regard.training.checkpoint import load, progress_header, read
-from regard.training.data import IGNORED, Batch, Corpus, Packed, TextFile, xz_bits_per_byte
-from regard.training.loop import (
-    Measures,
-    Settings,
-    bits_per_byte,
-    card,
-    copying_loss,
-    make_optimizers,
-    measure,
-    next_token_loss,
-    train,
-    uninterrupted,
-)
+from regard.training.data import IGNORED, Batch, Packed
+from regard.training.loop import DivergedError, make_optimizers, next_token_loss, train
+from regard.training.metrics import Metrics, read_metrics
+from regard.training.settings import Settings
 from regard.training.text import Tokenizer, train_tokenizer
 
 CONTEXT = 16
 SETTINGS = Settings(steps=6, batch_size=2, precision="no", save_every=4, seed=3)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    """Accelerate keeps one state for the whole process, with the precision of the first run."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -120,7 +104,6 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights_bit_for_bit(
     with pytest.raises(KeyboardInterrupt):
         train(model, data, SETTINGS, tmp_path, report=stop_at(step, reports))
     assert progress_header(tmp_path / "progress.safetensors")["step"] == step
-    assert not (tmp_path / "model.safetensors").exists()
     again = model_of(seed=99, dropout=rate, attention_dropout=rate)  # other weights, which the saved ones replace
     seconds = train(again, data, SETTINGS, tmp_path, resume=True, report=reports.append)
     expected, losses = uninterrupted_run(rate)
@@ -167,9 +150,7 @@ def test_ctrl_c_at_any_moment_of_a_step_loses_nothing(where, data, uninterrupted
         patched.setattr(owner, name, interrupting(getattr(owner, name)))
         with pytest.raises(KeyboardInterrupt):
             train(model_of(), data, SETTINGS, tmp_path)
-    # before the weights change, the step is not done; once they do, it is finished first
-    done = 3 if "optimizer" in where else 2
-    assert progress_header(tmp_path / "progress.safetensors")["step"] == done
+    assert progress_header(tmp_path / "progress.safetensors")["step"] == 3  # it is finished first
     model = model_of(seed=99)
     train(model, data, SETTINGS, tmp_path, resume=True)
     assert_equal(weights(model), uninterrupted_run(0.0)[0])
@@ -223,7 +204,6 @@ def test_going_on_with_other_settings_data_or_another_model_is_refused(data, tmp
     ):
         with pytest.raises(ValueError, match=f"^{path}: begun with other settings: {says}$"):
             train(model_of(), data, settings, tmp_path, resume=True)
-        AcceleratorState._reset_state(reset_partial_state=True)
     for other, says in (
         (packed(), "size was 91 and is 28"),
         (packed(context_length=8), "context_length was 16 and is 8, size was 91 and is 28"),
@@ -258,6 +238,7 @@ def test_settings_that_cannot_be_are_refused():
         ({"save_every": -1}, "save_every must be 1 or more, got -1"),
         ({"learning_rate": 0.0}, "learning_rate must be between 0 and 1, got 0.0"),
         ({"learning_rate": 1.0}, "learning_rate must be between 0 and 1, got 1.0"),
+        ({"save_minutes": 0.0}, "save_minutes must be more than 0, got 0.0"),
         ({"precision": "fp16"}, "precision must be auto, bf16 or no, got 'fp16'"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -348,7 +329,6 @@ def test_bfloat16_stays_inside_of_training(data, tmp_path):
     tokens = torch.randint(31, (2, 7))
     assert torch.equal(model(tokens), plain(tokens))
     exact = []
-    AcceleratorState._reset_state(reset_partial_state=True)
     train(model_of(), data, SETTINGS, tmp_path / "exact", report=exact.append)
     assert [r.loss for r in reports] != [r.loss for r in exact]
     assert [r.loss for r in reports] == pytest.approx([r.loss for r in exact], rel=0.02)
@@ -365,213 +345,234 @@ def test_auto_is_bfloat16_where_the_processor_has_it(monkeypatch):
     assert loop._precision("auto") == "bf16"
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- saves ------------------------------------------------------------------------------------------------------------
+
+
+def saves(monkeypatch):
+    """The steps at which a save is made, from now on."""
+    made, original = [], loop.save_progress
+
+    def watched(path, model, optimizers, header):
+        made.append(header["step"])
+        original(path, model, optimizers, header)
+
+    monkeypatch.setattr(loop, "save_progress", watched)
+    return made
+
+
+def test_a_save_is_made_at_the_beginning_every_so_many_steps_and_at_the_end(data, tmp_path, monkeypatch):
+    made = saves(monkeypatch)
+    train(model_of(), data, SETTINGS, tmp_path / "some")
+    assert made == [0, 4, 6]
+    del made[:]
+    train(model_of(), data, replace(SETTINGS, save_every=None, save_minutes=None), tmp_path / "none")
+    assert made == [0, 6]
+
+
+def test_a_save_is_made_when_its_time_has_come(data, tmp_path, monkeypatch):
+    made, now = saves(monkeypatch), [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+
+    def half_a_minute(r):
+        now[0] += 30.0
+
+    monkeypatch.setattr(loop, "next_token_loss", lambda *a: (half_a_minute(None), next_token_loss(*a))[1])
+    train(model_of(), data, replace(SETTINGS, save_every=None, save_minutes=1.0), tmp_path)
+    assert made == [0, 2, 4, 6]
+
+
+def test_a_model_can_be_used_from_the_first_step_on_and_says_how_far_it_is(data, tmp_path):
+    Tokenizer(train_tokenizer(["the cat"], vocab_size=257)).save(tmp_path / "tokenizer.json")
+    found = []
+
+    def look(r):
+        found.append(load(tmp_path))
+
+    small = Packed([[1, 2, 3] * 9], context_length=CONTEXT, vocab_size=257)
+    model = model_of(vocab_size=257)
+    train(model, small, replace(SETTINGS, save_every=2), tmp_path, report=look)
+    assert [loaded.unfinished for loaded in found] == [(0, 6), (2, 6), (2, 6), (4, 6), (4, 6), (4, 6)]
+    assert_equal(weights(load(tmp_path).model), weights(model))
+    assert load(tmp_path).unfinished is None
+
+
+def test_the_course_of_a_run_stands_in_its_folder_with_every_step_once(data, tmp_path):
+    reports = []
+    with pytest.raises(KeyboardInterrupt):
+        train(model_of(), data, SETTINGS, tmp_path, report=stop_at(2, reports))
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # a killed run's: steps after its last save, and half a line
+        file.write('{"step": 3, "loss": 9.0}\n{"step": 4, "lo')
+    train(model_of(), data, SETTINGS, tmp_path, resume=True, report=reports.append)
+    assert read_metrics(tmp_path) == [asdict(r) for r in reports]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(tmp_path / "nowhere") == []
+
+
+def test_two_trainings_in_one_folder_refuse_each_other(data, tmp_path):
+    refused = []
+
+    def begin_another(r):
+        def other():
+            with pytest.raises(ValueError, match=f"{tmp_path} is in use, process {os.getpid()} on"):
+                train(model_of(), data, SETTINGS, tmp_path)
+            refused.append(True)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    model = model_of()
+    train(model, data, replace(SETTINGS, steps=1), tmp_path, report=begin_another)
+    assert refused == [True]
+    assert_equal({k: v for k, v in read(tmp_path / "model.safetensors")[1].items() if k == "norm.weight"},
+                 {"norm.weight": model.norm.weight.detach()})  # fmt: skip
+
+
+def test_two_runs_of_different_precision_fit_into_one_process(data, tmp_path):
+    train(model_of(), data, SETTINGS, tmp_path / "exact")
+    train(model_of(), data, replace(SETTINGS, precision="bf16"), tmp_path / "bf16")
+
+
+def test_what_auto_was_when_a_run_began_it_stays(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_precision", lambda wanted: "bf16")
+    settings = replace(SETTINGS, precision="auto")
+    with pytest.raises(KeyboardInterrupt):
+        train(model_of(), data, settings, tmp_path / "stopped", report=stop_at(2, []))
+    whole, gone_on = model_of(), model_of()
+    train(whole, data, settings, tmp_path / "whole")
+    monkeypatch.setattr(loop, "_precision", lambda wanted: "no")  # as on another machine
+    train(gone_on, data, settings, tmp_path / "stopped", resume=True)
+    assert_equal(weights(gone_on), weights(whole))
+
+
+def test_texts_that_have_changed_since_are_refused(tmp_path):
+    one, other = (Packed([[1, 2, 3] * 9, [last]], context_length=CONTEXT, vocab_size=31) for last in (4, 5))
+    with pytest.raises(KeyboardInterrupt):
+        train(model_of(), one, SETTINGS, tmp_path, report=stop_at(1, []))
+    with pytest.raises(ValueError, match=r"begun with other data: the texts, or the tokens .* have changed since"):
+        train(model_of(), other, SETTINGS, tmp_path, resume=True)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @interruptible
-def test_ctrl_c_waits_for_the_end_of_a_block_that_must_not_be_interrupted():
-    before = signal.getsignal(signal.SIGINT)
-    done = []
-
-    def work():
-        with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == [True]
-    assert signal.getsignal(signal.SIGINT) is before
-    with pytest.raises(ZeroDivisionError), uninterrupted():
-        raise ZeroDivisionError
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it():
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_end_lets_the_step_finish_saves_and_exits_with_its_code(
+    number, code, data, uninterrupted_run, tmp_path, monkeypatch
+):
+    before = signal.signal(number, signal.SIG_DFL)
     try:
-        with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with pytest.raises(SystemExit) as ended:
+            train(model_of(), data, SETTINGS, tmp_path, report=lambda r: r.step == 3 and signal.raise_signal(number))
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(number, before)
+    assert ended.value.code == code
+    assert progress_header(tmp_path / "progress.safetensors")["step"] == 3
+    model = model_of(seed=99)
+    train(model, data, SETTINGS, tmp_path, resume=True)
+    assert_equal(weights(model), uninterrupted_run(0.0)[0])
 
 
-def test_a_thread_that_no_signal_reaches_has_nothing_to_wait_for():
-    done = []
+@interruptible
+def test_a_second_ctrl_c_ends_the_step_and_the_last_save_stands(data, uninterrupted_run, tmp_path, monkeypatch):
+    count = 0
+    step = torch.optim.AdamW.step
 
-    def work():
-        with uninterrupted():
-            done.append(True)
+    def interrupted_twice(*arguments, **more):
+        nonlocal count
+        count += 1
+        if count == 6:  # the other optimizer has changed its part of the weights
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return step(*arguments, **more)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [True]
-
-
-# --- measures ---------------------------------------------------------------------------------------------------------
-
-TEXTS = [
-    "the cat sat on the mat, the hat",
-    "",
-    "é",
-    "a mat",
-    "the the the the the the hat sat on the cat on the hat" * 2,
-]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(train_tokenizer(TEXTS, vocab_size=264))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.optim.AdamW, "step", interrupted_twice)
+        with pytest.raises(KeyboardInterrupt):
+            train(model_of(), data, SETTINGS, tmp_path)
+    assert progress_header(tmp_path / "progress.safetensors")["step"] == 4
+    model = model_of(seed=99)
+    train(model, data, SETTINGS, tmp_path, resume=True)
+    assert_equal(weights(model), uninterrupted_run(0.0)[0])
 
 
-def bits_one_by_one(model, tokenizer, texts, stride):
-    """Every token by itself: in the first piece that holds it, which is the one with the most before it."""
-    length = model.config.context_length
-    bits = 0.0
-    for text in texts:
-        chain = [tokenizer.end_id, *tokenizer.encode(text)]
-        for target in range(1, len(chain)):
-            at = next(at for at in range(0, len(chain), stride) if target - at <= length)
-            logits = model(torch.tensor([chain[at:target]]))[0, -1].detach().double()
-            bits -= float(logits.log_softmax(-1)[chain[target]]) / math.log(2)
-    return bits / sum(len(text.encode()) for text in texts)
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_no_number_stops_and_keeps_its_batch_and_the_last_save(
+    where, data, uninterrupted_run, tmp_path, monkeypatch
+):
+    met = []
+
+    def broken(model, batch):
+        loss = next_token_loss(model, batch)
+        met.append((batch, weights(model)))
+        if len(met) != 6:
+            return loss
+        return loss * float("nan") if where == "loss" else loss + (model.norm.weight[:1] * 0).abs().sqrt().sum()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "next_token_loss", broken)
+        says = "step 6 has loss nan" if where == "loss" else r"step 6 has loss 3\.\d+ and a gradient of norm nan"
+        with pytest.raises(DivergedError, match=f"(?s){says}.*{tmp_path}/diverged.safetensors.*hint: .*smaller"):
+            train(model_of(), data, SETTINGS, tmp_path)
+    metadata, kept = read(tmp_path / "diverged.safetensors")
+    assert json.loads(metadata["note"])["step"] == 6
+    batch, before = met[-1]
+    for name, tensor in batch._asdict().items():
+        assert torch.equal(kept[name], tensor), name
+    assert_equal({k.removeprefix("model."): v for k, v in kept.items() if k.startswith("model.layers.0")},
+                 {k: v for k, v in sorted(before.items()) if k.startswith("layers.0")})  # fmt: skip
+    assert progress_header(tmp_path / "progress.safetensors")["step"] == 4
+    model = model_of(seed=99)
+    train(model, data, SETTINGS, tmp_path, resume=True)  # without what broke it
+    assert_equal(weights(model), uninterrupted_run(0.0)[0])
 
 
-@pytest.mark.parametrize("context", [1, 2, 7, 64])
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_bits_per_byte_count_every_token_once(context, batch_size, tokenizer):
-    model = model_of(vocab_size=264, context_length=context, positions="learned").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    strides = {None: max(1, context // 4), 1: 1, context: context, max(1, context - 2): max(1, context - 2)}
-    for stride, steps in strides.items():
-        told = []
+@pytest.mark.parametrize("file", ["progress.safetensors", "model.safetensors", "metrics.jsonl"])
+def test_a_full_disk_is_one_error_and_leaves_the_last_save_whole(file, data, uninterrupted_run, tmp_path, monkeypatch):
+    full = []
 
-        def tell(done, all, told=told):
-            told.append((done, all))
+    def fill(r):
+        full.append(r.step == 3)
 
-        bits = bits_per_byte(model, tokenizer, TEXTS, stride=stride, batch_size=batch_size, progress=tell)
-        assert bits == pytest.approx(bits_one_by_one(model, tokenizer, TEXTS, steps), rel=1e-5)
-        assert told[-1][0] == told[-1][1]
+    replace_file, write_line = os.replace, Metrics.write
 
+    def on_full_disk(source, target):
+        if any(full) and Path(target).name == file:
+            raise OSError(28, "No space left on device")
+        replace_file(source, target)
 
-def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_vocabulary_for_each_token(tokenizer):
-    model = model_of(vocab_size=264)
-    with torch.no_grad():
-        model.embedding.weight.zero_()
-    tokens = sum(len(tokenizer.encode(text)) for text in TEXTS)
-    size = sum(len(text.encode()) for text in TEXTS)
-    assert bits_per_byte(model, tokenizer, TEXTS) == pytest.approx(tokens * math.log2(264) / size)
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
 
+        def close(self):
+            pass
 
-def test_nothing_is_dropped_while_it_is_measured_and_the_mode_is_left_as_it_was(tokenizer):
-    model = model_of(vocab_size=264, dropout=0.5).train()
-    measured = bits_per_byte(model, tokenizer, TEXTS), copying_loss(model)
-    assert model.training
-    model.eval()
-    assert (bits_per_byte(model, tokenizer, TEXTS), copying_loss(model)) == measured
-    assert not model.training
+    def write(self, line):
+        if any(full) and file == "metrics.jsonl":
+            self._file.close()
+            self._file = Full()
+        return write_line(self, line)
 
-
-def test_strides_that_would_leave_tokens_out_and_texts_without_a_letter_are_refused(tokenizer):
-    model = model_of(vocab_size=264)
-    for stride in (0, CONTEXT + 1):
-        with pytest.raises(ValueError, match=f"stride: expected 1 to context_length=16, got {stride}"):
-            bits_per_byte(model, tokenizer, TEXTS, stride=stride)
-    for texts in ([], [""]):
-        with pytest.raises(ValueError, match="texts: expected some text, got none"):
-            bits_per_byte(model, tokenizer, texts)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", on_full_disk)
+        patched.setattr(Metrics, "write", write)
+        with pytest.raises(OSError, match=f"^{tmp_path / file}: cannot be written: No space left on device; what was"):
+            train(model_of(), data, SETTINGS, tmp_path, report=fill)
+    known = {"progress.safetensors", "model.safetensors", "metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == known
+    model = model_of(seed=99)
+    train(model, data, SETTINGS, tmp_path, resume=True)
+    assert_equal(weights(model), uninterrupted_run(0.0)[0])
 
 
-class Copying(Decoder):
-    """Knows what came `period` tokens ago, and expects everything else alike."""
+def test_too_little_memory_is_said_with_what_would_need_less(data, tmp_path, monkeypatch):
+    def too_large(*arguments):
+        return torch.empty(2**60, dtype=torch.uint8)
 
-    period = 5
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.logits = torch.nn.Identity()
-
-    def states(self, tokens, **arguments):
-        self.read = tokens
-        logits = torch.zeros(*tokens.shape, self.config.vocab_size)
-        for at in range(self.period, tokens.shape[1]):
-            logits[torch.arange(len(tokens)), at, tokens[:, at - self.period + 1]] = 20.0
-        return logits
-
-
-@pytest.mark.parametrize("end_id", [0, 13, 30])
-def test_the_copying_loss_is_small_for_a_model_that_copies(end_id):
-    config = ModelConfig(vocab_size=31, context_length=64, dim=12, layers=1, heads=3)
-    model = Copying(config)
-    first, second = copying_loss(model, length=5, rows=7, end_id=end_id)
-    assert first == pytest.approx(math.log(31))
-    assert second < 1e-6
-    assert model.read.shape == (7, 10)
-    assert (model.read[:, 0] == end_id).all()
-    assert end_id not in model.read[:, 1:].unique()
-    assert set(model.read[:, 1:].flatten().tolist()) <= set(range(31))
-    assert torch.equal(model.read[:, 1:5], model.read[:, 6:10])
-    other = Copying(config)
-    copying_loss(other, length=5, rows=7, end_id=end_id, seed=1)
-    assert not torch.equal(other.read, model.read)
-    # where the context is too short for two copies they are shorter
-    copying_loss(model, length=128, rows=2)
-    assert model.read.shape == (2, 64)
-
-
-def corpus(held_out=True):
-    files = [TextFile(f"{name}.txt", text) for name, text in zip("abcde", TEXTS, strict=True) if text]
-    return Corpus(tuple(files[:2]), tuple(files[2:]) if held_out else (), {})
-
-
-def test_measures_are_those_of_the_held_out_files(tokenizer):
-    model = model_of(vocab_size=264)
-    measures = measure(model, tokenizer, corpus())
-    texts = [file.text for file in corpus().held_out]
-    assert measures.bits_per_byte == bits_per_byte(model, tokenizer, texts)
-    assert measures.xz_joined == xz_bits_per_byte(texts)
-    sizes = [len(text) for text in texts]
-    each = [xz_bits_per_byte([text]) for text in texts]
-    assert measures.xz_each == pytest.approx(sum(s * e for s, e in zip(sizes, each, strict=True)) / sum(sizes))
-    assert (measures.copy_first, measures.copy_second) == copying_loss(model)
-    nothing = measure(model, tokenizer, corpus(held_out=False))
-    assert all(math.isnan(value) for value in (nothing.bits_per_byte, nothing.xz_each, nothing.xz_joined))
-    assert nothing.copy_first == measures.copy_first
-
-
-def test_a_card_says_what_was_trained_on_what_how_and_how_good_it_is(data):
-    model = model_of()
-    measures = Measures(1.5, 3.0, 2.0, 3.4, 0.5)
-    text = card(measures, model, data, SETTINGS, corpus(), command="regard train runs/mine", seconds=90.0)
-    config = json.loads(text.split("| configuration | `")[1].split("`")[0])
-    assert ModelConfig.from_dict(config) == model.config
-    assert json.loads(text.split("| settings | `")[1].split("`")[0]) == asdict(SETTINGS)
-    for line in (
-        f"A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.",
-        "| data | 2 files, 33 bytes, 91 tokens; 25% of the rows are random tokens, repeated, which teach copying |",
-        f"| digest of the data | `{corpus().digest()}`",
-        "| command | `regard train runs/mine` |",
-        "| trained on | 192 tokens, 2.11 epochs |",
-        "| held-out bits per byte | 1.5000 |",
-        "| xz -9e on the same files | 3.0000 each by itself (the model needs 0.500 of that), 2.0000 joined (0.750) |",
-        "| random tokens, then again | loss 3.400, then 0.500 nats |",
-        "- d.txt (5 bytes)",
-        "- e.txt (106 bytes)",
-    ):
-        assert line in text
-    assert "| data | 2 files, 33 bytes, 91 tokens |" in card(
-        measures, model, Packed([[1] * 90], context_length=16, vocab_size=31), SETTINGS, corpus(), command="", seconds=0
-    )
-
-
-def test_a_trained_model_is_loaded_and_measured_like_any_other(tokenizer, tmp_path):
-    data = Packed.from_texts(TEXTS, tokenizer, context_length=CONTEXT)
-    model = model_of(vocab_size=264)
-    train(model, data, SETTINGS, tmp_path)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    loaded = load(tmp_path)
-    assert bits_per_byte(loaded.model, loaded.tokenizer, TEXTS) == bits_per_byte(model, tokenizer, TEXTS)
+    monkeypatch.setattr(loop, "next_token_loss", too_large)
+    says = r"out of memory \(step 1, 2 rows of 16 tokens\)\n  hint: a smaller batch_size"
+    with pytest.raises(RuntimeError, match=says):
+        train(model_of(), data, SETTINGS, tmp_path)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,44 @@ def test_a_dtype_that_the_format_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=re.escape("storage: a is of torch.complex128; there are torch.float64, ")):
         storage.save(tmp_path / "file", {"a": torch.ones(3, dtype=torch.complex128)}, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")], ids=["Ctrl-C", "full"])
+def test_any_file_that_was_not_finished_leaves_the_old_one_and_nothing_else(
+    error: BaseException, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def work() -> None:
+        with storage.replacing(path) as new:
+            new.write_text("half of the ne")
+            raise error
+
+    if isinstance(error, OSError):
+        with pytest.raises(OSError, match=f"^{path}: cannot be written: No space left on device; what was there"):
+            work()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from regard.storage import replacing
+with replacing(Path(sys.argv[1])) as new:
+    new.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_half_written_is_gone_after_the_next(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "file")], check=False).returncode == -9
+    assert not (tmp_path / "file").exists()
+    with storage.replacing(tmp_path / "file") as new:
+        new.write_text("whole")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "whole"

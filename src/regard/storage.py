@@ -1,4 +1,4 @@
-"""Tensors on disk, in the format of safetensors: written whole or not at all, straight from where they lie in memory.
+"""Files that are written whole or not at all; and tensors in the format of safetensors, straight from memory.
 
     8 bytes     the length of what follows
     JSON        for each tensor its dtype, shape and place; under "__metadata__" the caller's strings
@@ -11,7 +11,8 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,17 +48,38 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise TypeError(f"storage: {name} is of {tensor.dtype}; there are {', '.join(map(str, NAMES))}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    with replacing(path) as new, new.open("wb") as file:
+        file.write(_head(ordered, metadata, begin))
+        for tensor in ordered.values():
+            _put(tensor, file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write a file at; when the block is done, and the file on the disk, it takes the place of `path`.
+
+    Raises:
+        OSError: there is no room, or no permission; what was there before is still there.
+    """
+    beside = path.with_name(path.name + ".part")
     try:
-        with beside.open("wb") as file:
-            file.write(_head(ordered, metadata, begin))
-            for tensor in ordered.values():
-                _put(tensor, file)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield beside
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> OSError:
+    """One line for what went wrong while a file was written."""
+    kept = "; what was there before is whole" if path.exists() else ""
+    return OSError(f"{path}: cannot be written: {error.strerror or error}{kept}")
 
 
 def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], begin: int) -> bytes:

@@ -43,9 +43,11 @@ def progress_bar(console: Console, *extra: str) -> Any:
 
     columns = [
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None),  # what is left of the line
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ]
-    return Progress(*columns, *(TextColumn(text) for text in extra), console=console, disable=not console.is_terminal)
+    return Progress(
+        *columns, *(TextColumn(text) for text in extra), console=console, expand=True, disable=not console.is_terminal
+    )

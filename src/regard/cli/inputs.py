@@ -46,4 +46,8 @@ def load_model(name: str) -> "Loaded":
     need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
 
-    return load(name)
+    loaded = load(name)
+    if loaded.unfinished is not None:
+        step, steps = loaded.unfinished
+        print(f"{name}: its training is at step {step:,} of {steps:,}", file=sys.stderr)
+    return loaded

@@ -1,194 +1,341 @@
 """regard train: a language model from texts to a checkpoint."""
 
+import contextlib
+import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from regard.cli.console import open_console, progress_bar
-from regard.cli.inputs import load_model
 from regard.extras import need
+from regard.training.report import Listener, Report
+from regard.training.settings import Recipe
 
-if TYPE_CHECKING:
-    from regard.training.data import Corpus
+DATA, MODEL, TRAINING, RUNNING = "What to learn from", "Size of the model", "How to train", "Saving and going on"
+
+LINE_EVERY = 30
+"""Seconds between two lines where there is no terminal, and so no bar."""
 
 
 def train(
-    folder: Annotated[Path, typer.Argument(help="Where the model is written.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write the model in.")],
     data: Annotated[
-        str,
-        typer.Option("--data", metavar="stdlib|FOLDER|FILE", help="Python's standard library, or texts of your own."),
-    ] = "stdlib",
-    pattern: Annotated[str, typer.Option("--pattern", help="Which files of a folder.")] = "**/*.txt",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="How often the weights change.")] = 5000,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Rows of a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="At its highest.")] = 3e-3,
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="stdlib|FOLDER|FILE",
+            rich_help_panel=DATA,
+            help="A folder of texts, a text file, or the source of Python's standard library (30 MB). Default: stdlib.",
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            "--pattern",
+            metavar="GLOB",
+            rich_help_panel=DATA,
+            help="Which files of the folder, such as '**/*.md'. Default: every file that holds text.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        float | None,
+        typer.Option(
+            "--repeats",
+            metavar="SHARE",
+            rich_help_panel=DATA,
+            help="Share of the sequences, 0 to 1, replaced by repeated random tokens, which teach copying. Default: 0.",
+        ),
+    ] = None,
     begin: Annotated[
         str | None,
-        typer.Option("--from", metavar="NAME|FOLDER", help="Go on from a model's weights, vocabulary and sizes."),
+        typer.Option(
+            "--from",
+            metavar="NAME|FOLDER",
+            rich_help_panel=MODEL,
+            help="Start from this model: its weights, vocabulary and sizes.",
+        ),
     ] = None,
-    vocab_size: Annotated[int | None, typer.Option("--vocab-size", min=257, help="Default: 4096.")] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size",
+            metavar="N",
+            min=257,
+            rich_help_panel=MODEL,
+            help="Tokens in the vocabulary, at most. Default: 4096.",
+        ),
+    ] = None,
     context_length: Annotated[
-        int | None, typer.Option("--context-length", min=8, help="Default: 512, or that of --from.")
+        int | None,
+        typer.Option(
+            "--context-length",
+            metavar="N",
+            min=8,
+            rich_help_panel=MODEL,
+            help="Tokens that the model reads at once. Default: 512, or that of --from.",
+        ),
     ] = None,
-    dim: Annotated[int | None, typer.Option("--dim", min=8, help="Default: 192.")] = None,
-    layers: Annotated[int | None, typer.Option("--layers", min=1, help="Default: 6.")] = None,
-    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Default: 6.")] = None,
-    hidden_dim: Annotated[int | None, typer.Option("--hidden-dim", help="Default: 8/3 of dim.")] = None,
-    repeats: Annotated[float, typer.Option("--repeats", help="Share of rows of repeated random tokens.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    precision: Annotated[Literal["auto", "bf16", "no"], typer.Option("--precision")] = "auto",
+    dim: Annotated[
+        int | None,
+        typer.Option(
+            "--dim",
+            metavar="N",
+            min=8,
+            rich_help_panel=MODEL,
+            help="Width of the model, a multiple of --heads. Default: 192.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", metavar="N", min=1, rich_help_panel=MODEL, help="Number of layers. Default: 6."),
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            "--heads", metavar="N", min=1, rich_help_panel=MODEL, help="Attention heads in each layer. Default: 6."
+        ),
+    ] = None,
+    hidden_dim: Annotated[
+        int | None,
+        typer.Option(
+            "--hidden-dim",
+            metavar="N",
+            min=1,
+            rich_help_panel=MODEL,
+            help="Width of the feed-forward layers. Default: 8/3 of --dim.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            rich_help_panel=TRAINING,
+            help="Training steps, each one update of the weights. Default: 5000.",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            metavar="N",
+            min=1,
+            rich_help_panel=TRAINING,
+            help="Sequences of --context-length tokens in each step. Default: 8.",
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--learning-rate",
+            metavar="RATE",
+            rich_help_panel=TRAINING,
+            help="Peak learning rate; it rises over the first 3% of the steps, then falls to 0. Default: 0.003.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            rich_help_panel=TRAINING,
+            help="Decides the initial weights and the order of the texts. Default: 0.",
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["auto", "bf16", "no"] | None,
+        typer.Option(
+            "--precision",
+            metavar="auto|bf16|no",
+            rich_help_panel=TRAINING,
+            help="bf16 multiplies in bfloat16, no in float32; auto is bf16 where the hardware has it. Default: auto.",
+        ),
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
+        int | None,
+        typer.Option(
+            "--threads", metavar="N", min=1, rich_help_panel=TRAINING, help="CPU threads. Default: one for each core."
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in FOLDER.")] = False,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            "--save-every",
+            metavar="STEPS",
+            min=1,
+            rich_help_panel=RUNNING,
+            help="Save after this many steps. Default: 200.",
+        ),
+    ] = None,
+    save_minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--save-minutes",
+            metavar="MINUTES",
+            rich_help_panel=RUNNING,
+            help="Save after this time, too, however few the steps. Default: 5.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            rich_help_panel=RUNNING,
+            help="Go on with the run in FOLDER, with the options that it was begun with. --steps may be raised.",
+        ),
+    ] = False,
 ) -> None:
-    """Train a language model on Python's standard library, or on texts of your own.
+    """Train a language model on texts of your own, or on Python's standard library.
 
-    Ctrl-C saves; --resume goes on, with the same command or with more --steps. Held-out files tell how good the model
-    is: about one file in twenty, never trained on, against what xz -9e needs for them.
+    The model can be used while it is being trained. Ctrl-C finishes the step,
+    saves and stops; --resume goes on.
+
+    At the end the model is measured on texts held out from training (about one
+    file in twenty, or the end of a single file), in bits per byte; what xz -9e
+    needs for the same texts stands beside it. Loss, learning rate and speed of
+    every step are in FOLDER/metrics.jsonl.
 
     [bold]Examples[/bold]
 
       regard train runs/mine --steps 200
 
-      regard train runs/mine --steps 200 --resume
+      regard train runs/mine --resume --steps 400
 
-      regard train runs/letters --data letters/ --pattern "*.md" --layers 4 --dim 128
+      regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
 
-      regard train runs/longer --from stdlib --context-length 1024 --steps 200
+      regard train runs/more --from stdlib --data docs --steps 100
+
+      regard look README.md --model runs/mine
     """
     need("regard train", "train", "accelerate", "tokenizers")
-    import torch
+    options: dict[str, Any] = {
+        "data": data,
+        "pattern": pattern,
+        "repeats": repeats,
+        "start_from": begin,
+        "vocab_size": vocab_size,
+        "context_length": context_length,
+        "dim": dim,
+        "layers": layers,
+        "heads": heads,
+        "hidden_dim": hidden_dim,
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "precision": precision,
+        "threads": threads,
+        "save_every": save_every,
+        "save_minutes": save_minutes,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    recipe = None if resume else Recipe(**given)
 
-    from regard.models import Decoder, ModelConfig
-    from regard.training import checkpoint, loop
-    from regard.training.data import Packed
-    from regard.training.text import Tokenizer, train_tokenizer
+    from regard.training import run
+    from regard.training.stopping import exits_on_signals
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if resume and not (folder / "progress.safetensors").is_file():
-        raise ValueError(f"--resume: there is no {folder / 'progress.safetensors'}; without --resume a new run begins")
-    if not resume and (folder / "progress.safetensors").is_file():
-        raise ValueError(f"{folder}: holds a run already; --resume goes on with it, another folder begins anew")
-    settings = loop.Settings(
-        steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed, precision=precision
-    )
-    sizes = {"vocab_size": vocab_size, "dim": dim, "layers": layers, "heads": heads, "hidden_dim": hidden_dim}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    beginning = None if begin is None else load_model(begin)
-    if beginning is None:
-        width = given.get("dim", 192)
-        plain = {"vocab_size": 4096, "dim": width, "layers": 6, "heads": 6, "hidden_dim": -(-8 * width // 3 // 8) * 8}
-        config = ModelConfig.from_dict({"context_length": context_length or 512, **plain, **given})
-    else:
-        config = beginning.model.config
-        for name, size in given.items():
-            if size != getattr(config, name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')}: --from {begin} decides it, {getattr(config, name)}; got {size}"
-                )
-        if config.positions == "learned" and context_length not in (None, config.context_length):
-            raise ValueError(
-                f"--context-length: {begin} has learned a vector for each of {config.context_length} positions and no "
-                f"more; got {context_length}"
-            )
-        config = replace(config, context_length=context_length or config.context_length)
     console = open_console(stderr=True)
-    corpus = _corpus(data, pattern)
-    if not corpus.held_out:
-        raise ValueError(f"--data: {data} is too little to hold some of it out; give more than one line")
-    texts = [file.text for file in corpus.training]
-    size = sum(len(text.encode()) for text in texts)
-    console.print(f"{len(texts):,} files, {size / 1e6:.1f} MB to train on; {len(corpus.held_out)} files held out")
-    if resume:
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
-    else:
-        if beginning is None:
-            with console.status("learning the vocabulary"):
-                tokenizer = Tokenizer(train_tokenizer(texts, config.vocab_size))
-        else:
-            tokenizer = beginning.tokenizer
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(folder / "tokenizer.json")
-    if beginning is None:
-        config = replace(config, vocab_size=tokenizer.vocab_size)  # few texts may have fewer tokens than asked for
-    with progress_bar(console) as bar:
-        task = bar.add_task("cutting into tokens", total=len(texts))
-        rows = Packed.from_texts(
-            texts,
-            tokenizer,
-            context_length=config.context_length,
-            seed=seed,
-            repeats=repeats,
-            progress=lambda done, all: bar.update(task, completed=done, total=all),
-        )
-    torch.manual_seed(seed)
-    model = Decoder(config)
-    if beginning is not None:
-        model.load_state_dict(beginning.model.state_dict())
-    parameters = sum(p.numel() for p in model.parameters())
-    console.print(
-        f"{parameters:,} parameters, {rows.size:,} tokens in an epoch; {steps:,} steps of "
-        f"{batch_size * rows.context_length:,} tokens are "
-        f"{steps * batch_size * rows.context_length / rows.size:.2f} epochs"
-    )
-    try:
-        with progress_bar(console, "{task.fields[note]}") as bar:
-            task = bar.add_task("training", total=steps, note="")
-            smooth = Smooth()
-            watch = _watcher(console, steps)
-
-            def report(r: loop.Report) -> None:
-                loss = smooth(r.loss)
-                bar.update(task, completed=r.step, note=f"loss {loss:.3f}  {r.tokens_per_second:,.0f} tokens/s")
-                watch(r, loss)
-
-            seconds = loop.train(model, rows, settings, folder, resume=resume, report=report)
-    except KeyboardInterrupt:
-        console.print(f"stopped and saved; go on with the same command and --resume (in {folder})")
-        raise
-    checkpoint.save_model(folder, model, dtype=torch.float16)
-    model = checkpoint.load(folder).model  # measured as stored
-    with progress_bar(console) as bar:
-        task = bar.add_task("measuring on held-out files", total=None)
-        measures = loop.measure(
-            model,
-            tokenizer,
-            corpus,
-            progress=lambda done, all: bar.update(task, completed=done, total=all),
-        )
-    card = loop.card(
-        measures,
-        model,
-        rows,
-        settings,
-        corpus,
-        command="regard " + " ".join(sys.argv[1:]).replace(" --resume", ""),
-        seconds=seconds,
-        begun_from=beginning.folder if beginning else None,
-    )
-    (folder / "card.md").write_text(card, encoding="utf-8")
+    command = shlex.join(["regard", *sys.argv[1:]])
+    with exits_on_signals():
+        try:
+            with Screen(console) as screen:
+                if recipe is None:
+                    measures = run.resume(folder, command=command, listener=screen, **given)
+                else:
+                    measures = run.begin(folder, recipe, command=command, listener=screen)
+        except (KeyboardInterrupt, SystemExit):
+            with contextlib.suppress(OSError):  # the terminal has gone
+                console.print(_how_to_go_on(folder), soft_wrap=True)
+            raise
+    if measures is None:
+        return
     console.print(
         f"held out: {measures.bits_per_byte:.3f} bits per byte (xz -9e: {measures.xz_each:.3f} file by file, "
         f"{measures.xz_joined:.3f} joined)\n"
         f"random tokens, then again: loss {measures.copy_first:.2f}, then {measures.copy_second:.2f}"
     )
-    console.print(f"written: {folder}; look at it: regard look FILE --model {folder}")
+    console.print(f"written: {folder}; look at it: regard look FILE --model {shlex.quote(str(folder))}", soft_wrap=True)
 
 
-def _corpus(data: str, pattern: str) -> "Corpus":
-    from regard.training import data as sources
+def _how_to_go_on(folder: Path) -> str:
+    """What to say when a run was stopped."""
+    from regard.training.checkpoint import progress_header
+    from regard.training.loop import PROGRESS
 
-    if data == "stdlib":
-        return sources.standard_library()
-    return sources.folder(data, pattern) if Path(data).is_dir() else sources.files([data])
+    try:
+        header = progress_header(folder / PROGRESS)
+    except ValueError:
+        return "stopped before the first step; nothing was saved"
+    place = shlex.quote(str(folder))
+    return (
+        f"stopped; saved at step {header['step']:,} of {header['settings']['steps']:,}\n"
+        f"go on: regard train {place} --resume; look at it: regard look FILE --model {place}"
+    )
+
+
+class Screen(Listener):
+    """Bars in a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Any = None
+        self._task: Any = None
+        self._work = ""
+        self._smooth = Smooth()
+        self._first: tuple[int, float] | None = None  # step and seconds where this process began
+        self._line = time.monotonic()
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def note(self, text: str) -> None:
+        self._close()
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def progress(self, work: str, done: int, total: int) -> None:
+        self._show(work, done, total, "")
+
+    def step(self, report: Report, settings: Recipe) -> None:
+        loss = self._smooth(report.loss)
+        speed = f"loss {loss:.3f}  {report.tokens_per_second:,.0f} tokens/s"
+        self._show("training", report.step, settings.steps, speed)
+        step, seconds = self._first = self._first or (report.step, report.seconds)
+        if not self.console.is_terminal:
+            waited = time.monotonic() - self._line
+            if waited > LINE_EVERY or report.step in (step, settings.steps):
+                self._line = time.monotonic()
+                pace = (report.seconds - seconds) / max(1, report.step - step)
+                left = f"  {_time((settings.steps - report.step) * pace)} left" if pace else ""
+                self.console.print(f"step {report.step:,} of {settings.steps:,}  {speed}{left}", soft_wrap=True)
+
+    def _show(self, work: str, done: int, total: int, words: str) -> None:
+        if not self.console.is_terminal:
+            return
+        if work != self._work:
+            self._close()
+            self._work, self._bar = work, progress_bar(self.console, "{task.fields[words]}")
+            self._bar.start()
+            self._task = self._bar.add_task(work, total=total, completed=done, words=words)
+        self._bar.update(self._task, completed=done, total=total, words=words)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._work, self._bar = "", None
+
+
+def _time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Smooth:
@@ -200,16 +347,3 @@ class Smooth:
     def __call__(self, loss: float) -> float:
         self.value = loss if self.value is None else 0.98 * self.value + 0.02 * loss
         return self.value
-
-
-def _watcher(console: Console, steps: int) -> Callable[[Any, float], None]:
-    """Without a terminal there is no bar: a line every half minute, and at the end."""
-    last = time.monotonic()
-
-    def watch(r: Any, loss: float) -> None:
-        nonlocal last
-        if not console.is_terminal and (time.monotonic() - last > 30 or r.step in (1, steps)):
-            last = time.monotonic()
-            console.print(f"step {r.step:,} of {steps:,}  loss {loss:.3f}  {r.tokens_per_second:,.0f} tokens/s")
-
-    return watch

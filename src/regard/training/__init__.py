@@ -1,7 +1,15 @@
 """Training a language model from scratch, from files to a checkpoint.
 
-- `text`: reading text files, and the byte-level tokenizer.
-- `data`: which files to learn from, which to hold out, and rows of tokens for the model.
-- `loop`: the training itself.
-- `checkpoint`: a run on disk, complete enough to go on from.
+disk         one training in a folder, and files that are whole or not there
+text         reading text files, and the byte-level tokenizer
+corpus       which texts to learn from, which to hold out
+data         rows of tokens for the model
+settings     how a model is trained, as plain data
+checkpoint   a model, and a run, on disk
+stopping     signals that ask to stop
+metrics      the course of a run as JSON lines
+loop         the training itself
+measures     how good a model is
+card         what is said about it
+run          all of that: from texts to a folder
 """

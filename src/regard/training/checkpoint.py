@@ -1,12 +1,14 @@
-"""A model on disk: a folder of three files, and a fourth while it is being trained.
+"""A model on disk: a folder of three files, and two more where it was trained.
 
     model.safetensors      the weights; the configuration is in its header, as JSON
     tokenizer.json         what cuts text into the model's tokens
     card.md                what it was trained on, how, and how good it is (written by `regard train`)
     progress.safetensors   the optimizers' state and the place in the data, to go on from
+    metrics.jsonl          loss, learning rate and speed of every step
 
-Nothing is pickled. Every file is written beside its place and moved there when it is whole, so that an interruption
-leaves the old one. Models that come with regard lie in the package, in `pretrained/`, and are loaded by name.
+The first two are there from the first step on, so that a model can be used while it is being trained. Nothing is
+pickled. Every file is written beside its place and moved there when it is whole, so that an interruption, or a full
+disk, leaves the old one. Models that come with regard lie in the package, in `pretrained/`, and are loaded by name.
 """
 
 import json
@@ -32,11 +34,16 @@ FORMAT = "regard.decoder.1"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to use, its tokenizer, and the folder they came from."""
+    """A model ready to use, its tokenizer, and the folder they came from.
+
+    Attributes:
+        unfinished: of a model whose training is not done, the steps it has had and those it is to have; else None.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
     folder: Path
+    unfinished: tuple[int, int] | None = None
 
 
 def bundled() -> list[str]:
@@ -74,7 +81,8 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
             f"{folder / 'tokenizer.json'}: has {tokenizer.vocab_size} tokens, the model beside it "
             f"{model.config.vocab_size}"
         )
-    return Loaded(model.eval(), tokenizer, folder)
+    step, steps = json.loads(metadata.get("steps", "[0, 0]"))
+    return Loaded(model.eval(), tokenizer, folder, (step, steps) if step < steps else None)
 
 
 def find(name: str | os.PathLike[str]) -> Path:
@@ -89,10 +97,26 @@ def find(name: str | os.PathLike[str]) -> Path:
     )
 
 
-def save_model(folder: Path, model: Decoder, *, dtype: torch.dtype | None = None) -> None:
-    """Writes model.safetensors; `dtype` None keeps the weights' own."""
+def save_model(
+    folder: Path, model: Decoder, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
+) -> None:
+    """Writes model.safetensors.
+
+    Args:
+        dtype: of the stored weights; None keeps their own.
+        steps: of a model in training, the steps it has had and those it is to have.
+    """
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _weights(model).items()}
-    save(folder / "model.safetensors", tensors, {"format": FORMAT, "config": json.dumps(model.config.to_dict())})
+    metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict())}
+    if steps is not None:
+        metadata["steps"] = json.dumps(steps)
+    save(folder / "model.safetensors", tensors, metadata)
+
+
+def save_batch(path: Path, model: Decoder, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+    """Writes a batch, the weights that met it (`model.` before their names) and `note`, to find out what went wrong."""
+    weights = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
+    save(path, {**weights, **batch}, {"config": json.dumps(model.config.to_dict()), "note": json.dumps(dict(note))})
 
 
 def save_progress(

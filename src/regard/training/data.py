@@ -1,16 +1,6 @@
-"""What a model learns from: files, which of them are held out, and rows of tokens.
+"""Rows of tokens for the model.
 
-**Files.** Every Python installation carries its standard library as source: some thirty megabytes of code, comments and
-documentation by many hands, under a free licence, already on the machine. `standard_library` collects it; `folder` and
-`files` take texts of your own.
-
-**Held out.** About one file in twenty is never trained on, and tells how well the model does on text it has not seen.
-Which one is decided by a hash of its relative path, so it is the same on every machine and does not change when other
-files come or go. Of the standard library, only source and documentation are held out, not tests and tables of
-characters. A copy is no test: of files with the same text only the first is kept, and a held-out file most of
-whose text stands, line for line, in the training files is left out of both.
-
-**Rows.** Documents are not all as long as the context. They are laid end to end, each opened by `<|end|>`, and the
+Documents are not all as long as the context. They are laid end to end, each opened by `<|end|>`, and the
 chain is cut into rows; along with its tokens each row carries document numbers, with which `regard.Document` keeps
 attention inside its document:
 
@@ -34,150 +24,22 @@ References:
     [1] Olsson et al., "In-context Learning and Induction Heads", 2022.
 """
 
+import ctypes
 import hashlib
-import io
-import lzma
-import os
-import sysconfig
-import tokenize
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.training.text import Tokenizer, read_text
+from regard.training.text import Tokenizer
 
-HELD_OUT_ONE_IN = 20
 IGNORED = -100
 """The target that counts for nothing: what torch's `cross_entropy` ignores by default."""
 
 ENCODED_AT_ONCE = 2**20
 """Characters: enough to keep every core busy, few enough for memory and to show that it moves."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextFile:
-    """A text and where it came from, as a path relative to its collection, with forward slashes."""
-
-    path: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Texts to learn from and texts to measure with.
-
-    Args:
-        training: sorted by path.
-        held_out: sorted by path; may be empty where there is next to nothing to learn from.
-        skipped: path and reason of every file that was found and not taken.
-    """
-
-    training: tuple[TextFile, ...]
-    held_out: tuple[TextFile, ...]
-    skipped: Mapping[str, str]
-
-    def digest(self) -> str:
-        """The SHA-256 of every path and text, in hexadecimal: two runs with the same digest had the same data."""
-        total = hashlib.sha256()
-        for part in (self.training, self.held_out):
-            for file in part:
-                for field in (file.path, file.text):
-                    total.update(hashlib.sha256(field.encode()).digest())
-            total.update(b"end of part")
-        return total.hexdigest()
-
-
-def standard_library(root: str | PathLike[str] | None = None) -> Corpus:
-    """The source and documentation of Python's standard library.
-
-    Every `.py` file, decoded as Python would (PEP 263), and every `.txt` and `.rst` outside the tests, where those are
-    data. Not taken: installed packages, caches, what the build wrote about its own machine, and test inputs that are
-    broken on purpose.
-
-    Args:
-        root: the library's folder; by default that of the Python that runs.
-
-    Raises:
-        ValueError: there are no files, as in a Python that keeps its library in a zip archive.
-    """
-    library = Path(sysconfig.get_path("stdlib") if root is None else root)
-    taken, skipped = [], {}
-    for path in _walk(library):
-        if not _is_library_text(path):
-            continue
-        try:
-            data = (library / path).read_bytes()
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-            text = data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
-            text.encode()  # some encodings can give what UTF-8 cannot hold
-        except (SyntaxError, LookupError, UnicodeError, OSError) as error:
-            skipped[path] = str(error)
-            continue
-        if "\0" in text:
-            skipped[path] = "it has a NUL character"
-        else:
-            taken.append(TextFile(path, text))
-    return _split(taken, skipped, where=library, may_be_held_out=_is_source)
-
-
-def folder(path: str | PathLike[str], pattern: str = "**/*.txt") -> Corpus:
-    """The texts of a folder.
-
-    Args:
-        path: the folder.
-        pattern: which of its files, as in `pathlib.Path.glob`. What is no text is skipped; `Corpus.skipped` says why.
-
-    Raises:
-        ValueError: it is not a folder, or none of its files match and hold text.
-    """
-    root = Path(path)
-    if not root.is_dir():
-        raise ValueError(f"{path}: expected a folder")
-    taken, skipped = [], {}
-    for file in root.glob(pattern):
-        if file.is_file():
-            name = file.relative_to(root).as_posix()
-            try:
-                taken.append(TextFile(name, read_text(file)))
-            except ValueError as error:
-                skipped[name] = str(error)
-    return _split(taken, skipped, where=root / pattern)
-
-
-def files(paths: Sequence[str | PathLike[str]]) -> Corpus:
-    """The texts of the files that are named. Of a single file, its last lines are held out.
-
-    Raises:
-        ValueError: no file is named, or one cannot be read.
-    """
-    if isinstance(paths, (str, PathLike)) or not paths:
-        raise ValueError(f"paths: expected a list of one file or more, got {paths!r}")
-    absolute = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
-    root = os.path.commonpath([file.parent for file in absolute])
-    return _split([TextFile(file.relative_to(root).as_posix(), read_text(file)) for file in absolute], {}, where=root)
-
-
-def xz_bits_per_byte(texts: Iterable[str]) -> float:
-    """Bits that xz, at its strongest, needs per byte of the joined texts in UTF-8: the yardstick for a language model.
-
-    Whoever predicts text can compress it, to its cross-entropy in bits, so the two numbers can be compared.
-
-    Raises:
-        ValueError: there is no text.
-
-    >>> xz_bits_per_byte(["spam " * 10_000]) < 0.1
-    True
-    """
-    data = "".join(texts).encode()
-    if not data:
-        raise ValueError("texts: expected some text, got none")
-    return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
 class Batch(NamedTuple):
@@ -305,6 +167,14 @@ class Packed:
             repeats=repeats,
         )
 
+    def digest(self) -> str:
+        """The SHA-256 of the documents' tokens, in hexadecimal."""
+        total = hashlib.sha256()
+        for chain in self._chains:
+            total.update(len(chain).to_bytes(8, "big"))
+            total.update(ctypes.string_at(chain.data_ptr(), chain.nbytes))
+        return total.hexdigest()
+
     def batch(self, position: int, batch_size: int) -> Batch:
         """The rows at `position` and after it; the same whichever were taken before."""
         if position < 0:
@@ -396,85 +266,3 @@ def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
     # A hash, because torch's generator starts out alike from seeds that are near to each other.
     digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _walk(root: Path) -> Iterator[str]:
-    """Relative paths of the files below root, with forward slashes, but for installed packages and caches."""
-    for place, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in {"site-packages", "dist-packages", "__pycache__"}]
-        for name in names:
-            yield (Path(place) / name).relative_to(root).as_posix()
-
-
-def _is_library_text(path: str) -> bool:
-    parts = path.split("/")
-    if path.startswith(("lib2to3/tests/data/", "test/tokenizedata/", "test/cjkencodings/", "ensurepip/_bundled/")):
-        return False
-    # written by the build or by the installation: about this machine, not part of the library
-    if parts[0].startswith(("config-", "_sysconfigdata")) or path in {"sitecustomize.py", "usercustomize.py"}:
-        return False
-    if path.endswith(".py"):
-        return True
-    return path.endswith((".txt", ".rst")) and not {"test", "tests"} & set(parts)
-
-
-def _split(
-    found: Sequence[TextFile],
-    skipped: Mapping[str, str],
-    *,
-    where: object,
-    may_be_held_out: Callable[[str], bool] = lambda path: True,
-) -> Corpus:
-    """Training and held-out files: see the module's docstring. One file alone is cut in two, at the end of a line."""
-    skipped = dict(skipped)
-    first: dict[str, str] = {}
-    texts = []
-    for file in sorted(found, key=lambda file: file.path):
-        if not file.text.strip():
-            skipped[file.path] = "it is empty"
-        elif file.text in first:
-            skipped[file.path] = f"it has the same text as {first[file.text]}"
-        else:
-            first[file.text] = file.path
-            texts.append(file)
-    if not texts:
-        reasons = "".join(f"\n  {path}: {reason}" for path, reason in list(skipped.items())[:3])
-        raise ValueError(f"{where}: expected texts, found none{reasons and ', only:'}{reasons}")
-    if len(texts) == 1:
-        (file,) = texts
-        cut = file.text.rfind("\n", 0, round(len(file.text) * (1 - 1 / HELD_OUT_ONE_IN))) + 1
-        if not cut:
-            return Corpus((file,), (), skipped)
-        return Corpus((TextFile(file.path, file.text[:cut]),), (TextFile(file.path, file.text[cut:]),), skipped)
-
-    ranked = sorted((file.path for file in texts if may_be_held_out(file.path)), key=_rank)
-    under = sum(_rank(path)[0] == 0 for path in ranked)
-    few = min(max(under, 1), len(texts) - 1)
-    chosen = set(ranked[:few])
-    training = tuple(file for file in texts if file.path not in chosen)
-    known = {line for file in training for line in _telling_lines(file.text)}
-    held_out = []
-    for file in texts:
-        if file.path in chosen:
-            lines = list(_telling_lines(file.text))
-            if 2 * sum(len(line) for line in lines if line in known) > sum(map(len, lines)):
-                skipped[file.path] = "held out, but most of its lines stand in training files"
-            else:
-                held_out.append(file)
-    return Corpus(training, tuple(held_out), skipped)
-
-
-def _telling_lines(text: str) -> Iterator[str]:
-    """Lines that hardly two files share by chance."""
-    return (line for line in map(str.strip, text.splitlines()) if len(line) >= 20)
-
-
-def _rank(path: str) -> tuple[int, int]:
-    """Which files are held out first: one in HELD_OUT_ONE_IN starts with 0. It depends on the path alone."""
-    number = int.from_bytes(hashlib.sha256(path.encode()).digest(), "big")
-    return number % HELD_OUT_ONE_IN, number
-
-
-def _is_source(path: str) -> bool:
-    """Whether a file of the library is neither a test nor a table of characters, which tell little of reading code."""
-    return not {"test", "tests", "idle_test"} & set(path.split("/")[:-1]) and not path.startswith("encodings/")

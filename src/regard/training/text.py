@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from regard.extras import need
+from regard.storage import replacing
 
 if TYPE_CHECKING:
     import tokenizers
@@ -178,7 +179,8 @@ class Tokenizer:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the tokenizer to one JSON file, the format that transformers reads as `tokenizer.json`."""
-        Path(path).write_text(self.model.to_str(pretty=True), encoding="utf-8")
+        with replacing(Path(path)) as new:
+            new.write_text(self.model.to_str(pretty=True), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Tokenizer":

@@ -1,0 +1,35 @@
+"""What a training tells while it goes on."""
+
+from dataclasses import dataclass
+
+from regard.training.settings import Recipe
+
+
+@dataclass(frozen=True)
+class Report:
+    """How training stands after a step.
+
+    Attributes:
+        step: steps done. loss: of this step, in nats per token. learning_rate: of this step.
+        gradient_norm: before clipping. tokens_per_second: of this step. seconds: of training in all.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens_per_second: float
+    seconds: float
+
+
+class Listener:
+    """What a run tells while it goes on. Each method does nothing by itself; override those that matter."""
+
+    def note(self, text: str) -> None:
+        """Something that a reader should know, in a line or two."""
+
+    def progress(self, work: str, done: int, total: int) -> None:
+        """How far a piece of work, other than the training itself, has come."""
+
+    def step(self, report: Report, settings: Recipe) -> None:
+        """A step of training is done. KeyboardInterrupt, raised here, ends the run with a save."""

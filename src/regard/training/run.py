@@ -1,0 +1,275 @@
+"""A training run as a whole: from texts, by a recipe, to a folder with a model, its vocabulary and its card.
+
+    from regard.training.run import begin, resume
+    from regard.training.settings import Recipe
+
+    begin("runs/mine", Recipe(data="letters", steps=500))
+    resume("runs/mine", steps=1000)
+
+This is what `regard train` does. The parts (`corpus`, `text`, `data`, `loop`, `measures`, `card`) can be used alone.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.extras import need
+from regard.models import Decoder, ModelConfig
+from regard.storage import replacing
+from regard.training import corpus as sources
+from regard.training.card import card
+from regard.training.checkpoint import PRETRAINED, Loaded, load, progress_header, save_model
+from regard.training.corpus import Corpus
+from regard.training.data import Packed
+from regard.training.lock import hold
+from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
+from regard.training.measures import Measures, measure
+from regard.training.report import Listener
+from regard.training.settings import MAY_CHANGE, Recipe
+from regard.training.text import Tokenizer, train_tokenizer
+
+SIZES = {"vocab_size": 4096, "context_length": 512, "dim": 192, "layers": 6, "heads": 6}
+"""Of a model that is begun anew, where the recipe names none."""
+
+CARD = "card.md"
+
+
+def begin(
+    folder: str | os.PathLike[str], recipe: Recipe, *, command: str | None = None, listener: Listener | None = None
+) -> Measures:
+    """Begins a run and brings it to its end.
+
+    Args:
+        folder: where everything is written; made if need be.
+        command: what the card says that the run was begun with.
+    Returns:
+        How good the model is.
+    Raises:
+        ValueError: the folder holds a run or a model, or another training is running there; or the recipe does not fit
+            the texts, or the model that it starts from.
+        DivergedError, OSError, RuntimeError, SystemExit, ImportError: as `loop.train`.
+    """
+    listener, folder = listener or Listener(), Path(folder)
+    need("a training run", "train", "accelerate", "tokenizers")
+    written = command or f"begin({str(folder)!r}, {recipe!r})"
+    recipe = _placed(recipe)
+    with hold(folder):
+        if (folder / PROGRESS).exists():
+            raise ValueError(f"{folder}: holds a run already; --resume goes on with it, another folder begins anew")
+        if (folder / "model.safetensors").exists():
+            raise ValueError(f"{folder}: holds a model already, which would be lost; give another folder")
+        _use_threads(recipe)
+        first = None if recipe.start_from is None else load(recipe.start_from)
+        config = _config(recipe, first)
+        corpus = _read(recipe, listener)
+        texts = [file.text for file in corpus.training]
+        if first is None:
+            listener.progress("learning the vocabulary", 0, 1)
+            tokenizer = Tokenizer(train_tokenizer(texts, config.vocab_size))
+            listener.progress("learning the vocabulary", 1, 1)
+            if tokenizer.vocab_size < config.vocab_size:
+                listener.note(f"{tokenizer.vocab_size:,} tokens in the vocabulary: the texts give no more")
+            config = replace(config, vocab_size=tokenizer.vocab_size)
+        else:
+            tokenizer = first.tokenizer
+        data = _packed(texts, tokenizer, config, recipe, listener)
+        torch.manual_seed(recipe.seed)
+        model = _model(config)
+        if first is not None:
+            model.load_state_dict(first.model.state_dict())
+        tokenizer.save(folder / "tokenizer.json")
+        return _finish(folder, recipe, model, tokenizer, corpus, data, [written], listener, resumed=False)
+
+
+def resume(
+    folder: str | os.PathLike[str], *, command: str | None = None, listener: Listener | None = None, **changes: Any
+) -> Measures | None:
+    """Goes on with a run where it was last saved, with the recipe that it was begun with.
+
+    Args:
+        changes: fields of `Recipe`. More `steps` lengthen the run; `threads` and how often it is saved may change, and
+            `data` says where the same texts lie now. Anything else has to be as it was.
+    Returns:
+        How good the model is; None where all steps were done, and measured, before.
+    Raises:
+        ValueError: there is no run, or another training is running there; or a change contradicts the run, or its texts
+            have changed.
+        DivergedError, OSError, RuntimeError, SystemExit, ImportError: as `loop.train`.
+    """
+    listener, folder = listener or Listener(), Path(folder)
+    progress = folder / PROGRESS
+    if not progress.is_file():
+        raise ValueError(f"--resume: there is no {progress}; without --resume a new run begins")
+    need("a training run", "train", "accelerate", "tokenizers")
+    with hold(folder):
+        header = progress_header(progress)
+        recipe = _continued(folder, header, changes)
+        _use_threads(recipe)
+        if header["step"] >= recipe.steps and (folder / CARD).exists():
+            listener.note(f"{folder}: all {recipe.steps:,} steps are done; more --steps go further")
+            return None
+        corpus = _read(recipe, listener)
+        config = ModelConfig.from_dict(header["config"])
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        data = _packed([file.text for file in corpus.training], tokenizer, config, recipe, listener)
+        check_facts(progress, header, facts_of(recipe, data))
+        listener.note(f"going on after step {header['step']:,}")
+        commands = [*header["notes"]["commands"], command or f"resume({str(folder)!r}, **{changes!r})"]
+        return _finish(folder, recipe, _model(config), tokenizer, corpus, data, commands, listener, resumed=True)
+
+
+def _finish(
+    folder: Path,
+    recipe: Recipe,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    data: Packed,
+    commands: Sequence[str],
+    listener: Listener,
+    *,
+    resumed: bool,
+) -> Measures:
+    """Trains, stores the model in half precision, measures it as stored, and writes its card."""
+    tokens = recipe.steps * recipe.batch_size * data.context_length
+    listener.note(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters; {data.size:,} tokens in an epoch; "
+        f"{recipe.steps:,} steps of {recipe.batch_size * data.context_length:,} tokens are "
+        f"{tokens / data.size:.2f} epochs"
+    )
+    (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
+    seconds = train(
+        model,
+        data,
+        recipe,
+        folder,
+        resume=resumed,
+        notes={"commands": list(commands)},
+        report=lambda report: listener.step(report, recipe),
+    )
+    save_model(folder, model, dtype=torch.float16)
+    model = load(folder).model
+    measures = measure(
+        model,
+        tokenizer,
+        corpus,
+        progress=lambda done, total: listener.progress("measuring on held-out texts", done, total),
+    )
+    written = card(
+        measures,
+        model,
+        data,
+        recipe,
+        corpus,
+        command="; ".join(commands),
+        seconds=seconds,
+        begun_from=None if recipe.start_from is None else _folder_of(recipe.start_from),
+    )
+    with replacing(folder / CARD) as new:
+        new.write_text(written, encoding="utf-8")
+    return measures
+
+
+def _use_threads(recipe: Recipe) -> None:
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """The recipe with its paths made absolute, so that it can be gone on with from any folder."""
+    data = recipe.data if recipe.data == "stdlib" else os.path.abspath(recipe.data)
+    start = recipe.start_from
+    if start is not None and Path(start).is_dir():
+        start = os.path.abspath(start)
+    return replace(recipe, data=data, start_from=start)
+
+
+def _folder_of(start: str) -> Path:
+    return Path(start) if os.path.isabs(start) else PRETRAINED / start
+
+
+def _continued(folder: Path, header: dict[str, Any], changes: dict[str, Any]) -> Recipe:
+    """The recipe of a run, with what may change about it."""
+    was = header["settings"]
+    if not {"data", "pattern"} <= set(was) or not {"config", "notes", "precision"} <= set(header):
+        raise ValueError(f"{folder}: the run does not say what it was begun with; an older version of regard wrote it")
+    names = {field.name for field in fields(Recipe)}
+    if unknown := sorted({*changes, *was} - names):
+        raise ValueError(f"{folder}: a recipe has no {', '.join(unknown)}")
+    old = Recipe(**was)
+    new = replace(old, **changes)
+    wanted = asdict(_placed(new))
+    really = {**header["config"], "precision": header["precision"]}  # what "auto" and None came to
+    for name in changes:
+        if name in MAY_CHANGE or wanted[name] in (was[name], really.get(name, was[name])):
+            continue
+        if name == "steps":
+            if new.steps > old.steps:
+                continue
+            raise ValueError(
+                f"{folder}: begun with {old.steps:,} steps; they may be raised, not lowered to {new.steps:,}"
+            )
+        raise ValueError(
+            f"{folder}: begun with {name} {really.get(name, was[name])!r}, which cannot become {wanted[name]!r}; "
+            "leave it out to go on"
+        )
+    return replace(old, **{name: wanted[name] for name in changes if name in MAY_CHANGE or name == "steps"})
+
+
+def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
+    """The sizes of the model: the recipe's, or those of the model that it starts from."""
+    asked = {name: getattr(recipe, name) for name in (*SIZES, "hidden_dim") if getattr(recipe, name) is not None}
+    if first is None:
+        dim = asked.get("dim", SIZES["dim"])
+        return ModelConfig.from_dict({**SIZES, "hidden_dim": -(-8 * dim // 3 // 8) * 8, **asked})
+    config = first.model.config
+    context_length = asked.pop("context_length", config.context_length)
+    for name, size in asked.items():
+        if size != getattr(config, name):
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option}: --from {recipe.start_from} decides it, {getattr(config, name)}; got {size}")
+    if config.positions == "learned" and context_length != config.context_length:
+        raise ValueError(
+            f"--context-length: {recipe.start_from} has learned a vector for each of {config.context_length} positions "
+            f"and no more; got {context_length}"
+        )
+    return replace(config, context_length=context_length)
+
+
+def _read(recipe: Recipe, listener: Listener) -> Corpus:
+    if recipe.data == "stdlib":
+        corpus = sources.standard_library()
+    elif Path(recipe.data).is_dir():
+        corpus = sources.folder(recipe.data, recipe.pattern)
+    else:
+        corpus = sources.files([recipe.data])
+    listener.note(str(corpus))
+    if not corpus.held_out:
+        alike = any(reason.startswith("held out, but") for reason in corpus.skipped.values())
+        why = "holds texts too much alike" if alike else "is too little"
+        raise ValueError(
+            f"--data: {recipe.data} {why} to hold some of it out, to measure with; give more texts, or more lines"
+        )
+    return corpus
+
+
+def _packed(
+    texts: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, recipe: Recipe, listener: Listener
+) -> Packed:
+    return Packed.from_texts(
+        texts,
+        tokenizer,
+        context_length=config.context_length,
+        seed=recipe.seed,
+        repeats=recipe.repeats,
+        progress=lambda done, total: listener.progress("cutting into tokens", done, total),
+    )
+
+
+def _model(config: ModelConfig) -> Decoder:
+    with enough_memory(f"a model of dim {config.dim}, {config.layers} layers, {config.vocab_size:,} tokens"):
+        return Decoder(config)

@@ -1,0 +1,109 @@
+"""How a model is trained, as plain data; nothing here needs torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
+"""What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
+they lie: they are compared by their digest.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the weights are changed.
+
+    Args:
+        steps: how often the weights change. batch_size: rows of context_length tokens per step.
+        learning_rate: the highest of the schedule. warmup: share of the steps over which it climbs to that.
+        weight_decay: of matrices. clip: largest norm of a step's gradient.
+        seed: of what is dropped; a `Recipe` takes it for the weights' first values and the data's order too.
+        precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
+            where the processor or GPU has instructions for it.
+        save_every: steps between two saves of the progress. save_minutes: a save is made after that time, too. None:
+            not by steps, not by time.
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    steps: int
+    batch_size: int = 8
+    learning_rate: float = 3e-3
+    warmup: float = 0.03
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    precision: str = "auto"
+    save_every: int | None = 200
+    save_minutes: float | None = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "save_every"):
+            value = getattr(self, name)
+            if not (value is None and name == "save_every") and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
+        if self.precision not in ("auto", "bf16", "no"):
+            raise ValueError(f"precision must be auto, bf16 or no, got {self.precision!r}")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise ValueError(f"save_minutes must be more than 0, got {self.save_minutes}")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        climbing = (step + 1) / max(1.0, self.warmup * self.steps)
+        falling = (self.steps - step) / self.steps
+        return self.learning_rate * min(1.0, climbing) * falling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Settings):
+    """All that decides what model a run makes: the settings, the texts, and the sizes.
+
+    Args:
+        data: "stdlib" (Python's standard library), a folder of texts, or a file.
+        pattern: which files of a folder, as in `pathlib.Path.glob`; None takes every file that holds text.
+        repeats: share of rows, 0 to 1, replaced by repeated random tokens, from which a model learns to copy.
+        start_from: a model, by name or folder, whose weights, vocabulary and sizes are taken over.
+        vocab_size: tokens in the vocabulary, at most; few texts give fewer. context_length: tokens in a row.
+        dim: width of the model. layers: number of blocks. heads: attention heads in each block.
+        hidden_dim: width of the feed-forward layers; None is 8/3 of dim. Sizes that are None are those of `start_from`,
+            else 4096, 512, 192, 6 and 6.
+        threads: processor threads; None is torch's choice.
+    """
+
+    steps: int = 5000
+    data: str = "stdlib"
+    pattern: str | None = None
+    repeats: float = 0.0
+    start_from: str | None = None
+    vocab_size: int | None = None
+    context_length: int | None = None
+    dim: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    hidden_dim: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.repeats <= 1:
+            raise ValueError(f"repeats must be between 0 and 1, got {self.repeats}")
+        for name in ("vocab_size", "context_length", "dim", "layers", "heads", "hidden_dim", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+
+
+def settings_alone(settings: Settings) -> dict[str, Any]:
+    """The fields of `Settings`, without what a `Recipe` has besides."""
+    return {field.name: getattr(settings, field.name) for field in fields(Settings)}
+
+
+def contradictions(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where a run that goes on would differ from how it was begun, in words; more steps are no contradiction."""
+    return [
+        f"{name} was {value!r} and is {now.get(name)!r}"
+        for name, value in was.items()
+        if name not in MAY_CHANGE and now.get(name) != value and not (name == "steps" and now.get(name, 0) > value)
+    ]
