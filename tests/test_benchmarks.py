@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -344,6 +345,31 @@ def test_a_part_of_the_rows_is_not_kept_in_place_of_the_whole(
         masks.main()
     assert kept == [masks.RESULTS, None, None, Path("some.json")]
     assert capsys.readouterr().out.count("not kept: only a part") == 2
+
+
+def test_what_others_take_of_the_processors_is_seen() -> None:
+    others = bench.Others()
+    if others.before is None:
+        pytest.skip("this system does not tell")
+    spin = "import time\nend = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+    rival = subprocess.Popen([sys.executable, "-c", spin])
+    time.sleep(1.0)
+    share = others.share()
+    rival.wait()
+    assert share is not None
+    assert share > 0.5 / (os.cpu_count() or 1)
+    note = bench.busy({"load": 0.0, "rows": [{"others": 0.0}, {"others": share}]})
+    assert note is None or "others took up to" in note
+
+
+def test_a_spread_is_of_ratios_in_the_same_repeat(tiny: bench.Task) -> None:
+    row = bench.measure(tiny, torch.float32, repeats=5, memory=False, compile=False)
+    assert row["not_measured"]["FlexAttention"] == "a quick run compiles nothing"
+    low, high = row["peers"]["regard"]["spread"]
+    assert low <= 1 <= high
+    for entry in row["peers"].values():
+        low, high = entry["spread"]
+        assert 0 < low <= high
 
 
 def test_small_calls_compare_the_same_work() -> None:

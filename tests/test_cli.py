@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -495,7 +496,7 @@ def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
     path = tmp_path / "numbers.json"
     run = Run(capsys, "bench", "--quick", "--rows", "causal, N=64", "--output", path)
     assert run.code == 0, run.err
-    assert asked == [("causal, N=64", torch.float32, 1), ("causal, N=64", torch.bfloat16, 1)]
+    assert asked == [("causal, N=64", torch.float32, 5), ("causal, N=64", torch.bfloat16, 5)]
     assert "causal, N=64, float32: regard takes its kernel" in run.out
     assert "is_causal" in run.out
     kept = json.loads(path.read_text())
@@ -504,6 +505,62 @@ def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
     printed = json.loads(Run(capsys, "bench", "--rows", "causal, N=512,*float32", "--repeats", 3, "--json").out)
     assert asked[-1] == ("causal, N=512", torch.float32, 3)
     assert [row["length"] for row in printed["rows"]] == [512]
+
+
+def failing(which: int, error: BaseException) -> Callable[..., dict[str, Any]]:
+    """In place of `bench.measure`: a row of some numbers, but for one that fails."""
+    numbers = {"regard": {"ms": 1.0, "spread": [0.9, 1.1]}}
+    count = 0
+
+    def measure(task: bench.Task, dtype: torch.dtype, **rest: object) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count == which:
+            raise error
+        named = {"task": task.name, "length": task.length, "dtype": bench.name_of(dtype), "kernel": "dense"}
+        return named | {"peers": numbers, "not_measured": {}, "memory_not_measured": {}, "others": 0.0}
+
+    return measure
+
+
+def test_bench_prints_its_rows_as_json_when_one_of_them_fails_and_when_it_is_stopped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "measure", failing(2, RuntimeError("no room\nat all")))
+    run = Run(capsys, "bench", "--quick", "--rows", "causal, N=*float32", "--json")
+    data = json.loads(run.out)
+    assert run.code == 2
+    assert run.err.endswith(f"1 of {data['planned']} rows failed: RuntimeError: no room\n")
+    assert data["failed"] == [{"row": "causal, N=128, float32", "why": "RuntimeError: no room"}]
+    assert len(data["rows"]) == data["planned"] - 1
+    monkeypatch.setattr(bench, "measure", failing(2, KeyboardInterrupt()))
+    run = Run(capsys, "bench", "--quick", "--rows", "causal, N=*float32", "--json")
+    assert run.code == 130
+    assert [row["length"] for row in json.loads(run.out)["rows"]] == [64]
+
+
+def test_bench_tells_which_row_of_how_many_and_how_long_it_will_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(task: bench.Task, dtype: torch.dtype, *, watch: Callable[[str], None], **rest: object) -> dict[str, Any]:
+        watch("regard: the first call")
+        watch("regard: 1 of 5")
+        return failing(0, KeyboardInterrupt())(task, dtype)
+
+    monkeypatch.setattr(bench, "measure", slowly)
+    run = Run(capsys, "bench", "--quick", "--rows", "window*float32", "--json")
+    count = json.loads(run.out)["planned"]
+    told = [line for line in run.err.splitlines() if line.startswith("row ")]
+    assert told[0].startswith(f"row 1 of {count}: window 256, N=")
+    assert told[1].startswith(f"row 2 of {count}, under a minute left: window 256, N=")
+    assert len(told) == count
+
+
+def test_a_quick_bench_has_every_kind_of_row_once() -> None:
+    few = bench.chosen(None, bench.QUICK, few=True)
+    assert {task.name for task, _ in few} == {task.name for task, _ in bench.chosen(None, bench.QUICK)}
+    assert {dtype for _, dtype in few} == {torch.float32}
+    assert not any(task.sweep for task, _ in few)
 
 
 @pytest.mark.parametrize("command", ["look", "explain", "generate", "train", "plan", "bench"])

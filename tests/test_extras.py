@@ -51,7 +51,8 @@ def test_a_command_without_its_extra_says_so_in_one_line_before_any_work(
     (tmp_path / "letters.txt").write_text("a letter\n" * 200)
     done = run(*arguments, missing=(missing,), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "".join(done.stderr.splitlines()).endswith(f"needs {missing}: pip install '.[{extra}]' (in {ROOT})")
+    assert done.stderr.endswith(f"needs {missing}: pip install '.[{extra}]' (in {ROOT})\n")
+    assert len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["letters.txt"]
 
 

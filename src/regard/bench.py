@@ -7,6 +7,9 @@ and one that gives another result is not timed, so that nobody is compared on di
 
     time     median of repeats in which the peers take turns on the same tensors; a first call is not counted, neither
              is the making of masks
+    spread   the quartiles of how many times regard's time a peer took in the same repeat; of regard itself, of its
+             times as shares of their median
+    others   the share of the processors that other programs took meanwhile, where the system tells
     memory   the most that a second call takes beyond query, key and value, in a process of its own: results
              and what the peer prepared (a dense mask) included, what libraries keep for themselves not
 """
@@ -51,7 +54,13 @@ LARGEST_SQUARE = 1 << 28
 """Peers that hold query_len x key_len numbers are asked up to this many: 1 GiB of float32, a few times over."""
 
 QUICK = 8
-"""A quick run is the same tasks at an eighth of the length."""
+"""A quick run is the same tasks at an eighth of the length, in float32, five times each, without memory and without
+FlexAttention, whose compiling takes longer than all of it."""
+
+QUICK_REPEATS = 5
+
+BUSY = 0.1
+"""Share of the processors from which on a row says that others took it."""
 
 SECONDS = 8.0
 """Repeats end when a row has taken this long, but not before the second."""
@@ -491,6 +500,7 @@ def measure(
     repeats: int = 15,
     shrink: int = 1,
     memory: bool = True,
+    compile: bool = True,
     watch: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """One row of the table.
@@ -498,6 +508,8 @@ def measure(
     Args:
         repeats: how often each peer's call is timed; fewer where they take long.
         shrink: what `tasks` was given, so that another process finds the same task.
+        memory: whether it is measured too.
+        compile: whether peers that have to be compiled take part.
         watch: is told what is being done.
     """
     inputs = task.inputs(dtype)
@@ -508,6 +520,8 @@ def measure(
     undropped = replace(task, dropout=0.0)
     for peer in peers(task):
         why = peer.cannot(task)
+        if why is None and not compile and peer.name == "FlexAttention":
+            why = "a quick run compiles nothing"
         if why is not None:
             skipped[peer.name] = why
             continue
@@ -534,6 +548,7 @@ def measure(
     results_size = _size(ours)
     del ours, theirs
     times: dict[str, list[float]] = {name: [] for name in ready}
+    rivals = Others()
     began = time.perf_counter()
     for repeat in range(repeats):
         if repeat >= 2 and time.perf_counter() - began > SECONDS:
@@ -543,8 +558,16 @@ def measure(
             start = time.perf_counter()
             ready[name]()
             times[name].append(time.perf_counter() - start)
+    others = rivals.share()
+    ours_alone = times[peers(task)[0].name]
+    middle = statistics.median(ours_alone)
     for name, values in times.items():
-        entries[name] |= {"ms": round(statistics.median(values) * 1e3, 3), "repeats": len(values)}
+        beside = [middle] * len(values) if values is ours_alone else ours_alone
+        entries[name] |= {
+            "ms": round(statistics.median(values) * 1e3, 3),
+            "repeats": len(values),
+            "spread": quartiles([value / our for value, our in zip(values, beside, strict=True)]),
+        }
     ready.clear()
     unmeasured: dict[str, str] = {}
     for name in entries if memory else ():
@@ -568,12 +591,53 @@ def measure(
         "layer": task.layer,
         "sweep": task.sweep,
         "kernel": _kernel(task, dtype),
+        "others": others,
         "inputs_mib": round(_size(inputs) / MiB, 2),
         "results_mib": round(results_size / MiB, 2),
         "peers": entries,
         "not_measured": skipped,
         "memory_not_measured": unmeasured,
     }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Between which the middle half of the values lies; of fewer than four, between which all do.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 100.0])
+    [2.0, 4.0]
+    """
+    if len(values) < 4:
+        return [round(min(values), 3), round(max(values), 3)]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [round(low, 3), round(high, 3)]
+
+
+class Others:
+    """What other programs take of the processors from now on, and what a hypervisor takes of all."""
+
+    def __init__(self) -> None:
+        self.before = self._seconds()
+
+    def share(self) -> float | None:
+        """As a share of all processors; None where the system does not tell."""
+        now = self._seconds()
+        if now is None or self.before is None:
+            return None
+        everything, others = (after - before for after, before in zip(now, self.before, strict=True))
+        return round(min(1.0, max(0.0, others / everything)), 3) if everything else None
+
+    @staticmethod
+    def _seconds() -> tuple[float, float] | None:
+        """Of all processors since the system began: those in all, and those in which others ran."""
+        try:
+            with open("/proc/stat", encoding="utf-8") as file:
+                ticks = [int(number) for number in file.readline().split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        each = os.sysconf("SC_CLK_TCK")
+        idle = ticks[3] + ticks[4]
+        mine = os.times()
+        return sum(ticks) / each, (sum(ticks) - idle) / each - sum(mine[:4])
 
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
@@ -714,8 +778,11 @@ def _processor() -> str:
     return name[1].strip() if name else platform.processor() or platform.machine()
 
 
-def chosen(pattern: str | None, shrink: int = 1) -> list[tuple[Task, torch.dtype]]:
+def chosen(pattern: str | None, shrink: int = 1, *, few: bool = False) -> list[tuple[Task, torch.dtype]]:
     """The rows whose name contains a pattern (``*`` for anything), in the order of the table; None: all.
+
+    Args:
+        few: of all, those in float32 alone, and none of those that are only measured for the plots.
 
     Raises:
         ValueError: no row has such a name.
@@ -726,7 +793,7 @@ def chosen(pattern: str | None, shrink: int = 1) -> list[tuple[Task, torch.dtype
     every = tasks(shrink)
     rows = [(t, dtype) for t in every for name, dtype in DTYPES.items() if name == "float32" or not t.sweep]
     if pattern is None:
-        return rows
+        return [(t, dtype) for t, dtype in rows if not few or (dtype is torch.float32 and not t.sweep)]
     found = [
         (task, dtype)
         for task, dtype in rows
@@ -743,27 +810,79 @@ def run(
     *,
     repeats: int = 15,
     shrink: int = 1,
+    quick: bool = False,
     output: Path | None = None,
     show: Callable[[str], None] = print,
     watch: Callable[[str], None] = lambda doing: None,
+    keep: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
     """Measures the rows one after another; each is shown, and kept in `output`, as soon as it is done.
 
+    A row in which regard itself fails is told, and the next one begins.
+
+    Args:
+        quick: neither memory nor what has to be compiled.
+        watch: is told what is being done: which row, of how many, and about how long the others will take.
+        keep: is given what there is to return: at the beginning, and after every row.
     Returns:
-        What is written: the machine, the rows that are done, and how many were to be.
+        What is written: the machine, the rows that are done, those that failed, and how many were to be.
     """
     data: dict[str, Any] = {"machine": machine(), "repeats": repeats, "shrink": shrink, "planned": len(rows)}
-    data["rows"] = []
+    data |= {"load": load(), "rows": [], "failed": []}
+    keep(data)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
     for number, (task, dtype) in enumerate(rows):
-        title = f"{number + 1} of {len(rows)}: {task.label}, {name_of(dtype)}"
-        row = measure(task, dtype, repeats=repeats, shrink=shrink, watch=_titled(title, watch))
-        data["rows"].append(row)
+        label = f"{task.label}, {name_of(dtype)}"
+        left = (time.perf_counter() - began) / number * (len(rows) - number) if number else None
+        title = f"row {number + 1} of {len(rows)}{'' if left is None else f', {_in_words(left)} left'}: {label}"
+        try:
+            told = _titled(title, watch)
+            row = measure(task, dtype, repeats=repeats, shrink=shrink, memory=not quick, compile=not quick, watch=told)
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+            data["failed"].append({"row": label, "why": why})
+            show(f"{label}: failed: {why}")
+        else:
+            data["rows"].append(row)
+            show(shown(row))
+        keep(data)
         if output is not None:
-            output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        show(shown(row))
+            beside = output.with_name(output.name + ".part")
+            beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, output)
     return data
+
+
+def load() -> float | None:
+    """How many programs wanted a processor in the last minute, on average; None where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def busy(data: dict[str, Any]) -> str | None:
+    """A sentence where other programs were busy during a run, or as it began.
+
+    >>> busy({"load": 0.1, "rows": [{"others": 0.02}]})
+    >>> busy({"load": 0.1, "rows": [{"others": 0.02}, {"others": 0.4}]})
+    'others took up to 40% of the processors in 1 of 2 rows: measure again when the machine is idle'
+    """
+    taken = [row["others"] for row in data["rows"] if (row.get("others") or 0.0) > BUSY]
+    if taken:
+        share, rows = max(taken), f"{len(taken)} of {len(data['rows'])} rows"
+        return f"others took up to {share:.0%} of the processors in {rows}: measure again when the machine is idle"
+    unknown = all(row.get("others") is None for row in data["rows"])
+    if unknown and (data["load"] or 0.0) > (os.cpu_count() or 1) / 2:
+        return f"the machine was busy when the run began (load {data['load']}): measure again when it is idle"
+    return None
+
+
+def _in_words(seconds: float) -> str:
+    """
+    >>> _in_words(20), _in_words(100), _in_words(4000)
+    ('under a minute', 'about 2 min', 'about 67 min')
+    """
+    return "under a minute" if seconds < 45 else f"about {max(1, round(seconds / 60))} min"
 
 
 def _titled(title: str, watch: Callable[[str], None]) -> Callable[[str], None]:
@@ -778,20 +897,26 @@ def name_of(dtype: torch.dtype) -> str:
 def shown(row: dict[str, Any]) -> str:
     """A row as text: who took how long, how many times regard's time that is, and how much memory.
 
-    >>> print(shown({"task": "causal", "length": 1024, "dtype": "float32", "kernel": "dense",
-    ...              "peers": {"regard": {"ms": 14.0, "memory_mib": 3.0}, "torch": {"ms": 28.0, "form": "is_causal"}},
+    >>> print(shown({"task": "causal", "length": 1024, "dtype": "float32", "kernel": "dense", "others": 0.3,
+    ...              "peers": {"regard": {"ms": 14.0, "spread": [0.98, 1.03], "memory_mib": 3.0},
+    ...                        "torch": {"ms": 28.0, "spread": [1.9, 2.1], "form": "is_causal"}},
     ...              "not_measured": {"formula": "too large"}, "memory_not_measured": {}}))
     causal, N=1024, float32: regard takes its kernel 'dense'
-      regard                     14.000 ms     1.00         3.0 MiB
-      torch                      28.000 ms     2.00                  is_causal
+      regard                     14.000 ms     1.00  0.98-1.03          3.0 MiB
+      torch                      28.000 ms     2.00  1.90-2.10                   is_causal
       formula                not measured: too large
+      others took 30% of the processors meanwhile
     """
     lines = [f"{row['task']}, N={row['length']}, {row['dtype']}: regard takes its kernel {row['kernel']!r}"]
     ours = row["peers"]["regard"]["ms"]
     for name, entry in row["peers"].items():
         memory = f"{entry['memory_mib']:>12,.1f} MiB" if "memory_mib" in entry else " " * 16
         note = entry.get("form", f"compiled in {entry['compile_s']} s" if "compile_s" in entry else "")
-        lines.append(f"  {name:<22}{entry['ms']:>11,.3f} ms{entry['ms'] / ours:>9,.2f}{memory}  {note}".rstrip())
+        spread = "{:.2f}-{:.2f}".format(*entry["spread"]) if "spread" in entry else ""
+        times = f"{entry['ms']:>11,.3f} ms{entry['ms'] / ours:>9,.2f}  {spread:<10}"
+        lines.append(f"  {name:<22}{times}{memory}  {note}".rstrip())
     lines += [f"  {name:<23}not measured: {why}" for name, why in row["not_measured"].items()]
     lines += [f"  {name:<23}memory not measured: {why}" for name, why in row["memory_not_measured"].items()]
+    if (row.get("others") or 0.0) > BUSY:
+        lines.append(f"  others took {row['others']:.0%} of the processors meanwhile")
     return "\n".join(lines)

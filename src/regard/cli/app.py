@@ -52,7 +52,7 @@ def run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:
-        console.print(f"regard: {error}", style="red", markup=False)
+        console.print(f"regard: {error}", style="red", markup=False, soft_wrap=True)
         sys.exit(2)
     except Exception as error:
         show: Callable[[], None] | None = getattr(error, "show", None)  # usage errors of the command line library

@@ -1,11 +1,13 @@
 """regard plan and regard bench: which kernel runs a call, and what it costs."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from regard.cli.console import open_console
 from regard.cli.mask_expression import read_mask
@@ -81,9 +83,12 @@ def bench(
         typer.Option("--rows", metavar="PATTERN", help="Rows whose name contains this; * stands for anything."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="An eighth of every length, once each: to see that it runs.")
+        bool,
+        typer.Option("--quick", help="About a minute: an eighth of every length, no memory, nothing to compile."),
     ] = False,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Calls whose median is taken.")] = 15,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="Calls whose median is taken. Default: 15; 5 if --quick.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
     ] = None,
@@ -95,7 +100,8 @@ def bench(
     """What attention costs beside the other ways to compute it, on this machine: time and memory.
 
     All of them do the same work on the same tensors, in turn, and a result that differs is told. The second number is
-    how many times regard's time they take. Ctrl-C stops; --output keeps the rows that are done.
+    how many times regard's time they take, the third between what this lay in half of the repeats. Ctrl-C stops;
+    --output keeps the rows that are done, and --json prints them.
 
     [bold]Examples[/bold]
 
@@ -112,19 +118,43 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     shrink = benchmark.QUICK if quick else 1
-    which = benchmark.chosen(rows, shrink)
+    which = benchmark.chosen(rows, shrink, few=quick)
     if output is not None and output.is_dir():
         raise ValueError(f"--output: {output} is a folder; give a file")
     console = open_console(stderr=True)
-    # plain lines: a table as wide as a terminal would have to cut the reasons
-    with console.status("") as status:
-        data = benchmark.run(
-            which,
-            repeats=1 if quick else repeats,
-            shrink=shrink,
-            output=output,
-            show=lambda row: None if as_json else print(row, flush=True),
-            watch=status.update,
-        )
-    if as_json:
-        print(json.dumps(data))
+    kept: dict[str, Any] = {}
+    try:
+        # plain lines: a table as wide as a terminal would have to cut the reasons
+        with console.status("") as status:
+            benchmark.run(
+                which,
+                repeats=repeats or (benchmark.QUICK_REPEATS if quick else 15),
+                shrink=shrink,
+                quick=quick,
+                output=output,
+                show=lambda row: None if as_json else print(row, flush=True),
+                watch=status.update if console.is_terminal else _each_row(console),
+                keep=kept.update,
+            )
+    finally:
+        if as_json and kept:
+            print(json.dumps(kept), flush=True)
+        note = benchmark.busy(kept) if kept.get("rows") else None
+        if note is not None:
+            console.print(f"note: {note}", markup=False, soft_wrap=True)
+    if kept["failed"]:
+        raise RuntimeError(f"bench: {len(kept['failed'])} of {len(which)} rows failed: {kept['failed'][0]['why']}")
+
+
+def _each_row(console: Console) -> Callable[[str], None]:
+    """Without a terminal a line is not written over: one for each row."""
+    last = ""
+
+    def watch(doing: str) -> None:
+        nonlocal last
+        title = doing.rpartition("; ")[0]
+        if title != last:
+            console.print(title, markup=False, soft_wrap=True)
+        last = title
+
+    return watch
