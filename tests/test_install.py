@@ -1,0 +1,257 @@
+"""The package as a user installs it: a wheel, bare and with each extra alone, in environments that hold nothing else.
+
+What the README tells to type and to write runs there. An environment is a fresh one of venv's, into which pip installs
+the wheel under constraints.txt. torch, which is large, is not installed again: it is linked in from the environment of
+the tests, with what it requires and nothing more. Environments are kept in .clean until pyproject.toml or
+constraints.txt changes; the wheel in them is of the source as it is now.
+"""
+
+import doctest
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in ("all", "dev")]
+
+NO_NETWORK = (
+    r"NewConnectionError|NameResolutionError|Name or service not known|Temporary failure|Network is unreachable"
+)
+
+COMMANDS = re.findall(r"^\.venv/bin/regard (.*)$", README, re.M)
+
+ATTEND = """
+import regard, torch
+from regard import Causal, Prefix, Window
+for length in (600, 4096):
+    query, key, value = (torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3))
+    regard.attention(query, key, value, mask=Causal() & (Window(32) | Prefix(4))).sum().backward()
+    assert query.grad.isfinite().all()
+"""
+
+USES = {
+    "cli": "import regard; assert regard.load('stdlib').model.config.layers == 6",
+    "train": """
+import regard, torch
+from pathlib import Path
+from regard.training import data, loop, text
+tokenizer = text.Tokenizer(text.train_tokenizer(["the cat sat on the mat\\n" * 99], 260))
+rows = data.Packed.from_texts(["the cat sat on the mat\\n" * 99], tokenizer, context_length=16, seed=0)
+model = regard.Decoder(regard.ModelConfig(vocab_size=260, context_length=16, dim=16, layers=1, heads=2))
+loop.train(model, rows, loop.Settings(steps=2, batch_size=2, precision="no"), Path("run"))
+assert regard.plan(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+""",
+    "hf": """
+import regard, torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+regard.huggingface.register()
+config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+models = [AutoModelForCausalLM.from_config(config, attn_implementation=name).eval() for name in ("regard", "eager")]
+models[0].load_state_dict(models[1].state_dict())
+tokens = torch.randint(50, (1, 40))
+torch.testing.assert_close(*(model(tokens).logits for model in models))
+""",
+    "plot": """
+import regard, torch
+regard.plots.heat_map(regard.observe(*torch.randn(2, 1, 1, 9, 4))).figure.savefig("seen.png")
+""",
+    "bench": """
+import regard
+rows = regard.bench.chosen("layer, full*float32", 8)
+assert "x-transformers" in regard.bench.run(rows, repeats=1, shrink=8)["rows"][0]["peers"]
+""",
+}
+"""What each extra is for, in a few lines."""
+
+
+def ask(command: list[str | Path], folder: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
+    """A process that knows of no other code than that of its own environment."""
+    known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | more
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=folder, env=known)
+
+
+def pip(*arguments: str | Path) -> None:
+    done = ask([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
+    if done.returncode:
+        if re.search(NO_NETWORK, done.stderr + done.stdout):
+            pytest.skip("no package index can be reached, which a clean environment is installed from")
+        pytest.fail(f"pip {shlex.join(map(str, arguments))}\n{done.stdout}{done.stderr}")
+
+
+def required(name: str, found: set[str]) -> set[str]:
+    """A distribution and what it requires, as installed here."""
+    try:
+        requires = distribution(name).requires or []
+    except PackageNotFoundError:
+        return found  # of another platform
+    found.add(name)
+    for requirement in map(Requirement, requires):
+        if requirement.name not in found and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
+            required(requirement.name, found)
+    return found
+
+
+def link(name: str, site: Path) -> None:
+    """Makes an installed distribution known in another environment."""
+    installed = distribution(name)
+    for top in {file.parts[0] for file in installed.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        if not (site / top).exists():
+            (site / top).symlink_to(installed.locate_file(top))
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    kept = PROJECT, (ROOT / "constraints.txt").read_text(), sys.version, distribution("torch").version
+    folder = ROOT / ".clean" / hashlib.sha256(repr(kept).encode()).hexdigest()[:16]
+    for other in (ROOT / ".clean").glob("*"):
+        if other != folder:
+            shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.whl"):
+        old.unlink()
+    pip("wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+    return next(folder.glob("*.whl"))
+
+
+def environment(wheel: Path, extras: str) -> Path:
+    """The programs of a clean environment with the wheel and some extras."""
+    folder = wheel.parent / (extras.replace(",", "-") or "bare")
+    python = folder / "bin" / "python"
+    install: list[str | Path] = ["--python", python, "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    if (folder / "whole").exists():
+        pip(*install, "--no-deps", "--force-reinstall", wheel)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, symlinks=True)
+        site = next((folder / "lib").glob("python*/site-packages"))
+        for name in required("torch", set()):
+            link(name, site)
+        pip(*install, f"{wheel}[{extras}]" if extras else wheel)
+        (folder / "whole").touch()
+    return folder / "bin"
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A folder with the files that the README's commands name."""
+    notes = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
+    (tmp_path / "notes.txt").write_text(notes[:4000], encoding="utf-8")
+    (tmp_path / "letters").mkdir()
+    for number in range(8):
+        (tmp_path / "letters" / f"{number}.md").write_text(notes[number * 1000 : (number + 1) * 1000], encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    return tmp_path
+
+
+def shortened(command: str) -> list[str]:
+    """A command as the README has it, with less to do where it would take minutes."""
+    words = shlex.split(re.sub(r"--steps \d+", "--steps 2", command))
+    if words[0] == "bench":
+        words = [f"{word}N=512, float32" if before == "--rows" else word for before, word in pairwise(["", *words])]
+        words += ["--quick", "--repeats", "1"]
+    return words
+
+
+def blocks(text: str) -> list[str]:
+    """The README's examples in Python, block by block."""
+    found = []
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        examples = doctest.DocTestParser().get_examples(block)
+        found.append("".join(f"{example.source}" for example in examples))
+    return found
+
+
+def test_the_torch_that_is_asked_for_at_least_is_the_one_that_the_tests_run_with() -> None:
+    (least,) = (Requirement(line) for line in PROJECT["dependencies"] if line.startswith("torch"))
+    (tested,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    (bound,) = least.specifier
+    assert bound.operator == ">="
+    assert tested.startswith(bound.version)
+    assert distribution("torch").version.split("+")[0] == tested
+
+
+def test_bare_it_needs_no_numpy_and_its_commands_are_one_line(wheel: Path, desk: Path) -> None:
+    programs = environment(wheel, "")
+    assert ask([programs / "python", "-c", "import numpy"]).returncode == 1
+    done = ask([programs / "python", "-c", ATTEND], desk)
+    assert (done.stderr, done.stdout, done.returncode) == ("", "", 0)
+    for command in COMMANDS:
+        done = ask([programs / "regard", *shortened(command)], desk)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"regard: .* needs typer and rich: pip install '.*\[cli\]'.*\n", done.stderr), done.stderr
+
+
+def test_the_library_of_the_readme_runs_bare_but_for_what_needs_a_tokenizer(wheel: Path, desk: Path) -> None:
+    programs = environment(wheel, "")
+    first, *more = blocks(README)
+    assert "regard.attention(" in first
+    said = []
+    for end in range(1, len(more) + 2):
+        done = ask([programs / "python", "-c", "".join([first, *more][:end])], desk)
+        said.append(done.stderr)
+    assert said[0] == ""
+    for line in filter(None, said):
+        assert re.search(r"\nImportError: .* needs tokenizers: pip install '.*\[cli\]'.*\n$", line), line
+        assert "NumPy" not in line
+
+
+def test_every_command_of_the_readme_works_after_make_look(wheel: Path, desk: Path) -> None:
+    (extras,) = re.findall(r"\.\[([a-z,]+)\]'", next(line for line in MAKE_LOOK if "--editable" in line))
+    programs = environment(wheel, extras)
+    assert len(COMMANDS) >= 6
+    for command in COMMANDS:
+        done = ask([programs / "regard", *shortened(command)], desk, CXX="no-compiler", COLUMNS="80")
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        assert done.stdout or command.startswith("train"), command
+        assert not re.search(r"numpy|Traceback|Warning", done.stderr, re.I), f"{command}\n{done.stderr}"
+    done = ask([programs / "python", "-c", "".join(blocks(README))], desk)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_each_extra_alone_brings_what_it_is_for(extra: str, wheel: Path, desk: Path) -> None:
+    programs = environment(wheel, extra)
+    done = ask([programs / "python", "-c", USES[extra]], desk, CXX="no-compiler", MPLBACKEND="agg")
+    assert done.returncode == 0, done.stderr
+    assert "Failed to initialize NumPy" not in done.stderr
+    for command in COMMANDS if extra != "bench" else ():  # which holds cli
+        if shlex.split(command)[0] != "bench":  # which takes a while, and has been run
+            done = ask([programs / "regard", *shortened(command)], desk)
+            one_line = re.fullmatch(r"regard: .* needs [^:\n]+: pip install '.*\[[a-z]+\]'.*\n", done.stderr)
+            assert done.returncode == 0 or (done.returncode == 2 and one_line), f"{command}\n{done.stderr}"
+
+
+MAKE_LOOK = subprocess.run(["make", "-n", "-B", "look"], capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
+
+
+def test_make_look_tells_what_torch_takes_and_shows_its_progress() -> None:
+    dry = subprocess.run(["make", "-n", "-B", "look"], capture_output=True, text=True, cwd=ROOT).stdout
+    (torch,) = (line for line in dry.splitlines() if line.endswith(" torch"))
+    assert "--quiet" not in torch
+    assert "index-url" not in torch
+    assert "about 4.7 GB" in dry
+    assert "make look TORCH=cpu" in dry
+
+
+def test_torch_for_the_cpu_comes_from_its_own_index_and_nothing_else_does() -> None:
+    dry = subprocess.run(["make", "-n", "-B", "look", "TORCH=cpu"], capture_output=True, text=True, cwd=ROOT).stdout
+    from_there = [line for line in dry.splitlines() if "download.pytorch.org/whl/cpu" in line]
+    assert len(from_there) == 1
+    assert from_there[0].endswith("--constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch")
+    wrong = subprocess.run(["make", "-n", "look", "TORCH=gpu"], capture_output=True, text=True, cwd=ROOT)
+    assert "TORCH=gpu: expected cpu" in wrong.stderr
