@@ -658,6 +658,9 @@ COMPILED = {
     "padding": {"mask": Causal(offset=[2]) & Padding(torch.arange(300)[None] < 200)},
     "lengths": {"mask": Causal() | Prefix([30]) & Padding([200])},
     "cells": {"mask": Dense(torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) > 0.5)},
+    "a bias that learns": {"mask": Causal() & Window(50), "bias": torch.randn(2, 300, 300)},
+    "a bias for all": {"mask": Causal() & Window(50), "bias": torch.randn(300), "softcap": 3.0},
+    "dropout": {"mask": Causal() & Window(50), "dropout": 0.25},
 }
 
 
@@ -667,17 +670,18 @@ COMPILED = {
 def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backward(compiler, given, lse):
     tensors = [torch.randn(1, 2, 300, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
     given = dict(given)
-    if "sink" in given:
-        tensors.append(given.pop("sink"))
+    named = [name for name in ("sink", "bias") if name in given]
+    tensors += [given.pop(name) for name in named]
 
-    def model(query, key, value, *sink):
-        more = {**given, **({"sink": sink[0]} if sink else {})}
+    def model(query, key, value, *learned):
+        more = {**given, **dict(zip(named, learned, strict=True))}
         if lse:
             output, norm = attention_with_lse(2 * query, key, value, **more)
             return torch.cat([output.square(), norm[..., None]], dim=-1)
         return attention(2 * query, key, value, **more).square()
 
     def answers(function):
+        torch.manual_seed(0)  # of what is dropped
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         output = function(*leaves)
         return [output, *torch.autograd.grad(output.nan_to_num(neginf=0.0).sum(), leaves)]
@@ -748,7 +752,13 @@ def test_the_node_of_a_graph_keeps_torchs_rules():
     lengths, sink = torch.tensor([30]), torch.randn(2)
     line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
     library.opcheck(
-        tiled.in_graph, (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None)
+        tiled.in_graph,
+        (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None, [], None, None, 0.0),
+    )
+    line, bias = line.replace("0,0", '{"number":0},{"number":1}'), torch.randn(1, 2, 40, 40)
+    library.opcheck(
+        tiled.in_graph,
+        (query, key, value, None, [lengths], line, 0.3, 2.0, [0, 0], bias.requires_grad_(), torch.tensor(7), 0.25),
     )
 
 

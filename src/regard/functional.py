@@ -354,6 +354,7 @@ def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, in
         raise ValueError(f"{function}: {name} is on {tensor.device}, the call runs on {grid.device}")
 
 
-def _seed(generator: torch.Generator | None) -> int:
+def _seed(generator: torch.Generator | None) -> int | Tensor:
     device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+    seed = torch.randint(2**63 - 1, (), generator=generator, device=device)
+    return seed if tracing() else int(seed)

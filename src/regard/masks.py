@@ -890,8 +890,10 @@ PARTS: dict[type[Mask], tuple[str, ...]] = {
 """Every mask that is made of data, and the arguments that make it again."""
 
 
-def spell(mask: Mask, tensors: list[Tensor]) -> str | None:
+def spell(mask: Mask, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
     """A mask as a line of JSON and the tensors it names, which are added to the list; None for one with a function.
+
+    With a list of numbers they are named too, not written: in a graph for any length they are not known yet.
 
     >>> spell(Causal() & ~Window(3), [])
     '["And",["Causal",null],["Not",["Window",3,null]]]'
@@ -903,26 +905,31 @@ def spell(mask: Mask, tensors: list[Tensor]) -> str | None:
     for name in names:
         part = getattr(mask, name)
         if isinstance(part, Mask):
-            inner = spell(part, tensors)
+            inner = spell(part, tensors, numbers)
             if inner is None:
                 return None
             line = f"{line},{inner}"
         elif isinstance(part, Tensor):
             line = f'{line},{{"tensor":{len(tensors)}}}'
             tensors.append(part)
-        else:
+        elif part is None or numbers is None:
             line = f"{line},{'null' if part is None else int(part)}"
+        else:
+            line = f'{line},{{"number":{len(numbers)}}}'
+            numbers.append(part)
     return f"{line}]"
 
 
-def unspell(line: str, tensors: Sequence[Tensor]) -> Mask:
+def unspell(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Mask:
     """The mask that was spelt."""
     kinds = {kind.__name__: kind for kind in PARTS}
 
     def made(part: Any) -> Any:
         if isinstance(part, list):
             return EVERYTHING if part == ["Everything"] else kinds[part[0]](*map(made, part[1:]))
-        return tensors[part["tensor"]] if isinstance(part, dict) else part
+        if isinstance(part, dict):
+            return tensors[part["tensor"]] if "tensor" in part else numbers[part["number"]]
+        return part
 
     mask: Mask = made(json.loads(line))
     return mask

@@ -164,7 +164,8 @@ class Dropout:
     """
 
     rate: float
-    seed: int
+    seed: int | Tensor
+    """A tensor in a graph, which draws it when it runs."""
     first: int = 0
     """The batch row that a grid's row 0 is, for a kernel that takes the rows one by one."""
 
@@ -242,7 +243,7 @@ def hide_where(tensor: Tensor, where: Tensor) -> Tensor:
     return tensor.masked_fill(~where[..., None], 0.0)
 
 
-def _fold(numbers: Tensor, seed: int) -> Tensor:
+def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
     """64-bit numbers and a seed as int32 (wrapping): the high halves multiplied in, so that none is lost."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     mixed = (numbers ^ low) * 0x2545F491 + (numbers >> 32) * 0x85EBCA6B + high * 0x9E3779B9

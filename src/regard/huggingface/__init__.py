@@ -26,8 +26,6 @@ What is not understood and would change the result raises an error.
 
 from inspect import signature
 
-import torch
-
 from regard.extras import how
 from regard.huggingface.interface import HARMLESS, attend
 from regard.huggingface.masks import LazyMask
@@ -56,7 +54,6 @@ def register() -> None:
         raise ImportError(f"{needed} ({error})") from error
     if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"{needed} (there is {__version__})")
-    # Under the same key: a key that is known for attention alone loses padding and causality without a word. And not
-    # compiled: what a kernel does depends on what the mask holds.
-    AttentionInterface.register(NAME, torch.compiler.disable(attend))
-    AttentionMaskInterface.register(NAME, torch.compiler.disable(mask_for_transformers))
+    # Under the same key: a key that is known for attention alone loses padding and causality without a word.
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask_for_transformers)

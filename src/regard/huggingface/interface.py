@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard import hooks
 from regard.biases import Bias, as_bias
 from regard.functional import check_call
-from regard.graphs import tracing
+from regard.graphs import exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
@@ -70,8 +70,7 @@ def attend(
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
-    if attention_mask is None or isinstance(attention_mask, LazyMask):
-        mask = _joined(mask, _packed(*bounds, query, key))
+    mask = _joined(mask, _packed(*bounds, query, key))
     if position_bias is not None:
         bias = position_bias if bias is None else as_bias(position_bias) + bias
     heads = Heads(query, key, value)
@@ -158,6 +157,11 @@ def _packed(query_bounds: Tensor | None, key_bounds: Tensor | None, query: Tenso
     """Texts laid end to end in one row, as flash-attn has them: where each begins, and the end of the last."""
     if query_bounds is None and key_bounds is None:
         return None
+    if exporting():
+        raise ValueError(
+            "regard: cu_seq_lens_q and cu_seq_lens_k cannot be exported: a graph cannot ask where texts begin; give "
+            "the model position_ids that begin anew with each text, or one text in each row and an attention_mask"
+        )
     same = query_bounds is not None and key_bounds is not None and torch.equal(query_bounds, key_bounds)
     if not same or len(query) != 1 or not query.shape[2] == key.shape[2] == int(cast(Tensor, query_bounds)[-1]):
         raise ValueError(

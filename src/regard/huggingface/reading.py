@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from regard.graphs import exporting
+from regard.graphs import tracing
 from regard.huggingface.masks import LazyMask
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
 from regard.shapes import Grid
@@ -41,7 +41,7 @@ def mask_for_transformers(
     >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
     LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
     """
-    if exporting():
+    if tracing():
         return _written_out(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
         )
@@ -63,7 +63,7 @@ def _written_out(
     batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
     mask_function: Callable[..., Any] | None, padding: Tensor | None, one_by_one: bool, device: torch.device | str,
 ) -> Tensor:  # fmt: skip
-    """The mask as torch's own operators make it, for a graph that leaves this process, where there are no rules."""
+    """The mask as torch's own operators make it, for a graph, which holds no functions to read."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     written: Callable[..., Any] = sdpa_mask

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
+from regard.biases import Given
 from regard.graphs import exporting, tracing
 from regard.kernels import dense, products, strips
 from regard.kernels.call import Call, Kernel
@@ -606,27 +607,44 @@ class Gradients(torch.autograd.Function):
 @library.custom_op("regard::strips", mutates_args=())
 def in_graph(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None,
+    softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Strips` as one node of a graph of torch.compile's: the mask as a line and its tensors (`regard.masks.spell`)."""
-    engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap)
-    return engine.forward(query, key, value, sink, scoring, None, found)
+    """`Strips` as one node of a graph of torch.compile's.
+
+    Args:
+        mask: the mask as a line, with its `tensors` and `numbers` (`regard.masks.spell`).
+        seed, rate: of a dropout.
+    """
+    engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
+    given: Any = (query, key, value, sink, scoring, _dropout(seed, rate), found, *scoring.learned())
+    return engine.forward(*given)
 
 
 @library.custom_op("regard::strips_backward", mutates_args=())
 def _in_graph_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float, softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Gradients` likewise; without a sink, the last is empty."""
-    engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap)
+    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
+    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Gradients` likewise; that of a sink or a bias is empty where there is none, or where it does not learn."""
     with _autograd_inside():
+        with torch.enable_grad():
+            if bias is not None and learns:
+                bias = bias.detach().requires_grad_()
+            engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
+        given: Any = (query, key, value, sink, scoring, _dropout(seed, rate), found, *scoring.learned())
         grads = engine.gradients(
-            *(query, key, value, sink, scoring, None, found),
+            *given,
             output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
         )  # fmt: skip
-    of_query, of_key, of_value, of_sink = (query.new_empty(0) if grad is None else grad for grad in grads)
-    return of_query, of_key, of_value, of_sink
+    of_query, of_key, of_value, of_sink, of_bias = (
+        query.new_empty(0) if grad is None else grad for grad in (*grads, None)[:5]
+    )
+    return of_query, of_key, of_value, of_sink, of_bias
+
+
+def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
+    return None if seed is None else Dropout(rate, int(seed))
 
 
 def _autograd_inside() -> AbstractContextManager[Any]:
@@ -643,14 +661,15 @@ def _autograd_inside() -> AbstractContextManager[Any]:
 
 def _of_node(
     query: Tensor, key: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None,
+    softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float,
 ) -> tuple[Engine, Scoring, Cut]:  # fmt: skip
     """What a node of a graph stands for."""
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
-    scoring = Scoring(grid, scale, softcap, None, unspell(mask, tensors).bind(grid), sink, None)
-    call = Call(query, key, key, scoring, None, wants_lse=True)
-    return Fused if fusable(call) else Written, scoring, cut_of(call)
+    added = None if bias is None else Given(bias).bind(grid)
+    scoring = Scoring(grid, scale, softcap, added, unspell(mask, tensors, numbers).bind(grid), sink, None)
+    call = Call(query, key, key, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
+    return Fused if added is None and fusable(call) else Written, scoring, cut_of(call)
 
 
 @in_graph.register_fake
@@ -662,27 +681,32 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 @_in_graph_backward.register_fake
 def _(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, sink: Tensor | None, *rest: Any,
+    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
+    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    four = query, key, value, query.new_empty(0) if sink is None else sink
-    return tuple(tensor.new_empty(tensor.shape) for tensor in four)
+    none = query.new_empty(0)
+    five = query, key, value, none if sink is None else sink, bias if bias is not None and learns else none
+    return tuple(tensor.new_empty(tensor.shape) for tensor in five)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *four, tensors, mask, scale, softcap = inputs
-    ctx.save_for_backward(*output, *four, *tensors)
-    ctx.fixed = mask, scale, softcap
+    *four, tensors, mask, scale, softcap, numbers, bias, seed, rate = inputs
+    ctx.save_for_backward(*output, *four, bias, seed, *tensors)
+    ctx.fixed = mask, scale, softcap, numbers, rate, _learns(bias)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    output, lse, query, key, value, sink, *tensors = ctx.saved_tensors
+    output, lse, query, key, value, sink, bias, seed, *tensors = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(output)
-    *three, of_sink = _in_graph_backward(
-        grad_output, grad_lse, output, lse, query, key, value, sink, tensors, *ctx.fixed
+    *three, of_sink, of_bias = _in_graph_backward(
+        grad_output, grad_lse, output, lse, query, key, value, sink, bias, seed, tensors, *ctx.fixed
     )
-    return (*three, None if sink is None else of_sink, [None] * len(tensors), None, None, None)
+    of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
+    of_tensors = [None] * len(tensors)
+    of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for one of tensors
+    return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None)
 
 
 in_graph.register_autograd(_backward, setup_context=_keep)
@@ -752,13 +776,17 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if not tracing():
         return _run(call)
     tensors: list[Tensor] = []
-    mask = spell(call.scoring.mask_or_everything, tensors)
-    if mask is None or call.dropout is not None or call.scoring.bias is not None or call.scoring.additive is not None:
+    numbers: list[int] = []
+    scoring, dropout = call.scoring, call.dropout
+    mask = spell(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
+    if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-        return broken(call)  # the graph breaks here: a compiler has no words for functions and random seeds
+        return broken(call)  # the graph breaks here: a node has no words for functions
     output, lse = in_graph(
         *(wide(t) if call.wants_lse and fusable(call) else t for t in (call.query, call.key, call.value)),
-        call.scoring.sink, tensors, mask, call.scoring.scale, call.scoring.softcap,
+        scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
+        None if scoring.bias is None else scoring.bias.numbers,
+        None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate,
     )  # fmt: skip
     return output.to(call.query.dtype), lse
 

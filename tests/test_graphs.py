@@ -1,4 +1,4 @@
-"""Graphs that leave the process: torch.export, torch.jit.trace and ONNX of transformers models and of regard's own.
+"""Graphs of whole models: torch.compile without a break, and torch.export, torch.jit.trace and ONNX, which leave.
 
 A graph is made from one example and asked about another, of another length, another number of rows and another padding.
 """
@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import regard.huggingface
 from comparing import assert_close
-from regard import Alibi, Causal, Prefix, Strided, Window
+from regard import Alibi, Causal, Prefix, Strided, Window, kernels
 
 regard.huggingface.register()
 
@@ -90,6 +90,84 @@ def some_tokens(batch: int = 2, length: int = 13, side: str = "left") -> tuple[T
 
 EXAMPLE, OTHERS = some_tokens(), (some_tokens(3, 19, "left"), some_tokens(2, 7, "right"))
 ANY_LENGTH = ({0: Dim("batch"), 1: Dim("length", max=40)},) * 2
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+LOOKED_AT = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by torch._dynamo
+
+
+def trained(function: Any, model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The output, and the gradients of every parameter."""
+    torch.manual_seed(0)  # of what is dropped
+    output = function(*inputs)
+    found = torch.autograd.grad(output.square().sum(), list(model.parameters()), allow_unused=True)
+    return [output, *(gradient for gradient in found if gradient is not None)]
+
+
+@LOOKED_AT
+@pytest.mark.parametrize("kind", ["Mistral, windows", "Gemma2, softcap", "GPT-OSS, sinks", "BERT"])
+def test_a_compiled_model_is_one_graph_at_any_length_and_padding(compiler, kind):
+    model = Whole(kind)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for inputs in (EXAMPLE, *OTHERS):
+            assert_close(compiled(*inputs), model(*inputs), tolerance=TOLERANCE)
+
+
+@LOOKED_AT
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("GPT-2", {"attn_pdrop": 0.25, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+        ("Llama, grouped heads", {}),
+        ("T5, a position bias", {"dropout_rate": 0.0}),
+    ],
+    ids=["dropout", "grouped heads", "a bias that learns"],
+)
+def test_a_compiled_training_step_is_one_graph_with_the_same_gradients(compiler, monkeypatch, kind, changes):
+    monkeypatch.setattr(kernels, "SMALL", 0)  # as in a long text
+    model = Whole(kind, **changes).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = trained(compiled, model, EXAMPLE), trained(model, model, EXAMPLE)
+    for ours, right in zip(*results, strict=True):
+        assert_close(ours, right, tolerance=1e-4)
+
+
+@LOOKED_AT
+def test_a_static_cache_is_filled_by_compiled_steps(compiler):
+    model = Whole("Mistral, windows").model
+    given = {
+        "attention_mask": EXAMPLE[1], "max_new_tokens": 12, "do_sample": False, "cache_implementation": "static",
+        "pad_token_id": 0,
+    }  # fmt: skip
+    config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True  # transformers compiles on a GPU alone, else
+    expected = model.generate(EXAMPLE[0], disable_compile=True, **given)
+    assert torch.equal(model.generate(EXAMPLE[0], compile_config=config, **given), expected)
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"]
+    assert 1 <= counted["stats"]["unique_graphs"] <= 3  # not one for each step
+
+
+@LOOKED_AT
+def test_weights_that_are_asked_for_are_whole_tensors_of_a_compiled_graph(compiler):
+    model = Whole("Mistral, windows").model
+
+    def weights(tokens: Tensor, real: Tensor) -> Tensor:
+        return model(tokens, attention_mask=real, output_attentions=True, use_cache=False).attentions[1]
+
+    with torch.no_grad():
+        expected = weights(*EXAMPLE).dense()  # transformers sets up what it collects in the first call, under a lock
+        found = torch.compile(weights, backend="eager", fullgraph=True)(*EXAMPLE)
+        assert type(found) is Tensor
+        assert_close(found, expected, tolerance=TOLERANCE)
 
 
 def operators(exported: torch.export.ExportedProgram) -> set[str]:
@@ -187,3 +265,13 @@ def test_regards_own_layers_export_too(given):
     assert "regard" not in operators(exported)
     assert_close(exported.module()(other), layer(other), tolerance=TOLERANCE)
     assert_close(torch.jit.trace(layer, example, check_trace=False)(other), layer(other), tolerance=TOLERANCE)
+
+
+def test_the_bounds_of_packed_texts_are_refused_in_words_where_a_graph_leaves():
+    class Packed(Whole):
+        def forward(self, tokens, bounds):
+            return self.model(tokens, use_cache=False, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
+
+    tokens = EXAMPLE[0][:1]
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k cannot be exported.*position_ids"):
+        torch.export.export(Packed("Llama, grouped heads"), (tokens, torch.tensor([0, 5, 13])))
