@@ -31,23 +31,23 @@ def _width(stream: TextIO) -> int | None:
     return columns if dumb and columns else None if columns else WIDTH
 
 
-def progress_bar(console: Console, *extra: str) -> Any:
+def progress_bar(console: Console, *extra: str, transient: bool = False) -> Any:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
-    columns = [
+    columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),  # what is left of the line
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ]
-    return Progress(
-        *columns, *(TextColumn(text) for text in extra), console=console, expand=True, disable=not console.is_terminal
-    )
+    columns += [TextColumn(text) for text in extra]
+    return Progress(*columns, console=console, expand=True, disable=not console.is_terminal, transient=transient)

@@ -168,7 +168,7 @@ def _view(
         script = Script(loaded.tokenizer, words)
     windows = []
     if overview and start is None:
-        with progress_bar(console) as bar:
+        with progress_bar(console, transient=True) as bar:
             task = bar.add_task("reading the text in windows", total=None, visible=False)
             windows = read_windows(
                 loaded.model,

@@ -19,6 +19,10 @@ ROWS = 12
 """Most heads whose keys are listed, unless all are asked for."""
 
 
+LEAST = 0.005
+"""A guess of a smaller probability would read 0.00, and is left out where there is a larger one."""
+
+
 class Kind(NamedTuple):
     """How a kind of head is shown: what to call it where there is little room, its colour, what it does."""
 
@@ -213,7 +217,8 @@ def _print_expected(paper: Paper, view: Look) -> None:
     for one, name in zip(both, names, strict=True):
         if view.without is not None and not beside:
             paper.say((name, paper.palette.quiet))
-        guesses = [Text.assemble(f"{g.probability:.2f} ", quoted(g.text)) for g in one.guesses]
+        likely = [g for g in one.guesses if g.probability >= LEAST] or one.guesses[:1]
+        guesses = [Text.assemble(f"{g.probability:.2f} ", quoted(g.text)) for g in likely]
         lines = joined(guesses, paper.width, indent=paper.indent + beside)
         if beside:
             lines[0] = Text.assemble(
