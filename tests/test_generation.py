@@ -217,3 +217,30 @@ def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(model):
         list(generate(model, [], 5))
     with pytest.raises(ValueError, match="generate: tokens must be 0 to 28, got 29"):
         list(generate(model, [29], 5))
+
+
+def test_a_prompt_may_be_a_tensor_and_what_is_no_prompt_is_refused_at_once(model):
+    for tokens in (torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.int32), (1, 2, 3)):
+        assert list(generate(model, tokens, 3, temperature=0)) == list(generate(model, [1, 2, 3], 3, temperature=0))
+    for prompt, says in (
+        (torch.tensor([[1, 2]]), r"got torch.int64 tensor \[1, 2\]; one row at a time: tokens\[0\]"),
+        (torch.tensor([1.0]), r"got torch.float32 tensor \[1\]"),
+        (torch.tensor(1), r"got torch.int64 tensor \[\]"),
+        ("def", "got 'def'; encode it first"),
+        ([1, "a"], "got a list with 'a' in it"),
+        ([1.0], "got a list with 1.0 in it"),
+        (None, "got None"),
+    ):
+        with pytest.raises(TypeError, match=f"generate: prompt must be token numbers.*{says}"):
+            generate(model, prompt, 3)
+    with pytest.raises(TypeError, match=r"generate: model must be a Decoder, got torch.int64 tensor \[2\]"):
+        generate(torch.tensor([1, 2]), [1], 3)
+    for count in (-1, 2.0, None, True):
+        with pytest.raises(ValueError, match="generate: count must be a whole number, 0 or more, got"):
+            generate(model, [1], count)
+    for wrong in ({"temperature": "hot"}, {"top_k": 1.5}, {"top_p": "all"}, {"temperature": float("nan")}):
+        with pytest.raises(ValueError, match=f"generate: {next(iter(wrong))} must be"):
+            generate(model, [1], 3, **wrong)
+    for logits in (torch.zeros(3), torch.zeros(1, 2, 3), [0.0], torch.zeros(1, 3).long(), None):
+        with pytest.raises((TypeError, ValueError), match="sample: logits must be"):
+            sample(logits)

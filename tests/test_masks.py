@@ -508,6 +508,9 @@ TEN = torch.zeros(2, 10, dtype=torch.int64)
             r"Dense: mask has more axes than .*: \[1, 1, 1, 2, 10\]",
         ),
         (lambda: Where(3), TypeError, "Where: fn must be a function of .*, got int"),
+        (lambda: Where(lambda q, k: q >= k), TypeError, r"Where: .* got one of \(q, k\); .*rule\(query, key\)"),
+        (lambda: Where(lambda: True), TypeError, r"Where: fn must be a function of .*, got one of \(\)"),
+        (lambda: Where(lambda *, b, h, q, k: q >= k), TypeError, r"Where: fn must be a function of .*, got one of"),
     ],
 )
 def test_a_mask_that_cannot_be_is_refused_when_it_is_made(make, error, says):

@@ -410,3 +410,16 @@ def test_a_classifier_learns_which_of_three_tokens_a_text_holds():
     assert learn(model, lambda: F.cross_entropy(model(texts[:64], mask=padding), answers[:64]), 40, 1e-2) < 0.05
     right = model(texts[64:], mask=padding).argmax(-1) == answers[64:]
     assert float(right.double().mean()) > 0.9  # texts that it has not seen
+
+
+@pytest.mark.parametrize("model", [Encoder, Decoder, EncoderDecoder])
+def test_a_model_is_made_from_a_configuration_and_says_how_to_make_one(model):
+    for wrong, says in (
+        ({"dim": 8}, r"got dict; make one: ModelConfig.from_dict\(config\)"),
+        ("gpt2", r"got 'gpt2'; make one: ModelConfig.preset\('gpt2'\)"),
+        (None, "got None"),
+        (8, "got 8"),
+        (type("LlamaConfig", (), {"model_type": "llama"})(), r"got LlamaConfig; .*layouts.from_transformers\(model\)"),
+    ):
+        with pytest.raises(TypeError, match=f"{model.__name__}: config must be a ModelConfig, {says}"):
+            model(wrong)

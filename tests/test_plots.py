@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import regard
 from regard import plots
 from regard.biases import Alibi
 from regard.masks import Causal, Padding
@@ -68,7 +69,7 @@ def test_queries_after_a_cache_have_the_labels_of_the_last_tokens():
     assert [label.get_text() for label in axes.yaxis.get_ticklabels()] == ["w4", "w5", "w6"]
     axes = plots.heat_map(observed(heads=1, query_len=7, key_len=7))
     assert "w0" not in [label.get_text() for label in axes.xaxis.get_ticklabels()]
-    with pytest.raises(ValueError, match="plots: there are 7 tokens, got 5 labels"):
+    with pytest.raises(ValueError, match=r"plots.heat_map: there are 7 tokens, got 5 labels"):
         plots.heat_map(observed(heads=1), labels=words(5))
 
 
@@ -244,3 +245,52 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
 def test_matplotlib_is_imported_when_something_is_drawn():
     code = "import sys, regard.plots; print('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_a_weight_that_rounds_to_more_than_1_is_drawn(monkeypatch):
+    seen = observed(heads=1, mask=Causal())
+    real = seen.weights
+    monkeypatch.setattr(type(seen), "weights", lambda self, *a, **k: real(*a, **k) * (1 + 3e-6) + 1e-6)
+    for draw in (plots.arcs, plots.heat_map):
+        drawn(draw(seen).figure)
+
+
+def test_arcs_of_every_head_of_the_bundled_model_can_be_drawn():
+    model = regard.load("stdlib").model
+    tokens = torch.randint(1000, (1, 48), generator=torch.Generator().manual_seed(0))
+    with record(model) as recording, torch.no_grad():
+        model(tokens)
+    for layer in recording.values():
+        for head in range(layer.grid.heads):
+            plots.arcs(layer.head(head))
+            plt.close("all")
+
+
+@pytest.mark.parametrize("draw", [plots.heat_map, plots.arcs, plots.entropy, plots.received, plots.head_grid])
+def test_what_is_no_observation_is_refused_with_where_one_comes_from(draw):
+    for wrong in (torch.zeros(3, 3), None, "layer", [1.0], Causal()):
+        with pytest.raises(TypeError, match=rf"^plots.{draw.__name__}: seen must be .*, got .*; regard.observe\("):
+            draw(wrong)
+    if draw is not plots.head_grid:
+        with pytest.raises(TypeError, match=r"choose a layer and a head: recording\[name\].head\(0\)"):
+            draw({"layers.0": observed()})
+
+
+def test_labels_rows_and_axes_are_what_they_must_be():
+    seen = observed(heads=1)
+    for draw in (plots.heat_map, plots.arcs):
+        with pytest.raises(TypeError, match="labels must be the tokens as text, a list of str, got"):
+            draw(seen, labels=list(range(LENGTH)))
+        with pytest.raises(TypeError, match="labels must be the tokens as text, a list of str, got 'abcdefg'"):
+            draw(seen, labels="abcdefg")
+        with pytest.raises(ValueError, match="there are 7 tokens, got 2 labels"):
+            draw(seen, labels=["a", "b"])
+        for row in ("0", None, 0.0, True):
+            with pytest.raises(ValueError, match="row must be 0 to 1, got"):
+                draw(seen, row=row)
+        with pytest.raises(TypeError, match=r"axes must be axes of matplotlib, .* got 3"):
+            draw(seen, axes=3)
+    with pytest.raises(ValueError, match="least must be a number"):
+        plots.arcs(seen, least="much")
+    with pytest.raises(ValueError, match="cells must be a whole number, 1 or more, got 0"):
+        plots.head_grid(seen, cells=0)

@@ -386,7 +386,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _torch_layer(task: Task, dtype: torch.dtype) -> nn.MultiheadAttention:
-    """The layer whose weights all layers have. Its additive constants are zero, so that x-transformers need none."""
+    """The layer whose weights all layers have. Its biases are zero, so that x-transformers need none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layer = nn.MultiheadAttention(task.heads * task.head_dim, task.heads, batch_first=True)

@@ -110,7 +110,7 @@ class MultiHeadAttention(nn.Module):
         value_dim: features of all heads' values together; None: key_dim.
         key_input, value_input: features of the key and value inputs; None: dim, and key_input.
         output: whether the joined heads go through an output projection.
-        projection_bias: whether the projections have additive constants; `output_bias` for the last one, None: same.
+        projection_bias: whether the projections have biases; `output_bias` for the last one, None: same.
         mask: always applied, together with the mask of a call; `Causal()` makes the layer causal.
         bias: always added to the scores (an `Alibi`), together with the bias of a call.
         rotary: turns queries and keys by their positions.
@@ -291,7 +291,7 @@ class FeedForward(nn.Module):
     Shapes: [batch, length, dim] -> [batch, length, dim].
     Args:
         hidden_dim: size of the middle.
-        bias: whether the projections have additive constants.
+        bias: whether the projections have biases.
         dropout: on the middle. output_dropout: on the output. Both in training only.
     """
 

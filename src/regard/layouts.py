@@ -385,7 +385,7 @@ def from_heads(
         output [heads * value_dim, dim]; query_bias [heads, head_dim], key_bias [kv_heads, head_dim],
         value_bias [kv_heads, value_dim], output_bias [dim]
     Args:
-        query_bias, key_bias, value_bias, output_bias: additive constants; None for none. Where only some of the first
+        query_bias, key_bias, value_bias, output_bias: the projections' biases; None for none. Where only some of the first
             three are given, the others are zero.
     Raises:
         ShapeError: matrices that do not fit each other, or kv_heads that do not divide heads.
@@ -585,7 +585,7 @@ def from_gpt(state_dict: Mapping[str, Tensor], *, heads: int, activation: Activa
     """A whole GPT-2, minGPT or nanoGPT as a `Decoder`; all sizes are read from the tensors.
 
     Names may begin with ``transformer.`` or not (and with ``_orig_mod.`` where the model was compiled), matrices may
-    lie either way round, masks may have been saved or not, additive constants may be there or not. Without an
+    lie either way round, masks may have been saved or not, biases may be there or not. Without an
     ``lm_head.weight``, or with one that equals ``wte.weight``, the logits are tied to the embedding.
 
     Args:

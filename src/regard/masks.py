@@ -20,8 +20,10 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
     # # # # #                . . . # #                . . . # #                # # # # #
 """
 
+import inspect
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from enum import Enum
 from functools import cached_property
 from typing import Any, NoReturn, Self
@@ -732,11 +734,17 @@ class Where(Mask):
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
             raise TypeError(f"Where: fn must be a function of (batch, head, query, key), got {type(fn).__name__}")
+        taken = _arguments(fn)
+        if taken is not None:
+            raise TypeError(
+                f"Where: fn must be a function of (batch, head, query, key), got one of {taken}; "
+                "for a rule of positions alone: lambda batch, head, query, key: rule(query, key)"
+            )
         self.fn = fn
         self._batch, self._heads, self._device = 1, 1, torch.device("cpu")
 
     def bind(self, grid: Grid) -> "Where":
-        bound = Where(self.fn)
+        bound = copy(self)
         bound._batch, bound._heads, bound._device = grid.batch, grid.heads, grid.device
         return bound
 
@@ -1077,6 +1085,19 @@ def _as_mask(value: object) -> str:
         return "; numbers that are added to the scores are a bias: bias=tensor"
     made = "Padding(tensor.bool())" if value.dim() == 2 else "Dense(tensor.bool())"
     return f"; of 1 (may attend) and 0 it is {made}"
+
+
+def _arguments(fn: Callable[..., object]) -> str | None:
+    """The signature of a function that does not take four arguments by position; None where it does, or is unknown."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return None
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        return str(signature)
+    return None
 
 
 def _as_bool(value: object) -> str:

@@ -74,7 +74,7 @@ class ModelConfig:
         norm: "layer" or "rms"; norm_first: pre-norm or post-norm; norm_eps: None: the norm's usual one.
         embedding_norm: whether the embeddings are normalised (BERT). embedding_scale: factor on token vectors.
         activation: of the feed-forward.
-        bias: additive constants in projections and norms. attention_bias: in query, key and value; None: bias.
+        bias: whether projections and norms have biases. attention_bias: in query, key and value; None: bias.
             output_bias: in the attention's output projection; None: bias.
         tied: the output layer shares the token embedding.
         window: every token attends to that many tokens, itself included, and no further; None: to all.

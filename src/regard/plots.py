@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from regard.extras import how
-from regard.masks import as_range
+from regard.masks import as_range, positive
 from regard.observation import Observation
+from regard.shapes import is_number, kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,9 +67,14 @@ def head_grid(seen: Observation | Mapping[str, Observation], *, row: int = 0, ce
         ImportError: matplotlib is missing. ValueError: nothing was recorded, or no such row.
     """
     pyplot = _pyplot()
-    layers: Mapping[str, Observation] = {"": seen} if isinstance(seen, Observation) else seen
+    layers = {"": seen} if isinstance(seen, Observation) else seen
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"plots.head_grid: seen must be a recording or an Observation, got {kind(seen)}{_as_seen(seen)}"
+        )
     if not layers:
         raise ValueError("plots.head_grid: nothing was recorded")
+    positive(cells, "plots.head_grid: cells")
     for layer in layers.values():
         _check("head_grid", layer, row)
     across = max(layer.grid.heads for layer in layers.values())
@@ -123,7 +129,11 @@ def arcs(
             f"plots.arcs: places must lie in 0 to {length}, {ARCS} at most, got {part.start} to {part.stop}; "
             "choose some, places=slice(0, 64)"
         )
-    weights = seen.weights(queries=part, keys=part)[row, 0].float().cpu()
+    if not is_number(least):
+        raise ValueError(f"plots.arcs: least must be a number, the smallest weight that is drawn, got {kind(least)}")
+    if labels is not None:
+        _check_labels("arcs", labels, length)
+    weights = _drawable(seen.weights(queries=part, keys=part)[row, 0])
     axes = _axes(axes, max(4.0, 0.22 * len(part)), 3.2)
     colour = _pyplot().get_cmap(COLOURS)(0.85)
     highest = 1.0
@@ -177,7 +187,7 @@ def received(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> 
 def _lines(axes: "Axes", seen: Observation, values: Tensor, across: str, up: str) -> "Axes":
     """One line for each head [heads, length]."""
     thin = 1.0 if values.shape[1] <= 2048 else 0.5
-    for number, line in zip(_numbers(seen), values.float().cpu(), strict=True):
+    for number, line in zip(_numbers(seen), values.detach().float().cpu(), strict=True):
         axes.plot(line, lw=thin, label=f"head {number}")
     axes.set(xlabel=across, ylabel=up, xlim=(0, max(1, values.shape[1] - 1)))
     axes.spines[["right", "top"]].set_visible(False)
@@ -190,7 +200,12 @@ def _weights(seen: Observation, cells: int) -> Tensor:
     """The weights of all heads, pooled where the text is long: [batch, heads, rows, columns]."""
     small = max(seen.grid.query_len, seen.grid.key_len) <= cells
     weights = seen.weights() if small else seen.image(size=cells, pool="max")
-    return weights.float().cpu()
+    return _drawable(weights)
+
+
+def _drawable(weights: Tensor) -> Tensor:
+    """Weights as numbers for colours and widths: a weight of 1 may come out of its rounding a little larger."""
+    return weights.detach().float().cpu().clamp(0.0, 1.0)
 
 
 def _image(axes: "Axes", weights: Tensor, query_len: int, key_len: int, cells: int) -> Any:
@@ -207,9 +222,15 @@ def _image(axes: "Axes", weights: Tensor, query_len: int, key_len: int, cells: i
     return drawn
 
 
-def _label(axis: Any, labels: Sequence[str], length: int) -> None:
+def _check_labels(function: str, labels: Sequence[str], length: int) -> None:
+    if isinstance(labels, str) or not isinstance(labels, Sequence) or not all(isinstance(one, str) for one in labels):
+        raise TypeError(f"plots.{function}: labels must be the tokens as text, a list of str, got {kind(labels)}")
     if len(labels) != length:
-        raise ValueError(f"plots: there are {length} tokens, got {len(labels)} labels")
+        raise ValueError(f"plots.{function}: there are {length} tokens, got {len(labels)} labels")
+
+
+def _label(axis: Any, labels: Sequence[str], length: int) -> None:
+    _check_labels("heat_map", labels, length)
     if length <= LABELLED:
         turned = 90 if axis.axis_name == "x" else 0
         axis.set_ticks(range(length), [_plain(label) for label in labels], rotation=turned, fontsize=7)
@@ -228,16 +249,27 @@ def _numbers(seen: Observation) -> Sequence[int]:
 
 
 def _check(function: str, seen: Observation, row: int, *, one_head: bool = False) -> None:
+    if not isinstance(seen, Observation):
+        raise TypeError(f"plots.{function}: seen must be an Observation, got {kind(seen)}{_as_seen(seen)}")
     if one_head and seen.grid.heads != 1:
         raise ValueError(f"plots.{function}: draws one head, got {seen.grid.heads}; choose one: seen.head(0)")
-    if not 0 <= row < seen.grid.batch:
+    if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < seen.grid.batch:
         raise ValueError(f"plots.{function}: row must be 0 to {seen.grid.batch - 1}, got {row}")
     if 0 in seen.grid[:4]:
         raise ValueError(f"plots.{function}: there is nothing to draw in the scores {seen.grid}")
 
 
+def _as_seen(value: object) -> str:
+    """Where an observation comes from, as the end of an error."""
+    if isinstance(value, Mapping):
+        return "; choose a layer and a head: recording[name].head(0)"
+    return "; regard.observe(query, key, mask=...) makes one, and recording[name].head(0) holds one of a model"
+
+
 def _axes(axes: "Axes | None", width: float, height: float) -> "Axes":
     if axes is not None:
+        if not hasattr(axes, "plot"):
+            raise TypeError(f"plots: axes must be axes of matplotlib, or None for a new figure, got {kind(axes)}")
         return axes
     made: Axes = _pyplot().subplots(figsize=(width, height), layout="constrained")[1]
     return made

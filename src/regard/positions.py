@@ -491,8 +491,8 @@ class Rotary(nn.Module):
     layout says which features are pairs. The two differ by a fixed permutation of the features, so a model trained
     with one gives nonsense under the other:
 
-        "half"         (i, i + rotary_dim // 2)   Llama, Mistral, Qwen, GPT-NeoX
-        "interleaved"  (2 i, 2 i + 1)             the paper, RoFormer, GPT-J
+        "half"         (i, i + rotary_dim // 2)   GPT-NeoX; Llama, Mistral and Qwen as transformers has them
+        "interleaved"  (2 i, 2 i + 1)             the paper (RoFormer), GPT-J, Llama in Meta's own code
 
     Shapes:
         x        [batch, heads, length, head_dim]
