@@ -385,7 +385,7 @@ def from_heads(
         output [heads * value_dim, dim]; query_bias [heads, head_dim], key_bias [kv_heads, head_dim],
         value_bias [kv_heads, value_dim], output_bias [dim]
     Args:
-        query_bias, key_bias, value_bias, output_bias: the projections' biases; None for none. Where only some of the first
+        query_bias, key_bias, value_bias, output_bias: the projections' own; None for none. Where only some of the first
             three are given, the others are zero.
     Raises:
         ShapeError: matrices that do not fit each other, or kv_heads that do not divide heads.
