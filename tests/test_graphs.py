@@ -12,10 +12,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.export import Dim
+from transformers import masking_utils
 
 import regard.huggingface
 from comparing import assert_close
 from regard import Alibi, Causal, Prefix, Strided, Window, kernels
+from regard.huggingface import mask_for_transformers
+from regard.huggingface.symbols import GraphMask, rule_of
+from regard.shapes import Grid
 
 regard.huggingface.register()
 
@@ -119,6 +123,89 @@ def test_a_compiled_model_is_one_graph_at_any_length_and_padding(compiler, kind)
     with torch.no_grad():
         for inputs in (EXAMPLE, *OTHERS):
             assert_close(compiled(*inputs), model(*inputs), tolerance=TOLERANCE)
+
+
+def parities(batch, head, query, key):
+    return (query - key) % 2 == 0
+
+
+RULES = {
+    "causal": masking_utils.causal_mask_function,
+    "everything": masking_utils.bidirectional_mask_function,
+    "a window behind": masking_utils.sliding_window_causal_mask_function(3),
+    "a window around": masking_utils.sliding_window_bidirectional_mask_function(2),
+    "either": masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.sliding_window_bidirectional_overlay(2)
+    ),
+    "strictly before": lambda batch, head, query, key: key + 2 < query,
+    "ahead": lambda batch, head, query, key: key - 1 >= query,
+    "close": lambda batch, head, query, key: abs(key - query) < 3,
+}
+LOOKED_UP = {
+    "padding": masking_utils.padding_mask_function(torch.ones(1, 9).bool()),
+    "chunks": masking_utils.chunked_causal_mask_function(3, torch.tensor([1])),
+    "a rule of another kind": masking_utils.and_masks(masking_utils.causal_mask_function, parities),
+    "a rule about rows": lambda batch, head, query, key: (batch == 0) & (key <= query),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_a_rule_about_positions_is_read_by_calling_it_with_symbols(rule):
+    queries, keys = torch.arange(5)[:, None] + 2, torch.arange(9)[None]
+    read = rule_of(rule, 2).bind(Grid(1, 1, 5, 9)).allowed(range(5), range(9))
+    assert torch.equal(read[0, 0].expand(5, 9), rule(0, 0, queries, keys).expand(5, 9))
+
+
+@pytest.mark.parametrize("rule", LOOKED_UP.values(), ids=LOOKED_UP.keys())
+def test_a_rule_about_more_than_positions_is_not_read(rule):
+    assert rule_of(rule, 2) is None
+
+
+@LOOKED_AT
+@pytest.mark.parametrize("rules", [RULES, LOOKED_UP], ids=["read", "not read"])
+def test_a_compiler_reads_rules_as_well(compiler, rules):
+    shapes = {}
+
+    def model(states):
+        for name, rule in rules.items():
+            shapes[name] = type(mask_for_transformers(1, 5, 7, q_offset=2, mask_function=rule)) is GraphMask
+        return 2 * states
+
+    torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert shapes == dict.fromkeys(rules, rules is RULES)
+
+
+@LOOKED_AT
+def test_no_square_is_held_in_a_compiled_graph(compiler):
+    sizes = []
+
+    def backend(graph, inputs):
+        found = (node.meta.get("example_value") for node in graph.graph.nodes)
+        sizes.extend(value.numel() for value in found if isinstance(value, Tensor))
+        return graph.forward
+
+    model = Whole("Mistral, windows", max_position_embeddings=1000, num_hidden_layers=1)
+    inputs = some_tokens(1, 900)
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        assert_close(found, model(*inputs), tolerance=TOLERANCE)
+    assert 900 * 48 <= max(sizes) < 900 * 900 / 4
+
+
+@LOOKED_AT
+def test_a_model_that_works_on_its_mask_gets_the_tensor(compiler):
+    def model(states, real):
+        mask = mask_for_transformers(2, 5, 5, attention_mask=real)
+        shapes = mask.shape, mask.dim(), mask.size(-1), mask.ndim
+        return torch.where(mask, 0.0, 1.0), mask[:, :, :, :3], mask & real[:, None, None], mask.sum(), shapes
+
+    real = torch.tensor([[False, True, True, True, True], [True] * 5])
+    whole = masking_utils.sdpa_mask(2, 5, 5, attention_mask=real)
+    found = torch.compile(model, backend="eager", fullgraph=True)(torch.zeros(1), real)
+    expected = torch.where(whole, 0.0, 1.0), whole[:, :, :, :3], whole & real[:, None, None], whole.sum()
+    for ours, right in zip(found[:4], expected, strict=True):
+        assert torch.equal(ours, right)
+    assert tuple(found[4][0]) == tuple(whole.shape)
 
 
 @LOOKED_AT

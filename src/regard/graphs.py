@@ -22,5 +22,5 @@ def tracing() -> bool:
 
 
 def whole(length: int, device: torch.device) -> range | Tensor:
-    """All queries or keys of a call; in a graph that leaves, counted when it runs."""
-    return torch.arange(length, device=device) if exporting() else range(length)
+    """All queries or keys of a call; in a graph, counted when it runs."""
+    return torch.arange(length, device=device) if tracing() else range(length)

@@ -14,6 +14,7 @@ a *mask*, as a function of batch row, head, query and key, with lengths, beginni
     weights    the weights of one layer's call
     gradients  attention whose weights lie on the way to its output
     reading    transformers' mask functions as masks
+    symbols    the same inside a graph of torch.compile's
     interface  what a layer calls
 
 The mask is the heart. transformers builds masks of query_len x key_len from its mask functions. Here the function is

@@ -13,6 +13,7 @@ from regard.graphs import exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
+from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.reference import all_weights
 
@@ -119,7 +120,7 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
     """A call's mask, or what it adds to the scores."""
     if given is None:
         return None, None
-    if isinstance(given, LazyMask):
+    if isinstance(given, (LazyMask, GraphMask)):
         return given.of_call(len(query), query.shape[2], key.shape[2], query.device), None
     if (
         not isinstance(given, Tensor)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from regard.graphs import tracing
+from regard.graphs import exporting, tracing
 from regard.huggingface.masks import LazyMask
+from regard.huggingface.symbols import GraphMask, rule_of
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
 from regard.shapes import Grid
 
@@ -27,7 +28,7 @@ def mask_for_transformers(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> Tensor:
+) -> LazyMask | GraphMask | Tensor:
     """What transformers calls to have a mask made; the names are its own. Nothing of q_length x kv_length is made.
 
     Args:
@@ -42,7 +43,7 @@ def mask_for_transformers(
     LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
     """
     if tracing():
-        return _written_out(
+        return _in_graph(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
         )
     _learn()
@@ -59,11 +60,23 @@ def mask_for_transformers(
     return LazyMask(mask, (batch_size, q_length, kv_length), device)
 
 
-def _written_out(
+def _in_graph(
     batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
-    mask_function: Callable[..., Any] | None, padding: Tensor | None, one_by_one: bool, device: torch.device | str,
-) -> Tensor:  # fmt: skip
-    """The mask as torch's own operators make it, for a graph, which holds no functions to read."""
+    mask_function: Callable[..., Any] | None, padding: GraphMask | Tensor | None, one_by_one: bool,
+    device: torch.device | str,
+) -> GraphMask | Tensor:  # fmt: skip
+    """The mask in a graph: in one that stays, a rule where positions alone decide; else what torch's operators make."""
+    device = torch.device(device)
+    if isinstance(padding, GraphMask):
+        return padding
+    if not (exporting() or isinstance(query_start, Tensor) or isinstance(key_start, Tensor)):
+        offset = query_start - key_start
+        rule = Causal(offset) if mask_function is None else rule_of(mask_function, offset)
+        if rule is not None and padding is not None:
+            real = Padding(_from(padding.to(device=device, dtype=torch.bool), key_start, key_len))
+            rule = real if rule is EVERYTHING else rule & real
+        if rule is not None:
+            return GraphMask(rule, (batch, query_len, key_len), device)
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     written: Callable[..., Any] = sdpa_mask
