@@ -10,6 +10,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -694,7 +695,7 @@ def test_a_mask_moves_with_its_data():
 
 def test_a_model_that_does_not_use_the_interface_is_refused():
     _, ours = pair("MPNetModel", SIZES)
-    with pytest.raises(ValueError, match=r'works on its mask itself \(add\).*attn_implementation="eager"'):
+    with pytest.raises(ValueError, match=r'works on its mask itself \(softmax\).*attn_implementation="eager"'):
         ours(some_tokens(), attention_mask=real_tokens("right").long())
 
 
@@ -1120,6 +1121,115 @@ def test_a_model_that_is_there_can_change_over_and_back():
         assert torch.equal(theirs(tokens).logits, expected)
 
 
+# --- models that take their attention from elsewhere --------------------------------------------------------------
+
+SMALL_VISION: dict[str, Any] = {
+    "hidden_size": DIM, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": HIDDEN, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_model_that_adds_numbers_to_its_mask_is_followed(shared):
+    sizes = SMALL_VISION | {"use_shared_relative_position_bias": shared, "use_relative_position_bias": not shared}
+    theirs, ours = pair("BeitModel", sizes)
+    for model in (theirs, ours):
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "relative_position_bias_table" in name:
+                nn.init.normal_(parameter)
+    pixels = torch.randn(2, 3, 16, 16)
+    outputs = [model(pixel_values=pixels).last_hidden_state for model in (theirs, ours)]
+    assert_close(*outputs, tolerance=TOLERANCE)
+    for output in outputs:
+        output.sin().sum().backward()
+    for (name, one), (_, other) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        if "relative_position_bias_table" in name:
+            assert one.grad.abs().sum() > 0
+            assert_close(other.grad, one.grad, name, tolerance=TOLERANCE)
+
+
+def test_numbers_added_to_a_mask_are_followed_in_a_compiled_model_too():
+    theirs, ours = pair("BeitModel", SMALL_VISION | {"use_relative_position_bias": True})
+    pixels, real = torch.randn(2, 3, 16, 16), torch.ones(2, 17, dtype=torch.bool)
+    real[0, 9:] = False
+    with torch.no_grad():
+        outputs = [
+            model(pixel_values=pixels, attention_mask=real).last_hidden_state[real]
+            for model in (ours, torch.compile(ours, backend="eager"), theirs)
+        ]
+    assert_close(outputs[0], outputs[2], tolerance=TOLERANCE)
+    assert_close(outputs[1], outputs[2], tolerance=TOLERANCE)
+
+
+def test_a_lazy_mask_and_numbers_are_a_mask_with_a_bias():
+    lazy = mask_for_transformers(
+        2, 3, 5, q_offset=2, attention_mask=torch.tensor([[False] * 2 + [True] * 3, [True] * 5])
+    )
+    bias = torch.randn(1, 4, 3, 5)
+    for added in (lazy + bias, bias + lazy, torch.add(lazy, bias), lazy.add(bias)):
+        assert isinstance(added, LazyMask)
+        assert (added.shape, added.dtype) == ((2, 4, 3, 5), torch.float32)
+        expected = bias.expand(2, -1, -1, -1).masked_fill(~lazy.dense(), -torch.inf)
+        assert torch.equal(added.dense(), expected)
+        assert torch.equal((added + 2 * bias).dense(), expected + 2 * bias)
+        assert added.to(torch.float32) is added
+        assert "Padding" in repr(added)
+    with pytest.raises(ValueError, match="works on its mask itself"):
+        (lazy + bias) & lazy
+    for wrong in (torch.ones(1, 1, 3, 6), torch.ones(3, 1, 3, 5), torch.ones(1, 1, 3, 5, dtype=torch.int64), 1.0):
+        with pytest.raises(ValueError, match="works on its mask itself"):
+            lazy + wrong
+
+
+def test_a_part_that_takes_its_attention_from_a_table_is_named_with_what_to_write():
+    vision = {
+        "hidden_size": DIM, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16,
+        "patch_size": 4, "window_size": 0, "global_attn_indexes": [0], "mlp_dim": HIDDEN,
+    }  # fmt: skip
+    decoder = {"hidden_size": 16, "num_attention_heads": 4, "mlp_dim": HIDDEN, "num_hidden_layers": 1}
+    config = transformers.SamConfig(
+        vision_config=vision,
+        prompt_encoder_config={"hidden_size": 16, "image_size": 16, "patch_size": 4, "mask_input_channels": 4},
+        mask_decoder_config=decoder,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"SamVision takes its attention from a table of its own, which has eager, sdpa: .* "
+        r'Write attn_implementation=\{"": "regard", "vision_config": "eager"\}; the rest of SamModel is under regard',
+    ):
+        transformers.SamModel._from_config(copy.deepcopy(config), attn_implementation="regard")
+    advised = {"": "regard", "vision_config": "eager"}
+    model = transformers.SamModel._from_config(copy.deepcopy(config), attn_implementation=advised)
+    assert model.config._attn_implementation == "regard"
+    assert model.vision_encoder.config._attn_implementation == "eager"
+
+
+def test_a_model_that_takes_its_attention_from_a_table_is_told_how_it_runs():
+    config = transformers.FalconConfig(vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(ValueError, match=r'which has eager, .*Load FalconModel with attn_implementation="eager"'):
+        transformers.FalconModel._from_config(config, attn_implementation="regard")
+    with pytest.raises(ValueError, match="FalconModel"):
+        transformers.AutoModel.from_config(config, attn_implementation="regard")
+
+
+def test_another_missing_key_stays_what_it_is():
+    with pytest.raises(KeyError, match="no such activation"):
+        transformers.BertModel._from_config(transformers.BertConfig(**PLAIN, hidden_act="no such activation"))
+
+
+def test_a_model_that_ignores_what_is_chosen_is_not_told_to_choose_again():
+    sizes = {key: size for key, size in PLAIN.items() if not key.endswith("token_id")}
+    for chosen in ("regard", "eager"):
+        model = transformers.DebertaModel._from_config(
+            transformers.DebertaConfig(**sizes), attn_implementation=chosen
+        ).eval()
+        with pytest.raises(ValueError, match="computes its attention itself") as error, regard.record(model):
+            model(some_tokens(5))
+        assert "load it with" not in str(error.value)
+        assert "register()" not in str(error.value)
+
+
 def test_registering_again_changes_nothing():
     regard.huggingface.register()
     test_a_model_that_is_there_can_change_over_and_back()
@@ -1137,6 +1247,35 @@ def test_an_older_transformers_is_told_by_its_version(monkeypatch):
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
     with pytest.raises(ImportError, match=rf"5\.4 or newer.*there is {transformers.__version__}"):
         regard.huggingface.register()
+
+
+@pytest.mark.parametrize(
+    ("raised", "hint"),
+    [
+        ('RuntimeError("operator torchvision::nms does not exist")', "hint: torchvision 0.1.0 does not fit torch"),
+        ('OSError("libsomething.so: cannot open")', None),
+    ],
+    ids=["torchvision", "a library"],
+)
+def test_what_keeps_transformers_from_being_imported_is_told_and_is_not_its_age(tmp_path, raised, hint):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise {raised}")
+    (tmp_path / "torchvision-0.1.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1.0\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import regard; regard.huggingface.register()"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    told = done.stderr[done.stderr.rindex("\nImportError: ") :]
+    kind, words = raised.split('"')[0].rstrip("("), raised.split('"')[1]
+    assert f"transformers {transformers.__version__} is installed and cannot be imported: {kind}: {words}" in told
+    assert "5.4 or newer" not in told
+    assert ("hint" in told) == (hint is not None)
+    assert hint is None or hint in told
+
+
+def test_the_package_asks_for_the_transformers_that_register_asks_for():
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    oldest = ".".join(map(str, huggingface.OLDEST))
+    assert f'hf = ["transformers>={oldest}"]' in text
 
 
 def test_the_module_is_light_until_it_is_used():

@@ -86,6 +86,19 @@ def test_presets_are_what_was_published():
     assert ModelConfig.preset("original").embedding_scale == math.sqrt(512)
 
 
+def test_a_preset_of_another_dim_keeps_its_proportions():
+    wide = {name: ModelConfig.preset(name, dim=48, heads=4, kv_heads=None).hidden_dim for name in PRESETS}
+    assert wide == {"original": 192, "bert": 192, "gpt2": 192, "llama": 168}
+    assert ModelConfig.preset("original", dim=100, heads=4).embedding_scale == 10
+    assert ModelConfig.preset("gpt2", dim=48).embedding_scale == 1
+    assert ModelConfig.preset("gpt2", dim=48, hidden_dim=7).hidden_dim == 7
+    assert ModelConfig.preset("gpt2", dim=48, hidden_dim=None).hidden_dim is None
+    for name, published in PRESETS.items():
+        assert ModelConfig.preset(name, dim=published.dim) == published == ModelConfig.preset(name)
+    with pytest.raises(ValueError, match="dim must be"):
+        ModelConfig.preset("gpt2", dim="48")
+
+
 def test_a_decoder_by_hand():
     model = spread(
         Decoder(config(positions="learned", tied=False, bias=True, norm="layer", softcap=1.5, logit_softcap=3.0))

@@ -138,12 +138,24 @@ class ModelConfig:
     def preset(cls, name: str, **changes: Any) -> "ModelConfig":
         """A published configuration, with changes.
 
+        With another `dim`, what was published as a multiple of it stays so: `hidden_dim`, and an `embedding_scale` that
+        is its square root.
+
         Raises:
             ValueError: there is no such preset. TypeError: there is no such field.
+
+        >>> ModelConfig.preset("gpt2", dim=48).hidden_dim
+        192
         """
         if name not in PRESETS:
             raise ValueError(f"ModelConfig: no preset named {name!r}; there are: {', '.join(PRESETS)}")
-        return replace(PRESETS[name], **changes)
+        published, dim = PRESETS[name], changes.get("dim")
+        if isinstance(dim, int) and dim > 0:
+            if published.hidden_dim is not None:
+                changes.setdefault("hidden_dim", round(published.hidden_dim * dim / published.dim))
+            if published.embedding_scale == math.sqrt(published.dim):
+                changes.setdefault("embedding_scale", math.sqrt(dim))
+        return replace(published, **changes)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":

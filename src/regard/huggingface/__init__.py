@@ -16,6 +16,7 @@ a *mask*, as a function of batch row, head, query and key, with lengths, beginni
     reading    transformers' mask functions as masks
     symbols    the same inside a graph of torch.compile's
     interface  what a layer calls
+    explaining models that cannot take it: what to write instead
 
 The mask is the heart. transformers builds masks of query_len x key_len from its mask functions. Here the function is
 *read*: causal, window, chunk, packed texts, padding and what they are composed of become regard's own masks, whose
@@ -25,9 +26,11 @@ a function that is not known, or no longer does what it did, is asked tile by ti
 What is not understood and would change the result raises an error.
 """
 
+from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 
 from regard.extras import how
+from regard.huggingface.explaining import explain
 from regard.huggingface.interface import HARMLESS, attend
 from regard.huggingface.masks import LazyMask
 from regard.huggingface.reading import mask_for_transformers
@@ -39,22 +42,62 @@ NAME = "regard"
 """What to pass as ``attn_implementation``."""
 
 
+OLDEST = (5, 4)
+"""The first transformers that hands masks over as they are understood here."""
+
+
 def register() -> None:
     """Makes ``attn_implementation="regard"`` known to transformers; a second call changes nothing.
 
     Raises:
-        ImportError: transformers is missing, or older than 5.4, which gives masks in another way.
+        ImportError: transformers is missing, or older than 5.4, which gives masks in another way; or it is there and
+            cannot be imported, as where a torchvision beside it does not fit: then the cause is named.
 
     Then ``AutoModel.from_pretrained(name, attn_implementation="regard")``; for a model that is there already,
     ``model.set_attn_implementation("regard")``.
     """
-    needed = f"regard.huggingface needs transformers, 5.4 or newer: {how('hf')}"
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface, __version__, masking_utils
-    except ImportError as error:
-        raise ImportError(f"{needed} ({error})") from error
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+    except Exception as error:  # of whatever kind: it is what a package that transformers imports has raised
+        raise ImportError(_why_not(error)) from error
     if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(f"{needed} (there is {__version__})")
+        raise ImportError(f"{_needed()} (there is {_version()})")
     # Under the same key: a key that is known for attention alone loses padding and causality without a word.
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_for_transformers)
+    explain(PreTrainedModel, NAME)
+
+
+def _needed() -> str:
+    return f"regard.huggingface needs transformers, {'.'.join(map(str, OLDEST))} or newer: {how('hf')}"
+
+
+def _version(package: str = "transformers") -> str:
+    """Which version of a package is installed; nothing for none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _why_not(error: BaseException) -> str:
+    """Why transformers cannot be imported; what it raises itself hides the cause."""
+    there = _version()
+    cause = error
+    while (before := cause.__cause__ or cause.__context__) is not None:
+        cause = before
+    missing = isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "transformers"
+    if not there or missing:
+        return f"{_needed()} ({error})"
+    if tuple(map(int, there.split(".")[:2])) < OLDEST:
+        return f"{_needed()} (there is {there})"
+    told = (
+        f"regard.huggingface: transformers {there} is installed and cannot be imported: {type(cause).__name__}: {cause}"
+    )
+    guilty = [name for name in ("torchvision", "torchaudio") if name in str(cause)]
+    for name in guilty:
+        told += (
+            f"\n  hint: {name} {_version(name)} does not fit torch {_version('torch')}: install the one that does, or "
+            f"remove it (pip uninstall {name})"
+        )
+    return told

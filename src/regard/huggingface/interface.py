@@ -121,7 +121,9 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
     if given is None:
         return None, None
     if isinstance(given, (LazyMask, GraphMask)):
-        return given.of_call(len(query), query.shape[2], key.shape[2], query.device), None
+        mask = given.of_call(query.shape[0], query.shape[2], key.shape[2], query.device)
+        added = given.bias if isinstance(given, LazyMask) else None
+        return mask, None if added is None else added.to(query.device)
     if (
         not isinstance(given, Tensor)
         or given.dim() != 4

@@ -1,5 +1,6 @@
-"""A mask of regard that transformers takes for a bool tensor."""
+"""A mask of regard that transformers takes for a tensor: of bools, and of numbers once a model has added some to it."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,24 +10,38 @@ from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.masks import And, Dense, Document, Mask, Not, Or, Padding, indices
 from regard.shapes import Grid, ShapeError
 
+SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
+"""What a model does that has numbers for the scores beside its mask."""
+
 
 class LazyMask(Lazy):
     """A regard mask that transformers takes for its bool tensor [batch, 1, query_len, key_len], True = may attend.
 
+    A model may add numbers to it, as BEiT adds its positions: then it stands for them, -inf where the mask hides.
+
     Attributes:
         mask: the mask, with every offset settled.
+        bias: what was added, broadcastable to [batch, heads, query_len, key_len]; None for nothing.
     """
 
     mask: Mask
+    bias: Tensor | None
     _made_for: tuple[int, int, int, torch.device]
 
-    def __new__(cls, mask: Mask, shape: tuple[int, int, int], device: torch.device) -> "LazyMask":
+    def __new__(
+        cls, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
+    ) -> "LazyMask":
         batch, query_len, key_len = shape
-        made: LazyMask = cls._empty(cls, (batch, 1, query_len, key_len), torch.bool, device)
-        made.mask, made._made_for = mask, (batch, query_len, key_len, device)
+        whole = torch.Size((batch, 1, query_len, key_len))
+        if bias is not None:
+            whole = torch.broadcast_shapes(whole, bias.shape)
+        made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
+        made.mask, made.bias, made._made_for = mask, bias, (batch, query_len, key_len, device)
         return made
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
+    ) -> None:
         pass
 
     def of_call(self, batch: int, query_len: int, key_len: int, device: torch.device) -> Mask:
@@ -44,7 +59,8 @@ class LazyMask(Lazy):
         batch, heads, query_len, key_len = self.shape
         bound = self.mask.bind(Grid(batch, heads, query_len, key_len, self.device))
         rows, columns = indices(range(query_len), self.device), indices(range(key_len), self.device)
-        return bound.allowed(rows, columns).expand(self.shape)
+        allowed = bound.allowed(rows, columns).expand(self.shape)
+        return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
 
     def _advice(self) -> str:
         return "ask .mask.allowed(queries, keys) for a rectangle"
@@ -58,9 +74,15 @@ class LazyMask(Lazy):
             return args[0]
         if func is Tensor.to:
             device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
-            if dtype in (None, torch.bool):
+            if dtype in (None, args[0].dtype):
                 return args[0]._on(device)
-        if not (func in _OUTSIDE or func in _LOGICAL or getattr(func, "__name__", "") == "__get__"):
+        if func in SUMS and not kwargs and len(args) == 2:
+            lazy, other = args if isinstance(args[0], LazyMask) else args[::-1]
+            if lazy._may_be_added(other):
+                return lazy._with(other if lazy.bias is None else lazy.bias + other)
+        logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
+        copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
+        if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
             # Above all a model that is not on the interface and adds what it takes for 0 and -inf to its scores.
             raise ValueError(  # not a TypeError, of which `+` would keep the words to itself
                 f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard cannot "
@@ -69,14 +91,28 @@ class LazyMask(Lazy):
             )
         return super().__torch_function__(func, types, args, kwargs)
 
+    def _may_be_added(self, other: object) -> bool:
+        """Whether it is numbers for the scores: an ordinary tensor that makes the mask no longer."""
+        if not isinstance(other, Tensor) or isinstance(other, Lazy) or not other.is_floating_point():
+            return False
+        rows, *lengths, _ = self._made_for
+        fits = zip(other.shape[::-1], (*lengths[::-1], None, rows), strict=False)
+        return other.dim() <= 4 and all(wanted is None or size in (1, wanted) or wanted == 1 for size, wanted in fits)
+
+    def _with(self, bias: Tensor) -> "LazyMask":
+        *shape, device = self._made_for
+        return LazyMask(self.mask, (shape[0], shape[1], shape[2]), device, bias)
+
     def _on(self, device: torch.device | None) -> "LazyMask":
-        if device is None or device == self.device:
+        batch, query_len, key_len, own_device = self._made_for
+        if device is None or device == own_device:
             return self
-        batch, _, query_len, key_len = self.shape
-        return LazyMask(_moved(self.mask, device), (batch, query_len, key_len), device)
+        bias = None if self.bias is None else self.bias.to(device)
+        return LazyMask(_moved(self.mask, device), (batch, query_len, key_len), device, bias)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyMask({self.mask}, {list(self.shape)})"
+        added = "" if self.bias is None else f" + {self.bias.dtype} {list(self.bias.shape)}"
+        return f"LazyMask({self.mask}{added}, {list(self.shape)})"
 
 
 def _moved(mask: Mask, device: torch.device) -> Mask:

@@ -5,6 +5,7 @@ their positions, a comparison or a difference, answers with a `Rule`, which stan
 function that asks anything else is `UnreadError`, and its mask becomes a tensor of torch's own making.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from regard.huggingface.masks import SUMS
 from regard.masks import EVERYTHING, Band, Mask, indices
 from regard.shapes import Grid, ShapeError
 
@@ -231,5 +233,9 @@ class GraphMask:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         plain = [x.dense() if isinstance(x, GraphMask) else x for x in args]
+        if func in SUMS and len(plain) == 2 and not kwargs:  # numbers that are added are for the scores
+            allowed, added = plain if isinstance(args[0], GraphMask) else plain[::-1]
+            if isinstance(added, Tensor) and added.is_floating_point():
+                return torch.where(allowed, added, -math.inf)
         named = {name: x.dense() if isinstance(x, GraphMask) else x for name, x in (kwargs or {}).items()}
         return func(*plain, **named)

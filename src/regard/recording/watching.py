@@ -83,11 +83,7 @@ def watching(
             "with contextvars.copy_context().run"
         )
     if not own and not called:
-        raise ValueError(
-            f"{function}: no attention of {type(model).__name__} went through regard. It contains no "
-            "regard.MultiHeadAttention; a model of transformers needs regard.huggingface.register() and then "
-            'attn_implementation="regard", and has to run inside the with block'
-        )
+        raise ValueError(f"{function}: no attention of {type(model).__name__} went through regard. {_why_none(model)}")
     missing = [str(n) for n in wanted if n not in called and n not in called.values()]
     if called and missing:
         raise ValueError(f"{function}: layer {', '.join(missing)} never attended; those that did: {', '.join(called)}")
@@ -151,9 +147,37 @@ def find(function: str, done: str, layers: Mapping[str, T], name: str | int) -> 
         raise KeyError(f"{function}: no layer {name!r}; {done} are: {known}") from None
 
 
+def _why_none(model: nn.Module) -> str:
+    if _implementation(model) == "regard" and not _chooses(model):
+        return (
+            'It was loaded with attn_implementation="regard" and computes its attention itself, whatever is chosen: it '
+            "is not on transformers' attention interface, and cannot be looked into"
+        )
+    return (
+        "It contains no regard.MultiHeadAttention; a model of transformers needs regard.huggingface.register() and "
+        'then attn_implementation="regard", and has to run inside the with block'
+    )
+
+
+def _implementation(model: nn.Module) -> object:
+    """Which attention a model of transformers was told to take."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def _chooses(model: nn.Module) -> bool:
+    """Whether transformers says that the model, or one inside it, takes the attention that it is told."""
+    asked = [getattr(type(part), "_can_set_attn_implementation", None) for part in model.modules()]
+    return any(can() for can in asked if can is not None)
+
+
 def _check_implementation(function: str, model: nn.Module) -> None:
     """A model of transformers that attends in another way is refused before it runs."""
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    chosen = _implementation(model)
+    if isinstance(chosen, str) and chosen != "regard" and not _chooses(model):
+        raise ValueError(
+            f"{function}: {type(model).__name__} computes its attention itself, whatever attn_implementation says: it "
+            "is not on transformers' attention interface, and cannot be looked into"
+        )
     if isinstance(chosen, str) and chosen != "regard":
         raise ValueError(
             f"{function}: {type(model).__name__} attends by {chosen!r}, which nobody can look into; call "

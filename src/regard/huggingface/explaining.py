@@ -1,0 +1,92 @@
+"""What to write instead, where a model of transformers cannot take an attention that is chosen by name.
+
+Most models look their attention up on transformers' interface. Some choose a class from a table of their own when they
+are made, and a name that is not in it ends in a bare KeyError. Here that error becomes a sentence: which part of the
+model it is, what its table has, and how to load the model with the rest of it under regard.
+"""
+
+from collections.abc import Iterator
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any, cast
+
+MADE = "from_pretrained", "_from_config"
+"""The ways in which a model is made; both of a class."""
+
+
+class NotOnInterfaceError(ValueError):
+    """A model, or a part of it, that chooses its attention from a table of its own."""
+
+
+def explain(models: Any, name: str) -> None:
+    """Has the ways to make a model say what to write instead of a name that it does not know; once."""
+    for way in MADE:
+        plain = vars(models)[way].__func__
+        if not hasattr(plain, "__regard__"):
+            setattr(models, way, classmethod(_explained(plain, name)))
+
+
+def _explained(make: Any, name: str) -> Any:
+    @wraps(make)
+    def made(cls: Any, *arguments: Any, **more: Any) -> Any:
+        try:
+            return make(cls, *arguments, **more)
+        except NotOnInterfaceError as error:  # of a part, which knows nothing of the whole
+            cause = cast(KeyError, error.__cause__)
+            frames = [*_frames(error.__traceback__), *_frames(cause.__traceback__)]
+        except KeyError as error:
+            if error.args != (name,):
+                raise
+            cause, frames = error, list(_frames(error.__traceback__))
+        raise NotOnInterfaceError(_instead(cls, frames, name)) from cause
+
+    vars(made)["__regard__"] = name
+    return made
+
+
+def _instead(model: type, frames: list[FrameType], name: str) -> str:
+    """The sentence."""
+    table = _table(frames[-1])
+    configs = [config for frame in frames if (config := _config(frame)) is not None]
+    whole, part = (configs[0], configs[-1]) if configs else (None, None)
+    chosen = "eager" if "eager" in table or not table else table[0]
+    path = _path(whole, part)
+    who = model.__name__ if part is None else type(part).__name__.removesuffix("Config")
+    told = (
+        f"regard: {who} takes its attention from a table of its own, which has {', '.join(table) or 'no regard'}: it "
+        "is not on transformers' attention interface. "
+    )
+    if not path:
+        return f'{told}Load {model.__name__} with attn_implementation="{chosen}"; regard cannot look into it'
+    instead = f'attn_implementation={{"": "{name}", "{path}": "{chosen}"}}'
+    return f"{told}Write {instead}; the rest of {model.__name__} is under regard then"
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _table(frame: FrameType) -> list[str]:
+    """The names in the table that a module of transformers chooses from."""
+    for value in frame.f_globals.values():
+        if isinstance(value, dict) and "eager" in value and all(isinstance(one, type) for one in value.values()):
+            return list(map(str, value))
+    return []
+
+
+def _config(frame: FrameType) -> Any:
+    config = frame.f_locals.get("config")
+    return config if hasattr(config, "_attn_implementation") else None
+
+
+def _path(whole: Any, part: Any) -> str:
+    """Under which name of the whole configuration the part lies; nothing where it is the whole."""
+    if whole is None or part is whole:
+        return ""
+    for name in cast("dict[str, Any]", getattr(whole, "sub_configs", {})):
+        inner = getattr(whole, name, None)
+        if inner is not None and (inner is part or type(inner) is type(part) or _path(inner, part)):
+            return str(name)
+    return ""
