@@ -16,8 +16,9 @@ import regard
 SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
-    "extras", "hints", "shapes", "graphs", "masks", "biases", "scores", "reference", "kernels", "functional",
-    "hooks", "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage", "recording",
+    "extras", "hints", "graphs", "shapes", "indexing", "rules", "masks", "biases", "scores", "reference", "kernels",
+    "functional", "hooks", "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage",
+    "recording",
     "huggingface", "generation", "training", "viewer", "plots", "display", "bench", "cli", "public",
 )  # fmt: skip
 
@@ -104,7 +105,7 @@ def test_the_diagram_shows_every_line_of_the_house_with_its_purpose():
     for name in storeys():
         assert any(line.split("/")[0].split()[0] == name for line in shown.splitlines()), name
     assert "shapes       The gate" in shown
-    assert "  uses shapes, graphs, masks, biases\n" in shown
+    assert "  uses shapes, indexing, rules, masks\n" in shown
     for line in shown.splitlines():
         assert len(line.split(maxsplit=1)) == 2, f"{line}: a module begins with a sentence that says what it is for"
 

@@ -53,6 +53,6 @@ def test_an_example_that_is_wrong_is_noticed():
 
 
 def test_examples_are_found():
-    assert {"regard.masks.Causal", "regard.functional.plan", "regard.biases.Alibi"} <= {
+    assert {"regard.masks.positional.Causal", "regard.functional.plan", "regard.biases.Alibi"} <= {
         test.name for test in examples()
     }

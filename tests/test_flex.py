@@ -12,7 +12,6 @@ from comparing import assert_close, assert_same_cells
 from regard import Causal, Dense, Document, Padding, Prefix, Where, Window, attention_with_lse
 from regard.functional import check_call
 from regard.kernels import flex
-from regard.masks import Mask
 from regard.reference import reference
 from regard.shapes import Grid
 
@@ -29,7 +28,7 @@ def test_the_function_of_a_cell_says_what_the_mask_says(data):
     mask = data.draw(composed_masks(grid)).mask.bind(grid)
     batch, heads, query_len, key_len, _ = grid
     axes = torch.meshgrid(*map(torch.arange, (batch, heads, query_len, key_len)), indexing="ij")
-    asked = flex.cell(mask)(*axes)
+    asked = mask.rule(*axes)
     assert_same_cells(asked.expand(grid[:4]), mask.allowed(range(query_len), range(key_len)).expand(grid[:4]))
 
 
@@ -109,9 +108,6 @@ def test_it_says_what_it_cannot_do():
     query = torch.randn(1, 2, 5, 4)
     assert "CUDA devices only" in flex.cannot(call_of(query, query, query))
 
-    class Odd(Mask):
-        pass
-
     class OnCuda:
         """A call that says that it lies on a GPU."""
 
@@ -124,7 +120,6 @@ def test_it_says_what_it_cannot_do():
     assert flex.cannot(OnCuda(mask=Causal() & Window(3), softcap=1.0)) is None
     assert "no dropout" in flex.cannot(OnCuda(dropout=0.1))
     assert "biases" in flex.cannot(OnCuda(bias=torch.zeros(5, 5)))
-    assert "no function of one cell" in flex.cannot(OnCuda(mask=Causal(offset=0) & Odd()))
 
 
 def test_a_long_window_is_planned_without_a_square():
@@ -132,9 +127,9 @@ def test_a_long_window_is_planned_without_a_square():
     asked = []
 
     class Watched(Window):
-        def _allowed(self, queries, keys):
-            asked.append(len(queries) * keys.shape[1])
-            return super()._allowed(queries, keys)
+        def rule(self, batch, head, query, key):
+            asked.append(query.numel() * key.numel())
+            return super().rule(batch, head, query, key)
 
     found = flex.blocks(Watched(200).bind(grid), grid)
     assert sum(asked) < 6 * flex.BLOCK * grid.query_len

@@ -118,7 +118,7 @@ WRONG = {
     "documents of another length": (
         {"mask": Document(torch.zeros(9, dtype=torch.int64))},
         ShapeError,
-        "Document: query_ids is for .batch=1, length=9",
+        "Document: query_ids is for .batch=1, query_len=9",
     ),
     "documents of the queries alone": (
         {"mask": Document(torch.zeros(7, dtype=torch.int64))},
@@ -131,7 +131,11 @@ WRONG = {
         "Padding: lengths is for batch=3",
     ),
     "padding beyond the keys": ({"mask": Padding([1, 12])}, ShapeError, "Padding: a row has 12 real keys"),
-    "padding of another length": ({"mask": ~Padding(torch.ones(2, 7).bool())}, ShapeError, "Padding: the mask is"),
+    "padding of another length": (
+        {"mask": ~Padding(torch.ones(2, 7).bool())},
+        ShapeError,
+        "Padding: keys is for .batch=2, key_len=7., the scores are",
+    ),
     "offsets of another batch": ({"mask": Causal(offset=[1, 2, 3])}, ShapeError, "Causal: offset is for batch=3"),
     "prefixes of another batch": ({"mask": Prefix([1])}, ShapeError, "Prefix: n is for batch=1"),
     "bias, a number": ({"bias": 1.0}, TypeError, "bias must be a floating tensor or a regard bias .*, got 1.0"),

@@ -28,9 +28,8 @@ from regard.masks import (
     Tile,
     Where,
     Window,
-    spell,
-    unspell,
 )
+from regard.rules import spell, unspell
 from regard.shapes import Grid, ShapeError
 
 
@@ -211,7 +210,7 @@ def test_the_tile_of_a_composition_follows_from_its_parts(left, right, joined, e
         def __init__(self, tile):
             self.says = tile
 
-        def _tile(self, rows, columns):
+        def coverage(self, rows, columns):
             return self.says
 
     for one, other in ((left, right), (right, left)):
@@ -266,7 +265,7 @@ def test_where_looks_at_every_cell_of_a_tile_and_says_partial_of_one_too_large_t
     assert last.tile(range(4, 5), range(6, 7)) is Tile.PARTIAL  # one batch row and head of several
     everywhere = Where(lambda b, h, i, j: i >= 0).bind(grid)
     assert everywhere.tile(range(5), range(7)) is Tile.FULL
-    monkeypatch.setattr(Where, "_CELLS", 2 * 3 * 5 * 6)
+    monkeypatch.setattr(Where, "MOST_ASKED", 2 * 3 * 5 * 6)
     assert everywhere.tile(range(5), range(6)) is Tile.FULL
     assert everywhere.tile(range(5), range(7)) is Tile.PARTIAL
 
@@ -394,7 +393,7 @@ def test_a_dense_mask_that_fits_a_call_in_two_ways_is_refused_until_it_says_whic
     keys = torch.rand(5, 7) > 0.5  # of each batch row, or of each query?
     both = r"Dense: mask \[5, 7\] may be \[query_len, key_len\] or \[batch, key_len\]: both fit .* which, {} or {}"
     ways = (r"Dense\(mask\[None, None\]\)", r"Padding\(mask\)")
-    for wrong in (Dense(keys), Causal() & Dense(keys), ~Dense(keys), Dense(keys).of_row(0) | Dense(keys)):
+    for wrong in (Dense(keys), Causal() & Dense(keys), ~Dense(keys), Dense(keys).for_batch(0) | Dense(keys)):
         with pytest.raises(ShapeError, match=both.format(*ways)):
             wrong.bind(grid)
     assert torch.equal(whole(Dense(keys[None, None]), grid), keys.expand(grid[:4]))
@@ -528,13 +527,13 @@ def test_a_mask_that_cannot_be_is_refused_when_it_is_made(make, error, says):
         (
             Padding(torch.ones(2, 6, dtype=torch.bool)),
             ShapeError,
-            "Padding: the mask is .batch=2, key_len=6., the scores",
+            "Padding: keys is for .batch=2, key_len=6., the scores",
         ),
-        (Padding(torch.ones(3, 7, dtype=torch.bool)), ShapeError, "Padding: the mask is .batch=3, key_len=7."),
+        (Padding(torch.ones(3, 7, dtype=torch.bool)), ShapeError, "Padding: keys is for .batch=3, key_len=7."),
         (Padding(torch.ones(2, 7, dtype=torch.bool, device="meta")), ValueError, "Padding: keys is on meta, .* cpu"),
-        (Document(TEN[:, :5]), ShapeError, "Document: key_ids is for .batch=2, length=5., .*; give key_ids too"),
-        (Document(TEN[:, :4], TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=2, length=4."),
-        (Document(TEN[:1, :5].expand(3, 5), TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=3, length=5."),
+        (Document(TEN[:, :5]), ShapeError, "Document: key_ids is for .batch=2, key_len=5., .*; give key_ids too"),
+        (Document(TEN[:, :4], TEN[:, :7]), ShapeError, "Document: query_ids is for .batch=2, query_len=4."),
+        (Document(TEN[:1, :5].expand(3, 5), TEN[:, :7]), ShapeError, "query_ids is for .batch=3, query_len=5."),
         (Document(TEN[:, :5].to("meta"), TEN[:, :7].to("meta")), ValueError, "Document: query_ids is on meta"),
         (Dense(torch.ones(5, 6, dtype=torch.bool)), ShapeError, r"Dense: mask \[5, 6\] does not broadcast"),
         (

@@ -513,7 +513,7 @@ class Surprising(Mask):
     def allowed(self, queries, keys):
         return self.window.allowed(queries, keys)
 
-    def _tile(self, rows, columns):
+    def coverage(self, rows, columns):
         return Tile.PARTIAL if len(rows) < 128 else self.window.tile(rows, columns)
 
 

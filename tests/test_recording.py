@@ -37,7 +37,7 @@ from regard.cache import LayerCache
 from regard.generation import generate
 from regard.hooks import Heads
 from regard.layers import FeedForward, MultiHeadAttention
-from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window, indices
+from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, ModelConfig
 from regard.observation import Observation, observe
 from regard.recording import (
@@ -53,8 +53,8 @@ from regard.recording import (
     record,
 )
 from regard.recording.file import FORMAT
-from regard.recording.rules import HeadsMask, HiddenKey, PiecesMask
 from regard.recording.summary import LOCAL, kind_of, seen_before, summarise
+from regard.recording.views import HeadsMask, HiddenKey, PiecesMask
 from regard.scores import Additive
 from regard.shapes import Grid, ShapeError
 
@@ -829,8 +829,8 @@ def test_masks_below_each_other_answer_for_every_rectangle(data, steps):
     some_rows, some_columns = torch.randint(rows, (7,)), torch.randint(columns, (5,))
     assert_same_cells(mask.allowed(some_rows, some_columns), whole[:, :, some_rows][..., some_columns])
     for row in range(2):
-        of_row = mask.of_row(row).bind(Grid(1, 3, rows, columns)) if mask.by_row else mask
-        expected = whole[row : row + 1] if mask.by_row else whole
+        of_row = mask.for_batch(row).bind(Grid(1, 3, rows, columns)) if mask.varies_by_batch else mask
+        expected = whole[row : row + 1] if mask.varies_by_batch else whole
         assert_same_cells(of_row.allowed(range(rows), range(columns)), expected)
     a, b = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
     c, d = sorted(data.draw(st.tuples(st.integers(0, columns), st.integers(0, columns))))
@@ -1202,22 +1202,24 @@ def test_a_tensor_that_layers_share_is_written_once_and_no_code_is(tmp_path):
 
 
 class Odd(Mask):
-    def _allowed(self, queries, keys):
-        return (queries + keys) % 2 == 1
+    """Of a function, so that no file can hold it."""
 
-    def _tile(self, rows, columns):
+    def __init__(self, odd=lambda number: number % 2 == 1):
+        self.odd = odd
+
+    def rule(self, batch, head, query, key):
+        return self.odd(query + key)
+
+    def coverage(self, rows, columns):
         return Tile.PARTIAL
-
-    def __repr__(self):
-        return "Odd()"
 
 
 class Rising(Bias):
-    def bind(self, grid):
-        return self
+    def __init__(self, rise=lambda number: number / 7.0):
+        self.rise = rise
 
-    def values(self, queries, keys):
-        return (indices(queries)[:, None] * indices(keys) / 7.0)[None, None]
+    def rule(self, batch, head, query, key):
+        return self.rise(query * key)
 
 
 def test_a_rule_that_is_a_function_is_written_out_cell_by_cell_up_to_a_size(tmp_path, monkeypatch):

@@ -129,12 +129,12 @@ def test_strips_add_up_to_the_reference_forward_and_backward_and_through_lse(sma
         assert_close(ours, right, name, tolerance=1e-12 * max(1.0, float(right[right.isfinite()].detach().abs().max())))
 
 
-@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask is not None and mask.by_row], ids=repr)
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask is not None and mask.varies_by_batch], ids=repr)
 def test_the_mask_of_one_row_is_that_row_of_the_mask(mask):
     grid = Grid(BATCH, HEADS, QUERY_LEN, KEY_LEN)
     whole = mask.bind(grid).allowed(range(QUERY_LEN), range(KEY_LEN)).expand(BATCH, HEADS, QUERY_LEN, KEY_LEN)
     for row in range(BATCH):
-        alone = mask.of_row(row).bind(grid._replace(batch=1)).allowed(range(QUERY_LEN), range(KEY_LEN))
+        alone = mask.for_batch(row).bind(grid._replace(batch=1)).allowed(range(QUERY_LEN), range(KEY_LEN))
         assert torch.equal(alone.expand(1, HEADS, QUERY_LEN, KEY_LEN)[0], whole[row])
 
 

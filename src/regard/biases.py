@@ -7,57 +7,54 @@ Biases add up: ``Alibi(8) + table``.
 """
 
 import math
-from typing import NoReturn, Self
+from collections.abc import Iterator
+from typing import ClassVar, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from regard.masks import (
-    Indices,
-    Mask,
+from regard.indexing import Indices, indices, lookup, pick
+from regard.masks import Mask
+from regard.rules import Rule, learned
+from regard.shapes import (
+    Grid,
     Offset,
+    ShapeError,
     check_broadcast,
-    check_device,
-    check_rows,
-    indices,
-    pick,
+    how_to_plain,
+    is_plain,
+    kind,
     position_of_query_0,
     positive,
 )
-from regard.shapes import Grid, ShapeError, how_to_plain, is_plain, kind
 
 
-class Bias:
-    """Numbers added to scores after scale and softcap, before the mask."""
+class Bias(Rule):
+    """Numbers added to scores after scale and softcap, before the mask.
+
+    A bias of your own derives from this and gives `rule`: the number for a query and a key. What it learns, a tensor or
+    a module, may lie in any of its attributes, in lists and dicts too (see `regard.rules` for its data).
+
+    >>> class Recent(Bias):
+    ...     def __init__(self, bonus):
+    ...         self.bonus = bonus
+    ...     def rule(self, batch, head, query, key):
+    ...         return torch.where(query == key, self.bonus, 0.0)
+    >>> Recent(2.0).values(range(2), range(2)).tolist()
+    [[[[2.0, 0.0], [0.0, 2.0]]]]
+    """
 
     def bind(self, grid: Grid) -> "Bias":
-        """This bias for one call: shapes and devices checked, default offset settled.
-
-        Raises:
-            ShapeError: it is for another batch, number of heads or length.
-            ValueError: it lies on another device.
-        """
-        raise NotImplementedError
+        return self._bound(grid)
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         """The numbers for a rectangle. Shapes: broadcastable to [batch, heads, rows, columns]."""
-        raise NotImplementedError
-
-    def of_row(self, row: int) -> "Bias":
-        """The bias of one batch row, for a call with batch=1."""
-        return self
+        return self.ask(queries, keys)
 
     def learned(self) -> tuple[Tensor, ...]:
-        """The tensors that may want a gradient: every floating tensor, bias and module that it holds."""
-        found: list[Tensor] = []
-        for part in vars(self).values():
-            if isinstance(part, Bias):
-                found += part.learned()
-            elif isinstance(part, nn.Module):
-                found += part.parameters()
-            elif isinstance(part, Tensor) and part.is_floating_point():
-                found.append(part)
-        return tuple(found)
+        """The tensors that may want a gradient: every floating tensor that it holds and every parameter of a module,
+        each of them once."""
+        return tuple({id(tensor): tensor for tensor in learned(self)}.values())
 
     def __add__(self, other: "Bias | Tensor") -> "Bias":
         return Sum(self, as_bias(other, "+", "both sides"))
@@ -95,6 +92,8 @@ class Given(Bias):
             be meant by batch row ([batch, key_len], [batch, query_len, key_len]), it is refused.
     """
 
+    axes: ClassVar = {"numbers": ("batch", "heads", "query_len", "key_len")}
+
     def __init__(self, numbers: Tensor) -> None:
         if not is_plain(numbers) or not numbers.is_floating_point():
             usual = "; a bool tensor is a mask: mask=Dense(tensor)" if is_plain(numbers) else how_to_plain(numbers)
@@ -104,17 +103,18 @@ class Given(Bias):
         self.numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
         self._axes = numbers.dim()
 
-    def bind(self, grid: Grid) -> "Given":
-        check_broadcast("bias", self.numbers, self._axes, grid, "bias[:, None, None]", "bias{}")
-        if self.numbers.device != grid.device:
-            raise ValueError(f"bias is on {self.numbers.device}, the call runs on {grid.device}")
-        return self if self._axes == 4 else Given(self.numbers)
+    def _called(self, name: str) -> str:
+        return "bias"
 
-    def of_row(self, row: int) -> "Given":
-        return self if len(self.numbers) == 1 else Given(self.numbers[row : row + 1])
+    def _bound(self, grid: Grid) -> Self:
+        check_broadcast("bias", self.numbers, self._axes, grid, "bias[:, None, None]", "bias{}")
+        return super()._bound(grid)._with(_axes=4)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return lookup(self.numbers, batch, head, query, key)
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
-        return pick(self.numbers, indices(queries), indices(keys))
+        return pick(self.numbers, indices(queries), indices(keys))  # rows and columns at once, not cell by cell
 
     def __repr__(self) -> str:
         return f"Given(<{list(self.numbers.shape)}>)"
@@ -126,11 +126,16 @@ class Sum(Bias):
     def __init__(self, left: Bias, right: Bias) -> None:
         self.left, self.right = left, right
 
-    def bind(self, grid: Grid) -> "Sum":
-        return Sum(self.left.bind(grid), self.right.bind(grid))
+    @property
+    def of_positions(self) -> bool:
+        return self.left.of_positions and self.right.of_positions
 
-    def of_row(self, row: int) -> "Sum":
-        return Sum(self.left.of_row(row), self.right.of_row(row))
+    def leaves(self) -> Iterator[Bias]:
+        yield from self.left.leaves()
+        yield from self.right.leaves()
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left.rule(batch, head, query, key) + self.right.rule(batch, head, query, key)
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return self.left.values(queries, keys) + self.right.values(queries, keys)
@@ -142,31 +147,28 @@ class Sum(Bias):
 class _Relative(Bias):
     """A bias that depends on ``key_position - query_position``."""
 
+    axes: ClassVar = {"offset": ("batch",)}
+
     def __init__(self, offset: Offset = None) -> None:
         self.offset = position_of_query_0(offset, type(self).__name__)
 
-    def _at(self, grid: Grid) -> Self:
-        if isinstance(self.offset, Tensor):
-            check_rows(self, "offset", self.offset, grid)
-        bound = object.__new__(type(self))
-        offset = grid.key_len - grid.query_len if self.offset is None else self.offset
-        bound.__dict__.update(self.__dict__, offset=offset)
+    def _bound(self, grid: Grid) -> Self:
+        bound = super()._bound(grid)
+        if self.offset is None:
+            bound.offset = grid.key_len - grid.query_len
         return bound
 
-    def of_row(self, row: int) -> Self:
-        if not isinstance(self.offset, Tensor):
-            return self
-        bound = object.__new__(type(self))
-        bound.__dict__.update(self.__dict__, offset=int(self.offset[row]))
-        return bound
+    @property
+    def of_positions(self) -> bool:
+        return self.offset is None
 
-    def _ahead(self, queries: Indices, keys: Indices, device: torch.device) -> Tensor:
-        """``key_position - query_position``: int [1 or batch, 1, rows, columns]."""
-        rows = indices(queries, device).to(device)[None, None, :, None]
-        offset: int | Tensor = self.offset or 0 if not isinstance(self.offset, Tensor) else self.offset
-        if isinstance(offset, Tensor) and offset.dim():  # torch.jit.trace has lengths in tensors without axes
-            offset = offset.to(device)[:, None, None, None]
-        return indices(keys, device).to(device) - (rows + offset)
+    def ahead(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """``key_position - query_position``."""
+        if isinstance(self.offset, Tensor) and self.offset.dim():
+            query = query + lookup(self.offset, batch)
+        elif self.offset is not None:
+            query = query + self.offset  # torch.jit.trace has lengths in tensors without axes
+        return key - query
 
 
 class Alibi(_Relative):
@@ -190,6 +192,9 @@ class Alibi(_Relative):
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
 
+    fields = ("slopes", "offset")  # a number of heads stands for slopes
+    axes: ClassVar = {"slopes": ("heads",)}
+
     def __init__(self, heads: int | None = None, *, slopes: Tensor | None = None, offset: Offset = None) -> None:
         super().__init__(offset)
         if (heads is None) == (slopes is None):
@@ -201,17 +206,16 @@ class Alibi(_Relative):
             raise TypeError(f"Alibi: slopes must be a floating tensor [heads], got {kind(slopes)}")
         self.slopes = slopes
 
-    def bind(self, grid: Grid) -> "Alibi":
+    def _bound(self, grid: Grid) -> Self:
         if len(self.slopes) != grid.heads:
             raise ShapeError(f"Alibi: {len(self.slopes)} slopes, the scores are {grid}")
-        bound = self._at(grid)
+        bound = super()._bound(grid)
         # a handful of numbers: moved, not refused; and widened, because half precision cannot hold a distance
         bound.slopes = self.slopes.to(grid.device, torch.promote_types(self.slopes.dtype, torch.float32))
         return bound
 
-    def values(self, queries: Indices, keys: Indices) -> Tensor:
-        distance = self._ahead(queries, keys, self.slopes.device).abs()
-        return -self.slopes[:, None, None] * distance
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return -lookup(self.slopes, head) * self.ahead(batch, query, key).abs()
 
     def __repr__(self) -> str:
         return f"Alibi({len(self.slopes)})"
@@ -236,6 +240,8 @@ class RelativeBias(_Relative):
         Raffel et al. 2019, "Exploring the Limits of Transfer Learning", section 2.1.
     """
 
+    axes: ClassVar = {"table": ("buckets", "heads")}
+
     def __init__(
         self, table: Tensor, *, bidirectional: bool = True, max_distance: int = 128, offset: Offset = None
     ) -> None:
@@ -251,15 +257,15 @@ class RelativeBias(_Relative):
                 f"and less than max_distance={max_distance}"
             )
 
-    def bind(self, grid: Grid) -> "RelativeBias":
+    def _bound(self, grid: Grid) -> Self:
         if self.table.shape[1] != grid.heads:
             raise ShapeError(f"RelativeBias: the table has heads={self.table.shape[1]}, the scores are {grid}")
-        check_device(self, "table", self.table, grid)
-        return self._at(grid)
+        if self.table.device != grid.device:
+            raise ValueError(f"RelativeBias: table is on {self.table.device}, the call runs on {grid.device}")
+        return super()._bound(grid)
 
-    def values(self, queries: Indices, keys: Indices) -> Tensor:
-        bucket = self._bucket(self._ahead(queries, keys, self.table.device))
-        return self.table[bucket[:, 0]].permute(0, 3, 1, 2)
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return lookup(self.table, self._bucket(self.ahead(batch, query, key)), head)
 
     def _bucket(self, ahead: Tensor) -> Tensor:
         buckets = len(self.table)

@@ -13,10 +13,10 @@ from regard.graphs import exporting, tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse
 from regard.kernels.known import bind
-from regard.masks import Mask, Tile, check_mask, positive
+from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
-from regard.shapes import ATTENTION, Grid, ShapeError, as_bytes, check_attention, is_number, kind, shape_error
+from regard.shapes import ATTENTION, Grid, ShapeError, as_bytes, check_attention, is_number, kind, positive, shape_error
 
 LARGE = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""

@@ -38,12 +38,13 @@ from regard import hints
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.hints import hinted
+from regard.indexing import Indices
 from regard.kernels import Call, choose
-from regard.kernels.strips import visible
-from regard.masks import Indices, Mask, Tile, positive
+from regard.masks import Mask, Tile
+from regard.masks.planning import visible
 from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
-from regard.shapes import Grid, ShapeError, as_bytes, held
+from regard.shapes import Grid, ShapeError, as_bytes, held, positive
 
 CELLS = 1 << 20
 """Weights in a tile on a CPU: 4 MiB in float32, small enough for the cache between one operation and the next."""
@@ -843,8 +844,8 @@ class Observation:
         mask, bias = scoring.mask, scoring.bias
         if len(chosen) == 1 < batch:
             whole, row, chosen = whole._replace(batch=1), chosen.start, range(1)
-            mask = None if mask is None else mask.of_row(row).bind(whole)
-            bias = None if bias is None else bias.of_row(row).bind(whole)
+            mask = None if mask is None else mask.for_batch(row).bind(whole)
+            bias = None if bias is None else bias.for_batch(row).bind(whole)
         grid = whole._replace(batch=len(chosen), heads=len(of_heads))
         first = range(min(1, grid.query_len)), range(min(1, grid.key_len))
         if mask is not None and _differs(mask.allowed(*first), grid):
@@ -1087,7 +1088,7 @@ class Observation:
         """The mask of this and of other observations: of all batch rows, or of each where they see different keys."""
         every = (self, *others)
         batches = [slice(0, self.grid.batch)]
-        if any(seen.scoring.mask is not None and seen.scoring.mask.by_row for seen in every):
+        if any(seen.scoring.mask is not None and seen.scoring.mask.varies_by_batch for seen in every):
             batches = [slice(row, row + 1) for row in range(self.grid.batch)]
         found = []
         for at in batches:
@@ -1349,21 +1350,27 @@ class _SelectedMask(Mask):
     def __init__(self, mask: Mask, grid: Grid, rows: range, heads: range) -> None:
         self.mask, self.grid, self.rows, self.heads = mask, grid, rows, heads
 
+    def bind(self, grid: Grid) -> Mask:
+        return self  # of a mask that is bound already
+
     def allowed(self, queries: Indices, keys: Indices) -> Tensor:
         return _select(self.mask.allowed(queries, keys), self.rows, self.heads)
 
     @property
-    def by_row(self) -> bool:
-        return len(self.rows) > 1 and self.mask.by_row
+    def varies_by_batch(self) -> bool:
+        return len(self.rows) > 1 and self.mask.varies_by_batch
 
-    def of_row(self, row: int) -> Mask:
+    def for_batch(self, row: int) -> Mask:
         grid = self.grid._replace(batch=1)
-        return _SelectedMask(self.mask.of_row(self.rows[row]).bind(grid), grid, range(1), self.heads)
+        return _SelectedMask(self.mask.for_batch(self.rows[row]).bind(grid), grid, range(1), self.heads)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.mask.rule(batch + self.rows.start, head + self.heads.start, query, key)
 
     def breaks(self, query_len: int) -> set[int]:
         return self.mask.breaks(query_len)
 
-    def _tile(self, rows: range, columns: range) -> Tile:
+    def coverage(self, rows: range, columns: range) -> Tile:
         return self.mask.tile(rows, columns)
 
     def __repr__(self) -> str:
@@ -1382,9 +1389,12 @@ class _SelectedBias(Bias):
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return _select(self.bias.values(queries, keys), self.rows, self.heads)
 
-    def of_row(self, row: int) -> Bias:
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.bias.rule(batch + self.rows.start, head + self.heads.start, query, key)
+
+    def for_batch(self, row: int) -> Bias:
         grid = self.grid._replace(batch=1)
-        return _SelectedBias(self.bias.of_row(self.rows[row]).bind(grid), grid, range(1), self.heads)
+        return _SelectedBias(self.bias.for_batch(self.rows[row]).bind(grid), grid, range(1), self.heads)
 
     def __repr__(self) -> str:
         return repr(self.bias)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from regard.extras import how
-from regard.masks import as_range, positive
+from regard.indexing import as_range
 from regard.observation import Observation
-from regard.shapes import is_number, kind
+from regard.shapes import is_number, kind, positive
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias
 from regard.graphs import exporting, tracing
-from regard.masks import EVERYTHING, Mask, indices
+from regard.indexing import indices
+from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
 

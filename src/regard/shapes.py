@@ -11,11 +11,13 @@ says what is wrong, then everything that was passed by name and axis, then a hin
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+from regard.graphs import tracing
 
 
 class ShapeError(ValueError):
@@ -233,6 +235,73 @@ def _size_hint(axis: str, tensors: Mapping[str, Tensor]) -> str | None:
     if axis == "kv_heads" and key[1] == value[2] and key[2] == value[1]:
         return "key has its heads and its length the other way round than value: .transpose(1, 2)"
     return _HINTS.get(axis)
+
+
+Offset = int | Sequence[int] | Tensor | None
+"""Position of query 0: an int, one int per batch row, or None for ``key_len - query_len``."""
+
+
+def positive(value: int, name: str, hint: str = "") -> int:
+    """An int of 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}" + (f"; {hint}" if hint else ""))
+    return value
+
+
+def per_row(values: int | Iterable[int] | Tensor, name: str) -> Tensor:
+    """One int per batch row, as a 1-D int64 tensor."""
+    wanted = f"{name} must be an int, or one int per batch row, got"
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{wanted} {values!r}")
+    try:
+        tensor = values if isinstance(values, Tensor) else torch.tensor(list(values))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{wanted} {values!r}") from error
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{wanted} {tensor.dtype} {list(tensor.shape)}")
+    return tensor.to(torch.int64)
+
+
+def position_of_query_0(offset: Offset, owner: str) -> int | Tensor | None:
+    """An offset as it was given, one per batch row as a tensor."""
+    if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
+        return offset
+    return per_row(offset, f"{owner}: offset")
+
+
+def known(wrong: Tensor) -> bool:
+    """Whether data is wrong. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
+    return not tracing() and bool(wrong)
+
+
+def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str, by_axes: str) -> None:
+    """Data of so many axes, filled up to four from the left, must fit the scores in one way only.
+
+    Args:
+        data: [batch or 1, heads or 1, query_len or 1, key_len or 1].
+        axes: how many it was given with.
+        by_key, by_axes: how to say that it is [batch, key_len]; and that it has four axes, ``{}`` for an index.
+    Raises:
+        ShapeError: it does not broadcast, or it could as well be meant by batch row.
+    """
+    fits = all(size in (1, wanted) for size, wanted in zip(data.shape, grid[:4], strict=True))
+    given = list(data.shape[4 - axes :])
+    by_row = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
+    if axes == 3:
+        by_row = by_row and given[1] in (1, grid.query_len)
+    if fits and not by_row:
+        return
+    counted = "[query_len, key_len]" if axes == 2 else "[heads, query_len, key_len]"
+    meant = "[batch, key_len]" if axes == 2 else "[batch, query_len, key_len]"
+    by_count = by_axes.format("[None, None]" if axes == 2 else "[None]")
+    by_batch = by_key if axes == 2 else by_axes.format("[:, None]")
+    if fits:
+        raise ShapeError(
+            f"{what} {given} may be {counted} or {meant}: both fit the scores {grid}; "
+            f"say which, {by_count} or {by_batch}"
+        )
+    hint = f"; if it is {meant}: {by_batch}" if by_row else ""
+    raise ShapeError(f"{what} {given} does not broadcast to the scores {grid}{hint}")
 
 
 def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:

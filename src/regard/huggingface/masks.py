@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
-from regard.masks import And, Dense, Document, Mask, Not, Or, Padding, indices
+from regard.indexing import indices
+from regard.masks import Mask
 from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
@@ -52,7 +53,7 @@ class LazyMask(Lazy):
                 f"regard: the mask is for [batch={rows}, query_len={queries}, key_len={keys}], the layer has "
                 f"[{batch=}, {query_len=}, {key_len=}]"
             )
-        return self.mask if device == own_device else _moved(self.mask, device)
+        return self.mask if device == own_device else self.mask.to(device)
 
     def dense(self) -> Tensor:
         self._check_size()
@@ -108,24 +109,8 @@ class LazyMask(Lazy):
         if device is None or device == own_device:
             return self
         bias = None if self.bias is None else self.bias.to(device)
-        return LazyMask(_moved(self.mask, device), (batch, query_len, key_len), device, bias)
+        return LazyMask(self.mask.to(device), (batch, query_len, key_len), device, bias)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         added = "" if self.bias is None else f" + {self.bias.dtype} {list(self.bias.shape)}"
         return f"LazyMask({self.mask}{added}, {list(self.shape)})"
-
-
-def _moved(mask: Mask, device: torch.device) -> Mask:
-    """The same mask with its data on another device."""
-    if isinstance(mask, (And, Or)):
-        return type(mask)(_moved(mask.left, device), _moved(mask.right, device))
-    if isinstance(mask, Not):
-        return Not(_moved(mask.mask, device))
-    if isinstance(mask, Document):
-        queries = mask.query_ids.to(device)
-        return Document(queries, None if mask.key_ids is mask.query_ids else mask.key_ids.to(device))
-    if isinstance(mask, Padding):
-        return Padding(mask.keys.to(device))
-    if isinstance(mask, Dense):
-        return Dense(mask.mask.to(device))
-    return mask  # a rule alone, or asked where its data lies

@@ -83,9 +83,7 @@ def square(call: Call) -> int:
     cells = grid.query_len * grid.key_len
     fused = call.query.shape[-1] == call.value.shape[-1]
     numbers = 0
-    if scoring.bias is not None or not (
-        scoring.mask is None or scoring.mask is EVERYTHING or is_top_left_causal(scoring.mask)
-    ):
+    if scoring.bias is not None or not (scoring.mask_or_everything is EVERYTHING or is_top_left_causal(scoring.mask)):
         corner = range(min(1, grid.query_len)), range(min(1, grid.key_len))
         parts = [scoring.allowed(*corner)]
         if scoring.bias is not None:

@@ -18,90 +18,15 @@ from torch import Tensor
 
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, all_cells
-from regard.kernels.known import Known
-from regard.kernels.strips import row_by_row, visible
+from regard.kernels.strips import COLUMNS
 from regard.kernels.tiled import with_sink
-from regard.masks import (
-    EVERYTHING,
-    And,
-    Band,
-    Chunk,
-    Dense,
-    Document,
-    Everything,
-    Mask,
-    Not,
-    Or,
-    Padding,
-    Prefix,
-    Strided,
-    Tile,
-    Where,
-)
+from regard.masks import EVERYTHING, Mask, Tile
+from regard.masks.planning import MaskKey, by_batch, visible
 from regard.scores import hide_where
 from regard.shapes import Grid
 
 BLOCK = 128
 """Queries and keys in a block, as torch's own default."""
-
-Cell = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a cell is allowed: a function of (batch, head, query, key), each a number in a tensor."""
-
-
-def cell(mask: Mask) -> Cell | None:
-    """A bound mask as a function of one cell; None for a kind that is not known."""
-    if isinstance(mask, Everything):
-        return lambda batch, head, query, key: query >= 0
-    if isinstance(mask, (And, Or)):
-        left, right = cell(mask.left), cell(mask.right)
-        if left is None or right is None:
-            return None
-        if isinstance(mask, And):
-            return lambda *at: left(*at) & right(*at)
-        return lambda *at: left(*at) | right(*at)
-    if isinstance(mask, Not):
-        inner = cell(mask.mask)
-        return None if inner is None else lambda *at: ~inner(*at)
-    if isinstance(mask, Band):
-        before, after, place = mask.before, mask.after, _position(mask.offset)
-
-        def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            ahead = key - place(batch, query)
-            allowed = ahead == ahead if before is None else ahead >= -before
-            return allowed if after is None else allowed & (ahead <= after)
-
-        return near
-    if isinstance(mask, Strided):
-        step, place = mask.step, _position(mask.offset)
-        return lambda batch, head, query, key: (place(batch, query) - key) % step == 0
-    if isinstance(mask, Chunk):
-        size, place = mask.size, _position(mask.offset)
-        return lambda batch, head, query, key: place(batch, query) // size == key // size
-    if isinstance(mask, Prefix):
-        n = mask.n
-        return lambda batch, head, query, key: key < (n[batch] if isinstance(n, Tensor) else n)
-    if isinstance(mask, Document):
-        of_query, of_key = mask.query_ids, mask.key_ids
-        rows, columns = len(of_query), len(of_key)
-        return lambda batch, head, query, key: of_query[batch % rows, query] == of_key[batch % columns, key]
-    if isinstance(mask, Padding):
-        keys = mask.keys
-        if keys.dtype == torch.bool:
-            return lambda batch, head, query, key: keys[batch % len(keys), key]
-        return lambda batch, head, query, key: key < keys[batch % len(keys)]
-    if isinstance(mask, Dense):
-        cells, (a, b, c, d) = mask.mask, mask.mask.shape
-        return lambda batch, head, query, key: cells[batch % a, head % b, query % c, key % d]
-    if isinstance(mask, Where):
-        return mask.fn
-    return None
-
-
-def _position(offset: int | Tensor | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Where a query stands."""
-    if isinstance(offset, Tensor):
-        return lambda batch, query: query + offset[batch % len(offset)]
-    return lambda batch, query: query + (offset or 0)
 
 
 class Blocks(NamedTuple):
@@ -122,7 +47,7 @@ class Blocks(NamedTuple):
 def blocks(mask: Mask, grid: Grid) -> Blocks:
     """The blocks of a bound mask, from what it says of rectangles."""
     rows, columns = -(-grid.query_len // BLOCK), -(-grid.key_len // BLOCK)
-    masks = list(row_by_row(mask, grid).values())
+    masks = list(by_batch(mask, grid).values())
     order = torch.zeros(2, len(masks), 1, rows, columns, dtype=torch.int32)
     count = torch.zeros(2, len(masks), 1, rows, dtype=torch.int32)
     queries = torch.zeros(len(masks), grid.query_len, dtype=torch.bool)
@@ -131,7 +56,7 @@ def blocks(mask: Mask, grid: Grid) -> Blocks:
         for row in range(rows):
             of_block = range(row * BLOCK, min((row + 1) * BLOCK, grid.query_len))
             covered: dict[int, int] = {}  # keys of a block that everybody in the row sees; -1: somebody does not
-            for found, tile in visible(one, of_block, range(grid.key_len)):
+            for found, tile in visible(one, of_block, range(grid.key_len), COLUMNS):
                 for column in range(found.start // BLOCK, -(-found.stop // BLOCK)):
                     inside = min(found.stop, (column + 1) * BLOCK) - max(found.start, column * BLOCK)
                     before = covered.get(column, 0)
@@ -165,13 +90,13 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=32)
-def _planned(known: Known, grid: Grid) -> tuple[Any, Blocks]:
+def _planned(known: MaskKey, grid: Grid) -> tuple[Any, Blocks]:
     """torch's BlockMask, with the function in it: the same object for the same mask, or torch compiles again."""
     from torch.nn.attention.flex_attention import BlockMask
 
     found = blocks(known.mask, grid)
     made = BlockMask.from_kv_blocks(
-        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=cell(known.mask),
+        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=known.mask.rule,
         seq_lengths=(grid.query_len, grid.key_len),
     )  # fmt: skip
     return made, found
@@ -192,8 +117,6 @@ def cannot(call: Call) -> str | None:
         return "torch's FlexAttention has no additive similarity"
     if scoring.bias is not None:
         return "biases are not handed to FlexAttention"
-    if scoring.mask is not None and cell(scoring.mask) is None:
-        return f"no function of one cell is known for {scoring.mask!r}"
     return None
 
 
@@ -204,7 +127,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     scoring, query, key, value = call.scoring, call.query, call.key, call.value
     mask = None
     if scoring.mask is not None and scoring.mask is not EVERYTHING:
-        mask, found = _planned(Known(scoring.mask), scoring.grid)
+        mask, found = _planned(MaskKey(scoring.mask), scoring.grid)
         query = hide_where(query, found.queries[:, None])
         key, value = (hide_where(t, found.keys[:, None]) for t in (key, value))
     output, aux = _compiled()(
@@ -229,7 +152,7 @@ def cells(call: Call) -> int:
     grid, mask = call.scoring.grid, call.scoring.mask
     if mask is None or mask is EVERYTHING:
         return all_cells(call)
-    _, found = _planned(Known(mask), grid)
+    _, found = _planned(MaskKey(mask), grid)
     count = int(found.partial[0].sum() + found.full[0].sum()) * (grid.batch if len(found.queries) == 1 else 1)
     return count * grid.heads * BLOCK**2
 

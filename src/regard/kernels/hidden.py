@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from regard.graphs import tracing, whole
-from regard.kernels.known import Known
 from regard.masks import EVERYTHING, Mask
+from regard.masks.planning import MaskKey
 from regard.scores import Scoring, hide, hide_blind
 from regard.shapes import Grid
 
@@ -109,7 +109,7 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
         return None
     if tracing() or torch._C._are_functorch_transforms_active():
         return _looked_at(mask, grid)  # what is made in a transform must not be met outside it
-    known = Known(mask)
+    known = MaskKey(mask)
     if known.structure is None or grid.batch * grid.query_len * grid.key_len > KEPT:
         return _looked_at(mask, grid)
     return _remembered(known, grid)
@@ -124,7 +124,7 @@ def hidden_in_call(scoring: Scoring) -> Hidden | None:
 
 
 @lru_cache(maxsize=8)
-def _remembered(known: Known, grid: Grid) -> Hidden | None:
+def _remembered(known: MaskKey, grid: Grid) -> Hidden | None:
     with torch.inference_mode(False):  # whose tensors training could not use
         return _looked_at(known.mask, grid)
 

@@ -6,33 +6,19 @@ import torch
 
 from regard.graphs import tracing
 from regard.masks import Mask
+from regard.masks.planning import MaskKey
 from regard.shapes import Grid
-
-
-class Known:
-    """A mask as the key of what was found out about it; one that cannot be told from others is equal to itself."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask, self.structure = mask, mask.structure()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Known):
-            return False
-        return self.mask is other.mask if self.structure is None else self.structure == other.structure
-
-    def __hash__(self) -> int:
-        return id(self.mask) if self.structure is None else hash(self.structure)
 
 
 def bind(mask: Mask, grid: Grid) -> Mask:
     """`Mask.bind`; all layers of a step, whose mask is one, have it bound once."""
     if tracing() or torch._C._are_functorch_transforms_active():
         return mask.bind(grid)  # what is made in a transform must not be met outside it
-    known = Known(mask)
+    known = MaskKey(mask)
     return mask.bind(grid) if known.structure is None else _bound(known, grid)
 
 
 @lru_cache(maxsize=8)
-def _bound(known: Known, grid: Grid) -> Mask:
+def _bound(known: MaskKey, grid: Grid) -> Mask:
     with torch.inference_mode(False):  # whose tensors training could not use
         return known.mask.bind(grid)

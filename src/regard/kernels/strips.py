@@ -18,18 +18,17 @@ alike and equally far apart stand as one, a batch of views. What was found out i
 """
 
 import ctypes
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.kernels.hidden import KEPT, Hidden
-from regard.kernels.known import Known
-from regard.masks import EVERYTHING, And, Band, Document, Everything, Mask, Not, Or, Prefix, Strided, Structured, Tile
+from regard.masks import EVERYTHING, Band, Mask, Prefix, Strided, Tile
+from regard.masks.planning import MaskKey, by_batch, common_keys, factors, product_of, visible
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -107,10 +106,10 @@ def cut(
     """The strips of a bound mask, in one batch row or all."""
     by = Cutting(ROWS, None) if by is None else by
     breaks = mask.breaks(query_len)
-    if breaks and by.short is not None and _shared_by_all(mask, range(query_len), key_len) is not None:
+    if breaks and by.short is not None and common_keys(mask, range(query_len), key_len) is not None:
         breaks = set()
-    diagonals = {at for part in _leaves(mask) if (at := _diagonal(part)) is not None} if by.squares else set()
-    prefixes = {part.n for part in _leaves(mask) if isinstance(part, Prefix) and isinstance(part.n, int)}
+    diagonals = {at for part in mask.leaves() if (at := _diagonal(part)) is not None} if by.squares else set()
+    prefixes = {part.n for part in mask.leaves() if isinstance(part, Prefix) and isinstance(part.n, int)}
     starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
     breaks = breaks | {start for start, at in starts if _square_at(at, mask, range(start, query_len), key_len)}
     for segment in _segments(sorted(breaks), query_len):
@@ -122,7 +121,7 @@ def cut(
                 yield Strip(row, segment, (before,), full=True, joins=True)
             continue
         if by.short is not None:
-            shared = _shared_by_all(mask, segment, key_len)
+            shared = common_keys(mask, segment, key_len)
             if shared is not None:
                 yield Strip(row, segment, (shared,), full=bool(shared))
                 continue
@@ -132,7 +131,7 @@ def cut(
             queries = range(start, min(start + high, segment.stop))
             places = _places_near(spans, len(queries), key_len)
             spans, full = [], True
-            for columns, tile in (found for place in places for found in visible(mask, queries, place)):
+            for columns, tile in (found for place in places for found in visible(mask, queries, place, COLUMNS)):
                 full = full and tile is Tile.FULL
                 if spans and spans[-1].stop == columns.start:
                     spans[-1] = range(spans[-1].start, columns.stop)
@@ -145,9 +144,9 @@ def cut(
 
 def _exactly(mask: Mask, queries: range, span: range) -> range:
     """The keys of a span that are seen, if all queries see the same ones; else the span."""
-    if mask.tile(queries, span) is Tile.FULL or not _answers_at_once(mask):
+    if mask.tile(queries, span) is Tile.FULL or not mask.closed_form:
         return span
-    shared = _shared_by_all(mask, queries, span.stop, span.start)
+    shared = common_keys(mask, queries, span.stop, span.start)
     return shared or span
 
 
@@ -158,12 +157,12 @@ def _square_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[r
         return None
     if mask.tile(segment, range(diagonal.stop, key_len)) is not Tile.EMPTY:
         return None
-    inside = _on(mask, segment, diagonal)
+    inside = mask.restrict(segment, diagonal)
     if _diagonal(inside) != offset:
         return None
     if mask.tile(segment, range(diagonal.start)) is Tile.EMPTY:
         return diagonal, range(0)
-    before = _shared_by_all(mask, segment, diagonal.start) if len(segment) >= ROWS else None
+    before = common_keys(mask, segment, diagonal.start) if len(segment) >= ROWS else None
     return None if before is None else (diagonal, before)
 
 
@@ -174,59 +173,6 @@ def _diagonal(mask: Mask | Tile) -> int | None:
     return mask.offset + mask.after
 
 
-def _leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that a mask is made of."""
-    if isinstance(mask, (And, Or)):
-        yield from _leaves(mask.left)
-        yield from _leaves(mask.right)
-    elif isinstance(mask, Not):
-        yield from _leaves(mask.mask)
-    else:
-        yield mask
-
-
-def _on(mask: Mask, queries: range, keys: range) -> Mask | Tile:
-    """What is left of a mask on a rectangle, without the parts that are full or empty there."""
-    if isinstance(mask, (And, Or)):
-        parts = _on(mask.left, queries, keys), _on(mask.right, queries, keys)
-        decides, leaves = (Tile.EMPTY, Tile.FULL) if isinstance(mask, And) else (Tile.FULL, Tile.EMPTY)
-        if decides in parts:
-            return decides
-        left, right = parts
-        if left is leaves or right is leaves:
-            return right if left is leaves else left
-        assert isinstance(left, Mask)
-        assert isinstance(right, Mask)
-        return left & right if isinstance(mask, And) else left | right
-    tile = mask.tile(queries, keys)
-    return mask if tile is Tile.PARTIAL else tile
-
-
-def _shared_by_all(mask: Mask, segment: range, stop: int, start: int = 0) -> range | None:
-    """The keys, from start to stop, of a segment whose queries all see the same ones, next to each other."""
-    if not _answers_at_once(mask):
-        return None
-
-    def some_until(key: int) -> bool:
-        return mask.tile(segment, range(start, key + 1)) is not Tile.EMPTY
-
-    def none_from(key: int) -> bool:
-        return mask.tile(segment, range(key, stop)) is Tile.EMPTY
-
-    first = start + bisect_left(range(start, stop), True, key=some_until)
-    shared = range(first, first + bisect_left(range(first, stop), True, key=none_from))
-    return shared if not shared or mask.tile(segment, shared) is Tile.FULL else None
-
-
-def _answers_at_once(mask: Mask) -> bool:
-    """Whether it answers for a rectangle without looking at its cells."""
-    if isinstance(mask, (And, Or)):
-        return _answers_at_once(mask.left) and _answers_at_once(mask.right)
-    if isinstance(mask, Not):
-        return _answers_at_once(mask.mask)
-    return isinstance(mask, (Structured, Document, Everything))
-
-
 def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
     """Queries in a strip of a segment, for the least cost, as its middle tells."""
     if by.short is None or len(segment) <= ALONE:
@@ -235,7 +181,7 @@ def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
 
     def cost(height: int) -> float:
         start = segment.start + len(segment) // 2 // height * height
-        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len))
+        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len), COLUMNS)
         return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.call / height
 
     return min((by.rows >> n for n in range(by.rows.bit_length()) if n == 0 or by.rows >> n >= COLUMNS), key=cost)
@@ -243,8 +189,8 @@ def _height(mask: Mask, segment: range, key_len: int, by: Cutting) -> int:
 
 def _by_residue(mask: Mask, query_len: int, key_len: int, row: int | None, by: Cutting) -> Iterator[Strip]:
     """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
-    (strided,) = (part for part in _parts_of_all(mask) if isinstance(part, Strided))
-    rest = _all_of(part for part in _parts_of_all(mask) if part is not strided)
+    (strided,) = (part for part in factors(mask) if isinstance(part, Strided))
+    rest = product_of(part for part in factors(mask) if part is not strided)
     step, offset = strided.step, strided.offset
     assert isinstance(offset, int)  # `_is_strided` has seen to it
     for first in range(min(step, query_len)):
@@ -274,33 +220,23 @@ class _Every(Mask):
     def __init__(self, mask: Mask, queries: range, keys: range) -> None:
         self.mask, self.queries, self.keys = mask, queries, keys
 
-    def _tile(self, rows: range, columns: range) -> Tile:
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query, key = (side.start + at * side.step for side, at in ((self.queries, query), (self.keys, key)))
+        return self.mask.rule(batch, head, query, key)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
         queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]
         return self.mask.tile(range(queries[0], queries[-1] + 1), range(keys[0], keys[-1] + 1))
 
 
 def _is_strided(mask: Mask, query_len: int) -> bool:
     """Whether one mask among those that must all allow is strided, with enough queries to a residue."""
-    strided = [part for part in _parts_of_all(mask) if isinstance(part, Strided)]
+    strided = [part for part in factors(mask) if isinstance(part, Strided)]
     return (
         len(strided) == 1
         and isinstance(strided[0].offset, int)
         and 1 < strided[0].step <= query_len // LEAST_OF_RESIDUE
     )
-
-
-def _parts_of_all(mask: Mask) -> Iterator[Mask]:
-    """The masks that must all allow."""
-    if isinstance(mask, And):
-        yield from _parts_of_all(mask.left)
-        yield from _parts_of_all(mask.right)
-    else:
-        yield mask
-
-
-def _all_of(masks: Iterable[Mask]) -> Mask:
-    everything: Mask = EVERYTHING
-    return reduce(lambda left, right: right if left is EVERYTHING else left & right, masks, everything)
 
 
 def _segments(breaks: list[int], length: int) -> Iterator[range]:
@@ -328,24 +264,6 @@ def _places_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[r
         yield range(start, key_len)
 
 
-def visible(mask: Mask, rows: range, columns: range, edge: int | None = None) -> Iterator[tuple[range, Tile]]:
-    """The parts of the columns that are not empty, from left to right: halves of halves, where the mask says PARTIAL.
-
-    Args:
-        edge: keys in the smallest part; None: `COLUMNS`.
-    """
-    edge = COLUMNS if edge is None else edge
-    tile = mask.tile(rows, columns)
-    if tile is Tile.EMPTY:
-        return
-    if tile is Tile.FULL or len(columns) <= edge:
-        yield columns, tile
-        return
-    half = columns.start + -(-len(columns) // (2 * edge)) * edge
-    yield from visible(mask, rows, range(columns.start, half), edge)
-    yield from visible(mask, rows, range(half, columns.stop), edge)
-
-
 class Cut:
     """A bound mask cut into strips, and what each of them hides.
 
@@ -354,7 +272,7 @@ class Cut:
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: Cutting) -> None:
-        self.masks = row_by_row(mask, grid)
+        self.masks = by_batch(mask, grid)
         lengths = grid.query_len, grid.key_len
         self.strips = tuple(
             strip
@@ -412,10 +330,10 @@ class Cut:
         kind = strip.row, len(queries), queries.step, tuple(shared), len(moving), moving.start - queries.start
         if strip.full or strip.causal:
             return (*kind, strip.causal)
-        hides = mask if gaps else _on(mask, queries, moving)
+        hides = mask if gaps else mask.restrict(queries, moving)
         if isinstance(hides, Tile):
             return (*kind, hides)
-        if not gaps and all(isinstance(part, Band) and isinstance(part.offset, int) for part in _leaves(hides)):
+        if not gaps and all(isinstance(part, Band) and isinstance(part.offset, int) for part in hides.leaves()):
             return (*kind, hides.structure())  # bands move on with the queries
         self._looked += len(queries) * len(moving)
         if self._looked > KEPT or grid.device.type != "cpu":
@@ -455,23 +373,14 @@ class Cut:
 
 def cut_for(mask: Mask, grid: Grid, by: Cutting) -> Cut:
     """A bound mask, cut; remembered where it can be told from others."""
-    known = Known(mask)
+    known = MaskKey(mask)
     if known.structure is None or torch._C._are_functorch_transforms_active():
         return Cut(mask, grid, by)  # what is made in a transform must not be met outside it
     return _remembered(known, grid, by)
 
 
-def row_by_row(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
-    """The bound mask of each batch row, where they differ; under None that of all, where they do not."""
-    if not mask.by_row:
-        return {None: mask}
-    if grid.batch == 1:
-        return {None: mask.of_row(0).bind(grid)}
-    return {row: mask.of_row(row).bind(grid._replace(batch=1)) for row in range(grid.batch)}
-
-
 @lru_cache(maxsize=32)
-def _remembered(known: Known, grid: Grid, by: Cutting) -> Cut:
+def _remembered(known: MaskKey, grid: Grid, by: Cutting) -> Cut:
     with torch.inference_mode(False):  # whose tensors training could not use
         return Cut(known.mask, grid, by)
 

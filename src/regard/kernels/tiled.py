@@ -38,8 +38,9 @@ from regard.kernels import dense, products, strips
 from regard.kernels.call import Call, Kernel
 from regard.kernels.products import attend, gradients
 from regard.kernels.strips import Cut, Cutting, Strip, cut_for, places
-from regard.masks import EVERYTHING, spell, unspell
+from regard.masks import EVERYTHING
 from regard.reference import LOG2_E, exp, reference
+from regard.rules import spell, unspell
 from regard.scores import Dropout, Scoring, grouped_product, wide
 from regard.shapes import Grid
 
@@ -82,7 +83,7 @@ class Part:
         self.queries = slice(strip.queries.start, strip.queries.stop, strip.queries.step)
         if strip.row is not None:
             grid = scoring.grid._replace(batch=1)
-            bias = None if scoring.bias is None else scoring.bias.of_row(strip.row).bind(grid)
+            bias = None if scoring.bias is None else scoring.bias.for_batch(strip.row).bind(grid)
             scoring = replace(scoring, grid=grid, mask=found.masks[strip.row], bias=bias)
         self.scoring = replace(scoring, mask=None) if strip.full else scoring
         self.hidden = found.hidden(strip, self.scoring)
@@ -612,7 +613,7 @@ def in_graph(
     """`Strips` as one node of a graph of torch.compile's.
 
     Args:
-        mask: the mask as a line, with its `tensors` and `numbers` (`regard.masks.spell`).
+        mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.spell`).
         seed, rate: of a dropout.
     """
     engine, scoring, found = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)

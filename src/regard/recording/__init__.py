@@ -28,7 +28,7 @@ A head is changed by `intervene`, through the same seam:
         model(tokens)
 
     watching       names the attention layers of a model, wrapped or not, and stands around them (`regard.hooks`)
-    rules          masks and biases of some heads, of several calls; and all of them as plain data
+    views          masks and biases of some heads, of several calls, without one key
     interventions  changes to a head
     gathering      statistics of every layer, and nothing else kept
     texts          what one layer saw of one text

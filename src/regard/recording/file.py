@@ -13,8 +13,9 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.masks import Dense, Mask
-from regard.recording.rules import KINDS, PARTS, HeadsBias, HeadsMask, arguments_of, made_from
 from regard.recording.texts import ALIGNMENT, Piece, Text, aligned
+from regard.recording.views import HeadsBias, HeadsMask
+from regard.rules import is_data, kind_called
 from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError
 from regard.storage import save
@@ -61,12 +62,12 @@ class Store:
             return [self.part(each, grid, layer) for each in part]
         if not isinstance(part, (Mask, Bias)):
             return part
-        if type(part) not in PARTS:
+        if not is_data(part):
             part = _written_out(part, grid, layer)
         if isinstance(part, (HeadsMask, HeadsBias)):
             grid = grid._replace(heads=part.of)
-        arguments = {name: self.part(value, grid, layer) for name, value in arguments_of(part).items()}
-        return {"kind": type(part).__name__, **arguments}
+        arguments = {name: self.part(value, grid, layer) for name, value in part.arguments().items()}
+        return {"kind": part.kind, **arguments}
 
 
 def _written_out(part: Mask | Bias, grid: Grid, layer: str) -> Dense | Given:
@@ -189,7 +190,7 @@ def _text_from(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Text:
             return data
         if "tensor" in data:
             return tensors[data["tensor"]]
-        return made_from(KINDS[data["kind"]], {name: part(value) for name, value in data.items() if name != "kind"})
+        return kind_called(data["kind"])(**{name: part(value) for name, value in data.items() if name != "kind"})
 
     pieces = [
         Piece(p["query_len"], p["first"], p["key_len"], part(p["mask"]), part(p["bias"]), tensor(p["tokens"]))

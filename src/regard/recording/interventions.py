@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.hooks import Attend, Heads, Result, ScoringArguments
-from regard.recording.rules import HiddenKey
+from regard.recording.views import HiddenKey
 from regard.recording.watching import Place, watching
 from regard.shapes import ShapeError
 

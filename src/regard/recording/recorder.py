@@ -12,9 +12,9 @@ from regard.biases import as_bias
 from regard.hooks import Attend, Heads, Result, ScoringArguments
 from regard.recording.file import read, write
 from regard.recording.reading import Read, Reading
-from regard.recording.rules import HeadsBias, HeadsMask, each_tensor
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
+from regard.recording.views import HeadsBias, HeadsMask
 from regard.recording.watching import Place, checked, find, named, watching
 from regard.shapes import as_bytes, held, several
 
@@ -177,7 +177,7 @@ class Recording(Mapping[str, Recorded]):
         """One call as a text of one piece."""
         count, kv_heads = heads.query.shape[1], heads.key.shape[1]
         mask, bias = scoring["mask"], scoring["bias"]
-        bias = None if bias is None else each_tensor(as_bias(bias), _kept)
+        bias = None if bias is None else as_bias(bias).map_tensors(_kept)
         sink = None if scoring["sink"] is None else _kept(scoring["sink"])
         additive = None if scoring["additive"] is None else _kept(scoring["additive"].v)
         tensors = [heads.query, heads.key, *([heads.value] if self._values else [])]

@@ -12,7 +12,8 @@ from regard.biases import Bias
 from regard.hooks import Heads
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.observation import Observation, Selection, observe
-from regard.recording.rules import PiecesBias, PiecesMask, by_position, same
+from regard.recording.views import PiecesBias, PiecesMask
+from regard.rules import same
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid
 from regard.stepwise import Step, Steps, attention_steps, check_size
@@ -293,7 +294,9 @@ class Text:
             return first.mask, first.bias
         if self.cross and all(p.mask is None and p.bias is None for p in self.pieces):
             return None, None
-        of_positions = all(p.first == 0 for p in more) and by_position(first.mask) and by_position(first.bias)
+        of_positions = all(p.first == 0 for p in more) and all(
+            rule is None or rule.of_positions for rule in (first.mask, first.bias)
+        )
         if of_positions and all(same(first.mask, p.mask) and same(first.bias, p.bias) for p in more):
             grid = self.grid(first)._replace(query_len=sum(p.query_len for p in self.pieces), key_len=key_len)
             bound = EVERYTHING if first.mask is None else first.mask.bind(grid)

@@ -1,33 +1,16 @@
-"""The masks and biases that a recording needs beside those of a call, and every one of them as plain data."""
+"""Masks and biases as a recording sees them: those of several calls as one, those of some heads, one without a key."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from regard import masks
-from regard.biases import Alibi, Bias, Given, RelativeBias, Sum
-from regard.masks import (
-    EVERYTHING,
-    And,
-    Band,
-    Causal,
-    Chunk,
-    Document,
-    Indices,
-    Mask,
-    Not,
-    Or,
-    Prefix,
-    Strided,
-    Tile,
-    Window,
-    indices,
-    together,
-)
+from regard.biases import Bias
+from regard.indexing import Indices, indices, lookup
+from regard.masks import EVERYTHING, Mask, Tile
+from regard.masks.algebra import together
 from regard.shapes import Grid
 
 
@@ -52,7 +35,7 @@ class PiecesMask(Mask):
 
         return self._pieces.cells(indices(queries), indices(keys), cells, torch.zeros((), dtype=torch.bool))
 
-    def _tile(self, rows: range, columns: range) -> Tile:
+    def coverage(self, rows: range, columns: range) -> Tile:
         def tile(piece: int, rows: range) -> Tile:
             _, first, key_len = self.lengths[piece]
             there = range(max(columns.start - first, 0), min(columns.stop - first, key_len))
@@ -64,12 +47,16 @@ class PiecesMask(Mask):
 
         return together(tile(piece, rows) for piece, rows in self._pieces.of(rows))
 
-    @property
-    def by_row(self) -> bool:
-        return any(mask is not None and mask.by_row for mask in self.masks)
-
-    def of_row(self, row: int) -> "PiecesMask":
-        return PiecesMask([None if mask is None else mask.of_row(row) for mask in self.masks], self.lengths)
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = query != query
+        start = 0
+        for mask, (query_len, first, key_len) in zip(self.masks, self.lengths, strict=True):
+            row, column = query - start, key - first
+            inside = (row >= 0) & (row < query_len) & (column >= 0) & (column < key_len)
+            if mask is not None:
+                inside = inside & mask.rule(batch, head, row.clamp(0, query_len - 1), column.clamp(0, key_len - 1))
+            allowed, start = allowed | inside, start + query_len
+        return allowed
 
     def __repr__(self) -> str:
         return f"PiecesMask(<{len(self.masks)} calls>)"
@@ -95,9 +82,6 @@ class PiecesBias(Bias):
             return torch.zeros(1, 1, 1, 1, device=rows.device) if bias is None else bias.values(rows, columns)
 
         return self._pieces.cells(indices(queries), indices(keys), cells, torch.zeros(()))
-
-    def of_row(self, row: int) -> "PiecesBias":
-        return PiecesBias([None if bias is None else bias.of_row(row) for bias in self.biases], self.lengths)
 
     def __repr__(self) -> str:
         return f"PiecesBias(<{len(self.biases)} calls>)"
@@ -157,18 +141,11 @@ class HeadsMask(Mask):
         cells = self.mask.allowed(queries, keys)
         return cells if cells.shape[1] == 1 else cells[:, self.heads]
 
-    def _tile(self, rows: range, columns: range) -> Tile:
+    def coverage(self, rows: range, columns: range) -> Tile:
         return self.mask.tile(rows, columns)
 
-    @property
-    def by_row(self) -> bool:
-        return self.mask.by_row
-
-    def of_row(self, row: int) -> "HeadsMask":
-        return HeadsMask(self.mask.of_row(row), self.heads, self.of)
-
-    def breaks(self, query_len: int) -> set[int]:
-        return self.mask.breaks(query_len)
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.mask.rule(batch, lookup(torch.tensor(self.heads), head), query, key)
 
     def __repr__(self) -> str:
         return repr(self.mask)
@@ -187,8 +164,8 @@ class HeadsBias(Bias):
         cells = self.bias.values(queries, keys)
         return cells if cells.shape[1] == 1 else cells[:, self.heads]
 
-    def of_row(self, row: int) -> "HeadsBias":
-        return HeadsBias(self.bias.of_row(row), self.heads, self.of)
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.bias.rule(batch, lookup(torch.tensor(self.heads), head), query, key)
 
     def __repr__(self) -> str:
         return repr(self.bias)
@@ -204,104 +181,21 @@ class HiddenKey(Mask):
 
     def __init__(self, head: int, key: int) -> None:
         self.head, self.key = head, key
-        self._heads = head + 1
 
     def bind(self, grid: Grid) -> Mask:
-        if self.key >= grid.key_len or self.head >= grid.heads:
-            return EVERYTHING
-        bound = HiddenKey(self.head, self.key)
-        bound._heads = grid.heads
-        return bound
+        return EVERYTHING if self.key >= grid.key_len or self.head >= grid.heads else self._bound(grid)
 
-    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
-        queries, keys = indices(queries), indices(keys)
-        head = torch.arange(self._heads, device=keys.device)[:, None, None] == self.head
-        return ~(head & (keys == self.key)).expand(1, -1, len(queries), -1)
+    def _size(self, axis: str) -> int:
+        return self.head + 1 if axis == "heads" else 1
 
-    def _tile(self, rows: range, columns: range) -> Tile:
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (head != self.head) | (key != self.key)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
         if self.key not in columns:
             return Tile.FULL
-        return Tile.EMPTY if self._heads == 1 and len(columns) == 1 else Tile.PARTIAL
+        heads = self._size("heads") if self._heads is None else self._heads
+        return Tile.EMPTY if heads == 1 and len(columns) == 1 else Tile.PARTIAL
 
     def __repr__(self) -> str:
         return f"HiddenKey(head={self.head}, key={self.key})"
-
-
-PARTS: dict[type, tuple[str, ...]] = {
-    **masks.PARTS,
-    HiddenKey: ("head", "key"),
-    HeadsMask: ("mask", "heads", "of"),
-    PiecesMask: ("masks", "lengths"),
-    Given: ("numbers",),
-    Sum: ("left", "right"),
-    Alibi: ("slopes", "offset"),
-    RelativeBias: ("table", "bidirectional", "max_distance", "offset"),
-    HeadsBias: ("bias", "heads", "of"),
-    PiecesBias: ("biases", "lengths"),
-}
-"""Every mask and bias that is made of data, and the arguments that make it again."""
-
-KINDS = {kind.__name__: kind for kind in PARTS}
-OF_POSITIONS = (type(EVERYTHING), Band, Causal, Window, Prefix, Strided, Chunk, And, Or, Not, Sum, Alibi, RelativeBias)
-"""Those that know nothing but positions, unless an offset or length is given."""
-
-Part = TypeVar("Part", bound=Mask | Bias)
-
-
-def arguments_of(part: Mask | Bias) -> dict[str, Any]:
-    """What makes a mask or bias again."""
-    found = {name: getattr(part, name) for name in PARTS[type(part)]}
-    if isinstance(part, Document) and part.key_ids is part.query_ids:
-        found["key_ids"] = None
-    return found
-
-
-def made_from(kind: type, arguments: Mapping[str, Any]) -> Any:
-    return EVERYTHING if kind is type(EVERYTHING) else kind(**arguments)
-
-
-def each_tensor(part: Part, change: Callable[[Tensor], Tensor]) -> Part:
-    """The same mask or bias with its tensors changed; one that is no data, as it is."""
-    if type(part) not in PARTS:
-        return part
-    changed = {
-        name: change(value)
-        if isinstance(value, Tensor)
-        else each_tensor(value, change)
-        if isinstance(value, (Mask, Bias))
-        else value
-        for name, value in arguments_of(part).items()
-    }
-    made: Part = made_from(type(part), changed)
-    return made
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two masks, biases, tensors or numbers are the same; of two functions, whether they are one."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return (
-            isinstance(one, Tensor)
-            and isinstance(other, Tensor)
-            and one.dtype == other.dtype
-            and torch.equal(one, other)
-        )
-    if type(one) is not type(other) or type(one) not in PARTS:
-        return bool(one == other)
-    mine, others = arguments_of(one), arguments_of(other)
-    return all(same(mine[name], others[name]) for name in mine)
-
-
-def by_position(part: Mask | Bias | None) -> bool:
-    """Whether it depends on nothing but where query and key stand, counted from the last of both."""
-    if part is None:
-        return True
-    if type(part) not in OF_POSITIONS:
-        return False
-    given = arguments_of(part)
-    return (
-        given.get("offset") is None
-        and not isinstance(given.get("n"), Tensor)
-        and all(by_position(value) for value in given.values() if isinstance(value, (Mask, Bias)))
-    )

@@ -1,0 +1,50 @@
+"""Which queries and keys: ranges, slices and index tensors, and the data that stands at them."""
+
+import torch
+from torch import Tensor
+
+Indices = range | slice | Tensor
+"""Which queries or keys: a range, a slice with a stop, or a 1-D tensor of integers."""
+
+
+def indices(which: Indices, device: torch.device | None = None) -> Tensor:
+    """Queries or keys as a 1-D int64 tensor."""
+    if isinstance(which, Tensor):
+        if which.dim() != 1 or which.is_floating_point() or which.dtype == torch.bool:
+            raise TypeError(f"indices must be a 1-D tensor of integers, got {which.dtype} {list(which.shape)}")
+        return which.to(torch.int64)  # the small integer dtypes cannot index: torch takes uint8 for a mask
+    which = as_range(which)
+    return torch.arange(which.start, which.stop, which.step, device=device)
+
+
+def as_range(which: range | slice) -> range:
+    """A slice with a stop as a range."""
+    if isinstance(which, range):
+        return which
+    if not isinstance(which, slice) or which.stop is None:
+        raise TypeError(f"give a range, or a slice with a stop, got {which!r}")
+    return range(which.start or 0, which.stop, which.step or 1)
+
+
+def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tensor:
+    """Rows and columns of a tensor [.., query_len or 1, key_len or 1]; an axis of size 1 stays as it is."""
+    for axis, which in ((-2, rows), (-1, columns)):
+        if tensor.shape[axis] == 1:
+            continue
+        if isinstance(which, Tensor):
+            tensor = tensor.index_select(axis, which.to(tensor.device))
+        else:
+            tensor = tensor.narrow(axis, which.start, len(which))
+    return tensor
+
+
+def lookup(data: Tensor, *places: Tensor) -> Tensor:
+    """``data[places]`` with one index tensor for each axis; an axis of size 1 holds for every place.
+
+    >>> ids = torch.tensor([[7, 8, 9]])                               # one row, for every batch row
+    >>> lookup(ids, torch.arange(2)[:, None], torch.tensor([0, 2])).tolist()
+    [7, 9]
+    """
+    device = places[0].device
+    data = data if data.device == device else data.to(device)
+    return data[tuple(0 if size == 1 else place for size, place in zip(data.shape, places, strict=True))]

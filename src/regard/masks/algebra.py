@@ -1,0 +1,350 @@
+"""What a mask is: a rule for one query and one key, what it says of rectangles, and how masks compose."""
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from regard.graphs import tracing
+from regard.indexing import Indices, as_range, indices
+from regard.rules import Rule, is_data, same, spell
+from regard.shapes import Grid, how_to_plain, is_plain, kind
+
+
+class Tile(Enum):
+    """What a mask says of a whole rectangle, for all batch rows and heads together."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+class Mask(Rule):
+    """Which queries may attend to which keys; compose with ``&``, ``|`` and ``~``.
+
+    A mask of your own derives from this and gives `rule`, True = may attend; and, where rectangles can be judged
+    without looking at every cell, `coverage`. Everything else works from these two (see `regard.rules` for its data).
+
+    >>> print((Causal() & Window(3)) | Prefix(1))
+    (Causal() & Window(3)) | Prefix(1)
+    >>> print((Causal() & Window(2)).draw(4, 4))
+    # . . .
+    # # . .
+    . # # .
+    . . # #
+    """
+
+    MOST_ASKED: ClassVar[int] = 1 << 22
+    """The most cells that `tile` looks at where there is no closed form: 4 MiB of bools."""
+
+    _judges_rectangles: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._judges_rectangles = cls.coverage is not Mask.coverage
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether `coverage` answers without looking at cells; so does every kind that defines it."""
+        return self._judges_rectangles
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        """What it says of a rectangle that is not empty: EMPTY and FULL must be true, PARTIAL may be a guess.
+
+        Without a closed form it looks at the cells, if they are few.
+        """
+        batch, heads = self._batch or 1, self._heads or 1
+        if batch * heads * len(rows) * len(columns) > self.MOST_ASKED:
+            return Tile.PARTIAL
+        # where the call runs: a rule may look into tensors there
+        return coverage_of(self.allowed(indices(rows, self._device), indices(columns, self._device)))
+
+    def bind(self, grid: Grid) -> "Mask":
+        bound = self._bound(grid)
+        if not bound.closed_form:
+            return bound
+        if tracing():
+            return bound  # that holds for other lengths, and nothing can be asked of data
+        whole = bound.tile(range(grid.query_len), range(grid.key_len))
+        return EVERYTHING if whole is Tile.FULL else bound
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        """True where a query may attend to a key.
+
+        Shapes: bool, broadcastable to [batch, heads, rows, columns]; an axis that the mask does not depend on may be 1.
+        """
+        allowed = self.ask(queries, keys)
+        if allowed.dtype != torch.bool:
+            raise TypeError(
+                f"{type(self).__name__}: rule must return a bool tensor (True = may attend), got {allowed.dtype}"
+            )
+        return allowed
+
+    def tile(self, rows: range | slice, columns: range | slice) -> Tile:
+        """Whether nothing, something or everything in the rectangle is allowed, over all batch rows and heads.
+
+        EMPTY and FULL are always true. A single mask of regard's never says PARTIAL of a rectangle that is one of
+        them; a composed one may, where its parts are both PARTIAL.
+        """
+        rows, columns = as_range(rows), as_range(columns)
+        if rows.step != 1 or columns.step != 1:
+            raise ValueError(f"tile: a rectangle has no gaps, got {rows} and {columns}")
+        if not rows or not columns:
+            return Tile.EMPTY
+        return self.coverage(rows, columns)
+
+    def restrict(self, queries: range, keys: range) -> "Mask | Tile":
+        """What is left of it on a rectangle, without the parts that are full or empty there."""
+        tile = self.tile(queries, keys)
+        return self if tile is Tile.PARTIAL else tile
+
+    def intersection(self, other: "Mask") -> "Mask | None":
+        """One mask of this kind that is both, where there is one."""
+        return None
+
+    def breaks(self, query_len: int) -> set[int]:
+        """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""
+        return set().union(*(part.breaks(query_len) for part in self.parts() if isinstance(part, Mask)))
+
+    def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
+        """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""
+        allowed = self.bind(Grid(batch, heads, query_len, key_len)).allowed(range(query_len), range(key_len))
+        rows = allowed.expand(-1, -1, query_len, key_len)[0, 0].tolist()
+        return "\n".join(" ".join("#" if cell else "." for cell in row) for row in rows)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, check_mask("&", "both sides", other))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, check_mask("|", "both sides", other))
+
+    __rand__, __ror__ = __and__, __or__  # reached only by what is no mask, which is refused
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+    def __bool__(self) -> NoReturn:
+        """Refused: ``Causal() and Window(3)`` would be `Window(3)` alone."""
+        raise TypeError(
+            f"{type(self).__name__}: a mask is neither true nor false. Write a & b, a | b, ~a for `a and b`, `a or b`, "
+            "`not a`, and `mask is not None` to ask whether there is one"
+        )
+
+    def _no_number(self, other: object) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: masks are joined with & | ~, not with + - *; numbers that are added to scores are "
+            "a bias (for sum() over masks: functools.reduce(operator.or_, masks))"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same expression of equal numbers; a mask that holds a function equals only itself."""
+        return self is other or (type(self) is type(other) and is_data(self) and same(self, other))
+
+    def __hash__(self) -> int:
+        line = spell(self, [])
+        return object.__hash__(self) if line is None else hash(line)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(shown_argument(value) for value in self.arguments().values() if value is not None)
+        return f"{type(self).__name__}({shown})"
+
+
+class Everything(Mask):
+    """Every query may attend to every key: what a mask simplifies to where it hides nothing. There is one of it."""
+
+    of_positions = True
+    _only: "ClassVar[Everything]"
+
+    def __new__(cls) -> "Everything":
+        return cls._only
+
+    def bind(self, grid: Grid) -> "Everything":
+        return self
+
+    def for_batch(self, index: int) -> "Everything":
+        return self
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query == query) & (key == key)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        return Tile.FULL
+
+
+EVERYTHING = Everything._only = object.__new__(Everything)
+
+
+class _Pair(Mask):
+    """Two masks joined by an operator."""
+
+    sign: ClassVar[str]
+    decides: ClassVar[Tile]
+    """What settles the whole where one side says it; the opposite leaves it to the other side."""
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        self.left, self.right = left, right
+
+    @property
+    def closed_form(self) -> bool:
+        return self.left.closed_form and self.right.closed_form
+
+    @property
+    def of_positions(self) -> bool:
+        return self.left.of_positions and self.right.of_positions
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        left = self.left.coverage(rows, columns)
+        if left is self.decides:
+            return left
+        right = self.right.coverage(rows, columns)
+        if right is self.decides or left is not Tile.PARTIAL:
+            return right
+        return Tile.PARTIAL
+
+    def restrict(self, queries: range, keys: range) -> Mask | Tile:
+        left, right = self.left.restrict(queries, keys), self.right.restrict(queries, keys)
+        if left is self.decides or right is self.decides:
+            return self.decides
+        if isinstance(left, Tile):
+            return right
+        return left if isinstance(right, Tile) else type(self)(left, right)
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.left.leaves()
+        yield from self.right.leaves()
+
+    def __repr__(self) -> str:
+        parts = (
+            f"({part!r})" if isinstance(part, _Pair) and type(part) is not type(self) else repr(part)
+            for part in (self.left, self.right)
+        )
+        return f" {self.sign} ".join(parts)
+
+
+class And(_Pair):
+    """Allowed by both."""
+
+    sign = "&"
+    decides = Tile.EMPTY
+
+    def bind(self, grid: Grid) -> Mask:
+        left, right = self.left.bind(grid), self.right.bind(grid)
+        if left is EVERYTHING:
+            return right
+        if right is EVERYTHING:
+            return left
+        both = left.intersection(right)
+        return And(left, right) if both is None else both
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left.rule(batch, head, query, key) & self.right.rule(batch, head, query, key)
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return self.left.allowed(queries, keys) & self.right.allowed(queries, keys)
+
+
+class Or(_Pair):
+    """Allowed by one of the two, or both."""
+
+    sign = "|"
+    decides = Tile.FULL
+
+    def bind(self, grid: Grid) -> Mask:
+        left, right = self.left.bind(grid), self.right.bind(grid)
+        return EVERYTHING if left is EVERYTHING or right is EVERYTHING else Or(left, right)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.left.rule(batch, head, query, key) | self.right.rule(batch, head, query, key)
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return self.left.allowed(queries, keys) | self.right.allowed(queries, keys)
+
+
+class Not(Mask):
+    """Allowed where the other is not."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+
+    @property
+    def closed_form(self) -> bool:
+        return self.mask.closed_form
+
+    @property
+    def of_positions(self) -> bool:
+        return self.mask.of_positions
+
+    def bind(self, grid: Grid) -> Mask:
+        bound = self.mask.bind(grid)
+        return bound.mask if isinstance(bound, Not) else Not(bound)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ~self.mask.rule(batch, head, query, key)
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return ~self.mask.allowed(queries, keys)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        return _OPPOSITE[self.mask.coverage(rows, columns)]
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.mask.leaves()
+
+    def __repr__(self) -> str:
+        return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"
+
+
+_OPPOSITE = {Tile.EMPTY: Tile.FULL, Tile.PARTIAL: Tile.PARTIAL, Tile.FULL: Tile.EMPTY}
+
+
+def check_mask(owner: str, name: str, value: object) -> Mask:
+    """A mask as it is; what people pass in its place is refused with the mask that it probably is."""
+    if isinstance(value, Mask):
+        return value
+    raise TypeError(f"{owner}: {name} must be a regard mask such as Causal(), got {kind(value)}{_as_mask(value)}")
+
+
+def _as_mask(value: object) -> str:
+    """Which mask it probably is, as the end of an error."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        return f"; make one: {value.__name__}(...)"
+    if isinstance(value, str):
+        return "; masks are objects: mask=Causal()"
+    if type(value).__name__ == "CausalBias":  # torch.nn.attention.bias
+        return "; causal_lower_right(...) is Causal(), causal_upper_left(...) is Causal(offset=0)"
+    if not is_plain(value):
+        if hasattr(value, "mask_mod"):  # torch.nn.attention.flex_attention
+            return "; a BlockMask is Where(block_mask.mask_mod)"
+        return "; a rule is Where(rule)" if callable(value) else how_to_plain(value)
+    assert isinstance(value, Tensor)
+    if value.dtype == torch.bool:
+        padding = ", [batch, key_len] is Padding(tensor)" if value.dim() == 2 else ""
+        return f"; a bool tensor (True = may attend) is Dense(tensor){padding}"
+    if value.is_floating_point():
+        return "; numbers that are added to the scores are a bias: bias=tensor"
+    made = "Padding(tensor.bool())" if value.dim() == 2 else "Dense(tensor.bool())"
+    return f"; of 1 (may attend) and 0 it is {made}"
+
+
+def coverage_of(allowed: Tensor) -> Tile:
+    """What cells that were looked at amount to."""
+    return Tile.FULL if bool(allowed.all()) else Tile.PARTIAL if bool(allowed.any()) else Tile.EMPTY
+
+
+def together(tiles: Iterable[Tile]) -> Tile:
+    """One answer for several parts: EMPTY or FULL only if all of them are."""
+    answers = set(tiles)
+    return answers.pop() if len(answers) == 1 else Tile.PARTIAL
+
+
+def shown_argument(value: object) -> str:
+    """A number or part as it is; a tensor by its numbers if they are few, by its shape if not."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() <= 16 and value.dtype != torch.bool and not value.is_meta:
+        return str(value.tolist())
+    return f"<{'bool ' if value.dtype == torch.bool else ''}{list(value.shape)}>"

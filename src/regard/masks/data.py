@@ -1,0 +1,277 @@
+"""Masks that carry data: documents, padding, cells, a function."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from regard.indexing import Indices, indices, lookup, pick
+from regard.masks.algebra import Mask, Tile, coverage_of, together
+from regard.masks.positional import first_keys
+from regard.shapes import Grid, ShapeError, check_broadcast, how_to_plain, is_plain, kind, known, per_row
+
+
+class Document(Mask):
+    """Tokens of the same document: what keeps several documents packed in one row apart.
+
+        allowed  <=>  query_ids[b, i] == key_ids[b, j]
+
+    Args:
+        query_ids: int [batch, query_len], or [query_len] for all rows alike; which document each query belongs to.
+        key_ids: the same for keys [batch, key_len]; default: the queries' own.
+
+    >>> print((Causal() & Document.from_lengths([2, 3])).draw(5, 5))
+    # . . . .
+    # # . . .
+    . . # . .
+    . . # # .
+    . . # # #
+    """
+
+    axes: ClassVar = {"query_ids": ("batch", "query_len"), "key_ids": ("batch", "key_len")}
+
+    def __init__(self, query_ids: Tensor, key_ids: Tensor | None = None) -> None:
+        self.query_ids = _ids(query_ids, "query_ids")
+        self.key_ids = self.query_ids if key_ids is None else _ids(key_ids, "key_ids")
+        if self.query_ids.device != self.key_ids.device:
+            raise ValueError(
+                f"Document: query_ids and key_ids must be on one device, "
+                f"got {self.query_ids.device} and {self.key_ids.device}"
+            )
+        self._found: dict[str, bool] = {}  # what was found out about the ids, shared with what is bound
+
+    def arguments(self) -> dict[str, Any]:
+        return {"query_ids": self.query_ids, "key_ids": None if self.key_ids is self.query_ids else self.key_ids}
+
+    @property
+    def _ordered(self) -> bool:
+        """Whether queries and keys are the same tokens, with ids that never fall: packed documents, nearly always."""
+        if "ordered" not in self._found:
+            ids = self.query_ids
+            self._found["ordered"] = self.key_ids is ids and bool((ids[:, 1:] >= ids[:, :-1]).all())
+        return self._found["ordered"]
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> "Document":
+        """Documents of these lengths, one after another; a list per batch row, or one list for all rows."""
+        listed: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        if not isinstance(listed, Sequence):
+            raise TypeError(f"Document.from_lengths: lengths must be a list, or a list per batch row, got {lengths!r}")
+        rows = listed if listed and isinstance(listed[0], Sequence) else [listed]
+        for row in rows:
+            if not row or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in row):
+                raise ValueError(f"Document.from_lengths: lengths must be whole numbers, 0 or more, got {row!r}")
+        if len({sum(row) for row in rows}) > 1:
+            raise ValueError(
+                f"Document.from_lengths: every row must hold the same number of tokens, got {[sum(r) for r in rows]}"
+            )
+        ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
+        return cls(torch.stack(ids))
+
+    def _hint(self, name: str) -> str:
+        return "; give key_ids too when key_len differs" if self.key_ids is self.query_ids else ""
+
+    def breaks(self, query_len: int) -> set[int]:
+        changes = (self.query_ids[:, 1:] != self.query_ids[:, :-1]).any(dim=0)
+        return set((changes.nonzero()[:, 0] + 1).tolist())
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return lookup(self.query_ids, batch, query) == lookup(self.key_ids, batch, key)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        if self._ordered:
+            # Every document is one run, so what two ranges share lies between the larger of their first ids and the
+            # smaller of their last: nothing inside needs to be read.
+            ends = self.query_ids[:, [rows[0], rows[-1], columns[0], columns[-1]]].tolist()
+            return together(
+                Tile.FULL if a == b == c == d else Tile.PARTIAL if max(a, c) <= min(b, d) else Tile.EMPTY
+                for a, b, c, d in ends
+            )
+        queries, keys = self.query_ids[:, rows[0] : rows[-1] + 1], self.key_ids[:, columns[0] : columns[-1] + 1]
+        (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
+        if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
+            return Tile.FULL
+        # ranges that overlap may still share no id, so ask the ids themselves, but only in those rows
+        overlap = ((query_low <= key_high) & (key_low <= query_high)).expand(max(len(queries), len(keys)))
+        for row in overlap.nonzero()[:, 0].tolist():
+            if bool(torch.isin(queries[row % len(queries)], keys[row % len(keys)]).any()):
+                return Tile.PARTIAL
+        return Tile.EMPTY
+
+
+class Padding(Mask):
+    """Real keys only: hides the filling that makes the rows of a batch equally long.
+
+    Args:
+        keys: int [batch], how many real keys each row begins with (right padding); or bool [batch, key_len], True
+            where a key is real (padding anywhere).
+
+    >>> print(Padding([2, 4]).draw(2, 4, batch=2))
+    # # . .
+    # # . .
+    """
+
+    axes: ClassVar = {"keys": ("batch", "key_len")}
+
+    def __init__(self, keys: Sequence[int] | Tensor) -> None:
+        if is_plain(keys) and keys.dtype == torch.bool:
+            if keys.dim() != 2:
+                raise ShapeError(
+                    f"Padding: a bool mask must be [batch, key_len], got {list(keys.shape)}"
+                    + {1: "; one row alone still has a batch axis: keys[None]", 4: "; that is Dense(mask)"}.get(
+                        keys.dim(), ""
+                    )
+                )
+            self.keys = keys
+            return
+        if not isinstance(keys, Sequence) and not (is_plain(keys) and keys.dim() == 1):
+            usual = how_to_plain(keys) or "; use .bool() on a 0/1 attention mask" * isinstance(keys, Tensor)
+            raise TypeError(
+                "Padding: keys must be int [batch] (how many real keys each row begins with) or bool [batch, key_len] "
+                f"(True = real), got {kind(keys)}{usual}"
+            )
+        self.keys = per_row(keys, "Padding: keys")
+        if known((self.keys < 0).any()):
+            raise ValueError(f"Padding: lengths must be 0 or more, got {self.keys.tolist()}")
+
+    def _called(self, name: str) -> str:
+        return "Padding: lengths" if self.keys.dtype != torch.bool else "Padding: keys"
+
+    def _bound(self, grid: Grid) -> Self:
+        bound = super()._bound(grid)
+        if self.keys.dtype != torch.bool and known((self.keys > grid.key_len).any()):
+            raise ShapeError(f"Padding: a row has {int(self.keys.max())} real keys, but the scores are {grid}")
+        return bound
+
+    def breaks(self, query_len: int) -> set[int]:
+        """Where a row's real tokens begin or end, if queries and keys are the same tokens."""
+        if len(self.keys) > 1 or self.keys.is_meta:
+            return set()
+        if self.keys.dtype != torch.bool:
+            return {length for length in self.keys.tolist() if 0 < length < query_len}
+        changes = self.keys[0, :query_len].to(torch.int8).diff().nonzero()[:, 0] + 1
+        return set(changes.tolist()) if len(changes) <= 2 else set()  # padding in the midst of a row is odd
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if self.keys.dtype == torch.bool:
+            return lookup(self.keys, batch, key)
+        return key < lookup(self.keys, batch)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        if self.keys.dtype == torch.bool:
+            return coverage_of(self.keys[:, columns[0] : columns[-1] + 1])
+        return first_keys(self.keys.tolist(), columns)
+
+
+class Dense(Mask):
+    """A bool tensor, True = may attend: for a mask that has no structure. Holds query_len x key_len numbers.
+
+    Args:
+        mask: bool, broadcastable to [batch, heads, query_len, key_len] by the usual rule, from the right: a tensor of
+            two axes is [query_len, key_len], one of three [heads, query_len, key_len]. Where the sizes of a call allow
+            it to be meant by batch row as well ([batch, key_len], [batch, query_len, key_len]), it is refused.
+
+    >>> print(Dense(torch.tensor([[True, False], [True, True]])).draw(2, 2))
+    # .
+    # #
+    """
+
+    axes: ClassVar = {"mask": ("batch", "heads", "query_len", "key_len")}
+
+    def __init__(self, mask: Tensor) -> None:
+        if not is_plain(mask) or mask.dtype != torch.bool:
+            raise TypeError(f"Dense: mask must be a bool tensor (True = may attend), got {kind(mask)}{_as_bool(mask)}")
+        if mask.dim() > 4:
+            raise ShapeError(f"Dense: mask has more axes than [batch, heads, query_len, key_len]: {list(mask.shape)}")
+        self.mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+        self._axes = mask.dim()
+
+    def _bound(self, grid: Grid) -> Self:
+        check_broadcast("Dense: mask", self.mask, self._axes, grid, "Padding(mask)", "Dense(mask{})")
+        return super()._bound(grid)._with(_axes=4)
+
+    @property
+    def closed_form(self) -> bool:
+        return False  # it looks at every cell
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return lookup(self.mask, batch, head, query, key)
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return pick(self.mask, indices(queries), indices(keys))  # rows and columns at once, not cell by cell
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        return coverage_of(pick(self.mask, rows, columns))
+
+
+class Where(Mask):
+    """Any rule at all: ``fn(batch, head, query, key)`` on index tensors, asked tile by tile.
+
+    Args:
+        fn: receives int tensors [batch, 1, 1, 1], [1, heads, 1, 1], [1, 1, rows, 1], [1, 1, 1, columns] and returns a
+            bool tensor that broadcasts to [batch, heads, rows, columns]. `query` and `key` are indices into the call.
+
+    Its `tile` has no closed form: it asks `fn` about every cell, and says PARTIAL of a rectangle with too many.
+
+    >>> print(Where(lambda batch, head, query, key: (query + key) % 3 == 0).draw(3, 3))
+    # . .
+    . . #
+    . # .
+    """
+
+    def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        if not callable(fn):
+            raise TypeError(f"Where: fn must be a function of (batch, head, query, key), got {type(fn).__name__}")
+        taken = _arguments(fn)
+        if taken is not None:
+            raise TypeError(
+                f"Where: fn must be a function of (batch, head, query, key), got one of {taken}; "
+                "for a rule of positions alone: lambda batch, head, query, key: rule(query, key)"
+            )
+        self.fn = fn
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        allowed = self.fn(batch, head, query, key)
+        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
+            got = str(allowed.dtype) if isinstance(allowed, Tensor) else type(allowed).__name__
+            raise TypeError(f"Where: fn must return a bool tensor (True = may attend), got {got}")
+        whole = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
+        wanted = whole[len(whole) - allowed.dim() :]
+        if allowed.dim() > len(whole) or any(size not in (1, n) for size, n in zip(allowed.shape, wanted, strict=True)):
+            raise ShapeError(f"Where: fn returned {list(allowed.shape)}, which does not broadcast to {list(whole)}")
+        return allowed
+
+    def __repr__(self) -> str:
+        return f"Where({getattr(self.fn, '__name__', type(self.fn).__name__)})"
+
+
+def _ids(ids: Tensor, name: str) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2):
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"Document: {name} must be an int tensor [batch, length] or [length], got {got}")
+    return ids[None] if ids.dim() == 1 else ids
+
+
+def _arguments(fn: Callable[..., object]) -> str | None:
+    """The signature of a function that does not take four arguments by position; None where it does, or is unknown."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return None
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        return str(signature)
+    return None
+
+
+def _as_bool(value: object) -> str:
+    """How to make the tensor that `Dense` takes, as the end of an error."""
+    if not is_plain(value):
+        return how_to_plain(value)
+    assert isinstance(value, Tensor)
+    if value.is_floating_point():
+        return "; numbers that are added to the scores go into bias; of 1 and 0, pass tensor.bool()"
+    return "; of 1 (may attend) and 0, pass tensor.bool(); a mask [batch, key_len] is Padding(tensor.bool())"

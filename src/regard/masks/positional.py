@@ -1,0 +1,267 @@
+"""Masks of positions: who may attend to whom as their distance, or the key's place, decides.
+
+Query i stands at position ``i + offset`` and key j at position j. The default offset ``key_len - query_len`` puts the
+last query on the last key; it is settled when a call binds the mask.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+from torch import Tensor
+
+from regard.indexing import lookup
+from regard.masks.algebra import Mask, Tile, together
+from regard.shapes import Grid, Offset, known, per_row, position_of_query_0, positive
+
+
+class Positioned(Mask):
+    """A mask that compares positions: query i stands at ``i + offset``."""
+
+    axes: ClassVar = {"offset": ("batch",)}
+
+    def __init__(self, offset: Offset = None) -> None:
+        self.offset = position_of_query_0(offset, type(self).__name__)
+
+    def _bound(self, grid: Grid) -> Self:
+        bound = super()._bound(grid)
+        if self.offset is None:
+            bound.offset = grid.key_len - grid.query_len
+        return bound
+
+    @property
+    def of_positions(self) -> bool:
+        return self.offset is None
+
+    def position(self, batch: Tensor, query: Tensor) -> Tensor:
+        """Positions of queries: those of each batch row where each has its offset."""
+        if isinstance(self.offset, Tensor) and self.offset.dim():
+            return query + lookup(self.offset, batch)
+        return query if self.offset is None else query + self.offset  # torch.jit.trace has lengths in tensors
+
+    def offsets(self) -> list[int]:
+        """Every offset that a batch row has."""
+        return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        if not isinstance(self.offset, Tensor):
+            return self.coverage_at(self.offset or 0, rows, columns)
+        return together(self.coverage_at(offset, rows, columns) for offset in self.offsets())
+
+    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
+        """`coverage` for one offset."""
+        raise NotImplementedError
+
+    def _shown(self, *arguments: object) -> str:
+        """As the call that makes it, the offset only where it is given."""
+        shown = [repr(argument) for argument in arguments]
+        if self.offset is not None:
+            shown.append(f"offset={self.offset.tolist() if isinstance(self.offset, Tensor) else self.offset}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Band(Positioned):
+    """Keys from `before` positions behind the query to `after` positions ahead of it, both included.
+
+        allowed  <=>  -before <= key_position - query_position <= after
+
+    Args:
+        before: how many keys behind the query are seen; None for all of them.
+        after: how many keys ahead of the query are seen; None for all of them.
+        offset: position of query 0 (see the module); default ``key_len - query_len``.
+
+    >>> print(Band(1, 2).draw(5, 5))
+    # # # . .
+    # # # # .
+    . # # # #
+    . . # # #
+    . . . # #
+    """
+
+    def __init__(self, before: int | None, after: int | None, offset: Offset = None) -> None:
+        super().__init__(offset)
+        for name, value in (("before", before), ("after", after)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise TypeError(f"Band: {name} must be an int or None (unbounded), got {value!r}")
+        self.before, self.after = before, after
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        ahead = key - self.position(batch, query)
+        if self.before is None:
+            return ahead == ahead if self.after is None else ahead <= self.after
+        near = ahead >= -self.before
+        return near if self.after is None else near & (ahead <= self.after)
+
+    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
+        # key_position - query_position takes every value from `least` to `most` inside the rectangle
+        least = columns[0] - (rows[-1] + offset)
+        most = columns[-1] - (rows[0] + offset)
+        low = least if self.before is None else -self.before
+        high = most if self.after is None else self.after
+        if low <= least and most <= high:
+            return Tile.FULL
+        return Tile.EMPTY if max(low, least) > min(high, most) else Tile.PARTIAL
+
+    def intersection(self, other: Mask) -> "Band | None":
+        """The band that is both, if both stand at the same offset."""
+        if not isinstance(other, Band) or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
+            return None
+        if self.offset != other.offset:
+            return None
+        both = Band(_smaller(self.before, other.before), _smaller(self.after, other.after), self.offset)
+        return both._with(_batch=self._batch, _heads=self._heads, _device=self._device)
+
+    def __repr__(self) -> str:
+        return self._shown(self.before, self.after)
+
+
+class Causal(Band):
+    """No query sees a later key: ``key_position <= query_position`` (Vaswani et al. 2017, section 3.2.3).
+
+    >>> print(Causal().draw(2, 5))   # two new tokens after three in the cache
+    # # # # .
+    # # # # #
+    >>> print(Causal(offset=0).draw(2, 5))
+    # . . . .
+    # # . . .
+    """
+
+    def __init__(self, offset: Offset = None) -> None:
+        super().__init__(None, 0, offset)
+
+    def __repr__(self) -> str:
+        return self._shown()
+
+
+class Window(Band):
+    """Keys closer than w: ``|query_position - key_position| < w``; with `Causal` exactly w keys, its own included.
+
+    >>> print(Window(2).draw(4, 4))
+    # # . .
+    # # # .
+    . # # #
+    . . # #
+    """
+
+    def __init__(self, w: int, offset: Offset = None) -> None:
+        self.w = positive(w, "Window: w", "Window(1) sees only the query's own position")
+        super().__init__(w - 1, w - 1, offset)
+
+    def __repr__(self) -> str:
+        return self._shown(self.w)
+
+
+class Strided(Positioned):
+    """Keys a multiple of `step` positions away: the strided half of the sparse Transformer (Child et al. 2019).
+
+        allowed  <=>  (query_position - key_position) mod step == 0
+
+    >>> print((Causal() & Strided(2)).draw(5, 5))
+    # . . . .
+    . # . . .
+    # . # . .
+    . # . # .
+    # . # . #
+    """
+
+    def __init__(self, step: int, offset: Offset = None) -> None:
+        super().__init__(offset)
+        self.step = positive(step, "Strided: step")
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (self.position(batch, query) - key) % self.step == 0
+
+    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
+        least = rows[0] + offset - columns[-1]
+        most = rows[-1] + offset - columns[0]
+        first_multiple = -(-least // self.step) * self.step
+        if first_multiple > most:
+            return Tile.EMPTY
+        return Tile.FULL if self.step == 1 or least == most else Tile.PARTIAL
+
+    def __repr__(self) -> str:
+        return self._shown(self.step)
+
+
+class Chunk(Positioned):
+    """Keys in the same block of `size` consecutive positions: ``query_position // size == key_position // size``.
+
+    >>> print(Chunk(2).draw(5, 5))
+    # # . . .
+    # # . . .
+    . . # # .
+    . . # # .
+    . . . . #
+    """
+
+    def __init__(self, size: int, offset: Offset = None) -> None:
+        super().__init__(offset)
+        self.size = positive(size, "Chunk: size")
+
+    def breaks(self, query_len: int) -> set[int]:
+        return {i for offset in self.offsets() for i in range(-offset % self.size, query_len, self.size)}
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.position(batch, query) // self.size == key // self.size
+
+    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
+        first_row, last_row = (rows[0] + offset) // self.size, (rows[-1] + offset) // self.size
+        first_column, last_column = columns[0] // self.size, columns[-1] // self.size
+        if last_row < first_column or last_column < first_row:
+            return Tile.EMPTY
+        return Tile.FULL if first_row == last_row == first_column == last_column else Tile.PARTIAL
+
+    def __repr__(self) -> str:
+        return self._shown(self.size)
+
+
+class Prefix(Mask):
+    """Keys before position n, seen by every query: ``key_position < n``.
+
+    A prefix language model is ``Causal() | Prefix(n)``; a streaming model that keeps the first tokens (Xiao et al.
+    2023) is ``Causal() & (Window(w) | Prefix(4))``.
+
+    Args:
+        n: length of the prefix, or one length per batch row.
+
+    >>> print((Causal() | Prefix(2)).draw(4, 4))
+    # # . .
+    # # . .
+    # # # .
+    # # # #
+    """
+
+    axes: ClassVar = {"n": ("batch",)}
+
+    def __init__(self, n: int | Sequence[int] | Tensor) -> None:
+        if isinstance(n, int) and not isinstance(n, bool):
+            if n < 0:
+                raise ValueError(f"Prefix: n must be 0 or more, got {n}")
+            self.n: int | Tensor = n
+        else:
+            self.n = per_row(n, "Prefix: n")
+            if known((self.n < 0).any()):
+                raise ValueError(f"Prefix: n must be 0 or more, got {self.n.tolist()}")
+
+    @property
+    def of_positions(self) -> bool:
+        return not isinstance(self.n, Tensor)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key < (lookup(self.n, batch) if isinstance(self.n, Tensor) else self.n)
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        return first_keys(self.n.tolist() if isinstance(self.n, Tensor) else [self.n], columns)
+
+    def __repr__(self) -> str:
+        return f"Prefix({self.n.tolist() if isinstance(self.n, Tensor) else self.n})"
+
+
+def first_keys(lengths: list[int], columns: range) -> Tile:
+    """Where each row sees so many keys from the first on."""
+    if columns[-1] < min(lengths, default=0):
+        return Tile.FULL
+    return Tile.EMPTY if columns[0] >= max(lengths, default=0) else Tile.PARTIAL
+
+
+def _smaller(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
