@@ -105,7 +105,7 @@ def cut(
 ) -> Iterator[Strip]:
     """The strips of a bound mask, in one batch row or all."""
     by = Cutting(ROWS, None) if by is None else by
-    breaks = mask.breaks(query_len)
+    breaks = {at for at in mask.breaks(query_len) if 0 < at < query_len}
     if breaks and by.short is not None and common_keys(mask, range(query_len), key_len) is not None:
         breaks = set()
     diagonals = {at for part in mask.leaves() if (at := _diagonal(part)) is not None} if by.squares else set()
@@ -223,6 +223,14 @@ class _Every(Mask):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query, key = (side.start + at * side.step for side, at in ((self.queries, query), (self.keys, key)))
         return self.mask.rule(batch, head, query, key)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.mask.closed_form
+
+    def breaks(self, query_len: int) -> set[int]:
+        first, step = self.queries.start, self.queries.step
+        return {-((first - at) // step) for at in self.mask.breaks(first + query_len * step)}
 
     def coverage(self, rows: range, columns: range) -> Tile:
         queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]

@@ -47,6 +47,9 @@ class PiecesMask(Mask):
 
         return together(tile(piece, rows) for piece, rows in self._pieces.of(rows))
 
+    def breaks(self, query_len: int) -> set[int]:
+        return set(self._pieces.ends)
+
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = query != query
         start = 0
