@@ -207,8 +207,8 @@ def test_every_rectangle_of_packed_documents():
 )
 def test_the_tile_of_a_composition_follows_from_its_parts(left, right, joined, either):
     class Says(Mask):
-        def __init__(self, tile):
-            self.says = tile
+        def __init__(self, says):
+            self.says = says
 
         def coverage(self, rows, columns):
             return self.says

@@ -66,6 +66,11 @@ class Rule:
             _, *parameters = signature(cls.__init__).parameters.values()
             variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
             cls.fields = tuple(parameter.name for parameter in parameters if parameter.kind not in variable)
+        for name in cls.fields:
+            if callable(getattr(cls, name, None)):
+                raise TypeError(
+                    f"{cls.__name__}: an argument cannot be called {name!r}, which is a method of every mask"
+                )
         own = cls.__module__.partition(".")[0] == "regard"
         cls.kind = cls.__name__ if own else f"{cls.__module__}:{cls.__qualname__}"
         KINDS[cls.kind] = cls

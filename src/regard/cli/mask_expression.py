@@ -1,8 +1,8 @@
 """Masks as people write them on the command line: ``Causal() & Window(256)``, read without running anything."""
 
 import ast
-from collections.abc import Callable
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 MASKS = ("Band", "Causal", "Chunk", "Document", "Padding", "Prefix", "Strided", "Window")
 """Masks that can be written down; `Dense` and `Where` need a tensor and a function."""
+
+BROUGHT = "regard.masks"
+"""The entry point under which an installed package brings masks of its own: name = "module:Class"."""
 
 LONGEST_LIST = 1 << 20
 """Numbers in a list of a written mask."""
@@ -55,27 +58,46 @@ def _made(node: ast.Call) -> "Mask":
     """One mask, made from its name and numbers."""
     import torch
 
-    from regard import masks
-
     name = ast.unparse(node.func)
-    if name in ("Dense", "Where"):
-        raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(MASKS)}")
-    if name not in (*MASKS, "Document.from_lengths"):
+    kind, _, maker = name.partition(".")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
+    found = _kind(kind) if maker == "" or name == "Document.from_lengths" else None
+    if found is None:
+        if name in ("Dense", "Where"):
+            raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(MASKS)}")
         close = get_close_matches(name, MASKS, n=1)
         hint = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(MASKS)}"
         raise ValueError(f"mask: {name!r} is no mask{hint}")
-    if any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError(f"mask: {name}: expected numbers and lists of numbers, got {ast.unparse(node)!r}")
     values = [_value(argument, name) for argument in node.args]
     named = {str(keyword.arg): _value(keyword.value, name) for keyword in node.keywords}
-    make: Callable[..., Mask] = masks.Document.from_lengths if name == "Document.from_lengths" else getattr(masks, name)
     try:
-        if name == "Document":  # its ids are a tensor
-            values = [torch.tensor(value) for value in values]
-            named = {key: torch.tensor(value) for key, value in named.items()}
-        return make(*values, **named)
+        if maker:
+            made: Mask = getattr(found, maker)(*values, **named)
+            return made
+        given = {**dict(zip(found.fields, values, strict=False)), **named}
+        for field, value in given.items():
+            if isinstance(value, list) and len(found.axes.get(field, ())) > 1:  # data for each token is a tensor
+                given[field] = torch.tensor(value)
+        return found(*values[len(found.fields) :], **given)
     except TypeError as error:
         raise ValueError(f"mask: {ast.unparse(node)}: {error}") from None
+
+
+def _kind(name: str) -> "type[Mask] | None":
+    """The class of that name: one of regard's, one that is defined, or one that a package brings."""
+    from regard import masks
+    from regard.rules import KINDS
+
+    if name in MASKS:
+        regards: type[Mask] = getattr(masks, name)
+        return regards
+    if not any(entry.name == name for entry in entry_points(group=BROUGHT)):
+        own = (kind for kind in reversed(KINDS.values()) if not kind.__module__.startswith("regard."))
+        return next((kind for kind in own if kind.__name__ == name and issubclass(kind, masks.Mask)), None)
+    (entry,) = entry_points(group=BROUGHT, name=name)
+    brought: type[Mask] = entry.load()
+    return brought
 
 
 def _value(node: ast.expr, name: str) -> Any:

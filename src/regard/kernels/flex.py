@@ -96,7 +96,7 @@ def _planned(known: MaskKey, grid: Grid) -> tuple[Any, Blocks]:
 
     found = blocks(known.mask, grid)
     made = BlockMask.from_kv_blocks(
-        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=known.mask.rule,
+        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=known.mask.mask_mod,
         seq_lengths=(grid.query_len, grid.key_len),
     )  # fmt: skip
     return made, found

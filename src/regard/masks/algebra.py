@@ -1,6 +1,6 @@
 """What a mask is: a rule for one query and one key, what it says of rectangles, and how masks compose."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import ClassVar, NoReturn
 
@@ -107,6 +107,11 @@ class Mask(Rule):
     def breaks(self, query_len: int) -> set[int]:
         """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""
         return set().union(*(part.breaks(query_len) for part in self.parts() if isinstance(part, Mask)))
+
+    @property
+    def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The rule as a function, as torch's `create_block_mask` and `flex_attention` take it. Bind the mask first."""
+        return lambda batch, head, query, key: self.rule(batch, head, query, key)
 
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
         """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""

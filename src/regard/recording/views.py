@@ -52,13 +52,8 @@ class PiecesMask(Mask):
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = query != query
-        start = 0
-        for mask, (query_len, first, key_len) in zip(self.masks, self.lengths, strict=True):
-            row, column = query - start, key - first
-            inside = (row >= 0) & (row < query_len) & (column >= 0) & (column < key_len)
-            if mask is not None:
-                inside = inside & mask.rule(batch, head, row.clamp(0, query_len - 1), column.clamp(0, key_len - 1))
-            allowed, start = allowed | inside, start + query_len
+        for mask, (inside, row, column) in zip(self.masks, self._pieces.places(query, key), strict=True):
+            allowed = allowed | (inside if mask is None else inside & mask.rule(batch, head, row, column))
         return allowed
 
     def __repr__(self) -> str:
@@ -86,6 +81,13 @@ class PiecesBias(Bias):
 
         return self._pieces.cells(indices(queries), indices(keys), cells, torch.zeros(()))
 
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        numbers: Tensor | float = 0.0
+        for bias, (inside, row, column) in zip(self.biases, self._pieces.places(query, key), strict=True):
+            if bias is not None:
+                numbers = numbers + torch.where(inside, bias.rule(batch, head, row, column), 0.0)
+        return numbers + torch.zeros((), device=query.device)
+
     def __repr__(self) -> str:
         return f"PiecesBias(<{len(self.biases)} calls>)"
 
@@ -107,6 +109,13 @@ class _Stacked:
             stop = min(rows.stop, self.ends[piece])
             yield piece, range(start - first, stop - first)
             start = stop
+
+    def places(self, query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For each piece: whether query and key are its own, and where they stand in it (anywhere, if they are not)."""
+        for end, (query_len, first, key_len) in zip(self.ends, self.lengths, strict=True):
+            row, column = query - (end - query_len), key - first
+            inside = (row >= 0) & (row < query_len) & (column >= 0) & (column < key_len)
+            yield inside, row.clamp(0, query_len - 1), column.clamp(0, key_len - 1)
 
     def cells(
         self, rows: Tensor, columns: Tensor, ask: Callable[[int, Tensor, Tensor], Tensor], nothing: Tensor
