@@ -168,7 +168,7 @@ def test_the_same_mask_is_bound_once_and_one_that_does_not_fit_is_refused_every_
     assert known.bind(mask, grid) is known.bind(mask, grid)
     assert known.bind(Padding(torch.ones(BATCH, KEYS, dtype=torch.bool)), grid) is EVERYTHING
     for _ in range(2):
-        with pytest.raises(regard.ShapeError, match="the mask is"):
+        with pytest.raises(regard.ShapeError, match="Padding: keys is for"):
             known.bind(mask, grid._replace(key_len=KEYS + 1))
 
 
