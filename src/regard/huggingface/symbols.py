@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard.huggingface.masks import SUMS
-from regard.masks import EVERYTHING, Band, Mask, indices
+from regard.indexing import indices
+from regard.masks import EVERYTHING, Band, Mask
 from regard.shapes import Grid, ShapeError
 
 NOTHING = ~EVERYTHING
