@@ -21,6 +21,7 @@ from regard.shapes import (
     Offset,
     ShapeError,
     check_broadcast,
+    check_flag,
     how_to_plain,
     is_plain,
     kind,
@@ -248,6 +249,7 @@ class RelativeBias(_Relative):
         super().__init__(offset)
         if not isinstance(table, Tensor) or table.dim() != 2 or not table.is_floating_point():
             raise TypeError(f"RelativeBias: table must be a floating tensor [buckets, heads], got {kind(table)}")
+        check_flag("RelativeBias", "bidirectional", bidirectional)
         self.table, self.bidirectional = table, bidirectional
         self.max_distance = positive(max_distance, "RelativeBias: max_distance")
         exact = len(table) // (4 if bidirectional else 2)

@@ -67,7 +67,7 @@ class LayerCache:
 
     def crop(self, length: int) -> None:
         """Forgets all tokens from `length` on."""
-        if not 0 <= length <= self.length:
+        if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"LayerCache.crop: length must be 0 to {self.length}, got {length}")
         if self._key is not None and self._value is not None:
             # cut, so that the next append makes room anew: what was read before may still be in use

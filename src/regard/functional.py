@@ -16,7 +16,18 @@ from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
 from regard.scores import Additive, Dropout, Scoring
-from regard.shapes import ATTENTION, Grid, ShapeError, as_bytes, check_attention, is_number, kind, positive, shape_error
+from regard.shapes import (
+    ATTENTION,
+    Grid,
+    ShapeError,
+    as_bytes,
+    check_attention,
+    is_number,
+    is_plain,
+    kind,
+    positive,
+    shape_error,
+)
 
 LARGE = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
@@ -346,7 +357,7 @@ def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, in
     """A sink, or the v of an additive similarity: floating, of one size, where the call runs."""
     axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     wanted = f"{function}: {name} must be a floating tensor [{axes}], got {kind(tensor)}"
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    if not is_plain(tensor) or not tensor.is_floating_point():
         raise TypeError(wanted)
     if tensor.shape != tuple(sizes.values()):
         raise ShapeError(wanted)

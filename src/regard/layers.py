@@ -10,6 +10,7 @@ References:
     "GLU Variants Improve Transformer".
 """
 
+import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -18,15 +19,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import hints
-from regard.biases import Bias
+from regard.biases import Bias, as_bias
 from regard.cache import LayerCache
 from regard.graphs import tracing
 from regard.hints import hinted
 from regard.hooks import Heads, ScoringArguments, attend
-from regard.masks import Mask
+from regard.masks import Mask, check_mask
 from regard.positions import Rotary
 from regard.scores import Additive
-from regard.shapes import LAYER, TOKENS, check, shape_error
+from regard.shapes import (
+    LAYER,
+    STATES,
+    TOKENS,
+    ShapeError,
+    check,
+    check_flag,
+    check_floating,
+    check_kind,
+    check_rate,
+    check_whole,
+    how_to_plain,
+    is_number,
+    is_plain,
+    kind,
+    shape_error,
+)
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]
 NormKind = Literal["layer", "rms"]
@@ -62,6 +79,12 @@ class TokenEmbedding(nn.Embedding):
     """
 
     def __init__(self, vocab_size: int, dim: int, *, padding_id: int | None = None, scale: float = 1.0) -> None:
+        check_whole("TokenEmbedding", "vocab_size", vocab_size)
+        check_whole("TokenEmbedding", "dim", dim)
+        if padding_id is not None:
+            check_whole("TokenEmbedding", "padding_id", padding_id, least=-sys.maxsize)
+        if not is_number(scale):
+            raise ValueError(f"TokenEmbedding: scale must be a number, got {kind(scale)}")
         if padding_id is not None and not 0 <= padding_id < vocab_size:
             raise ValueError(f"TokenEmbedding: padding_id must be 0 to {vocab_size - 1}, got {padding_id}")
         super().__init__(vocab_size, dim, padding_idx=padding_id)
@@ -75,6 +98,12 @@ class TokenEmbedding(nn.Embedding):
 
         The row of `padding_id`, if there is one, is set to zero.
         """
+        check_flag("TokenEmbedding", "frozen", frozen)
+        if not is_plain(vectors):
+            raise TypeError(
+                f"TokenEmbedding: vectors must be a floating tensor [vocab_size, dim], got {kind(vectors)}"
+                f"{how_to_plain(vectors)}"
+            )
         if vectors.dim() != 2 or not vectors.is_floating_point():
             raise ValueError(
                 f"TokenEmbedding: vectors must be floating [vocab_size, dim], got {vectors.dtype} {list(vectors.shape)}"
@@ -159,6 +188,29 @@ class MultiHeadAttention(nn.Module):
         value_dim = key_dim if value_dim is None else value_dim
         key_input = dim if key_input is None else key_input
         value_input = key_input if value_input is None else value_input
+        owner = "MultiHeadAttention"
+        check_whole(owner, "dim", dim)
+        for name, size in (("heads", heads), ("kv_heads", kv_heads), ("key_dim", key_dim), ("value_dim", value_dim)):
+            check_whole(owner, name, size, least=-sys.maxsize)  # how small is said below, with what it must divide
+        for name, size in (("key_input", key_input), ("value_input", value_input)):
+            check_whole(owner, name, size)
+        for name, flag in (("output", output), ("projection_bias", projection_bias), ("sink", sink)):
+            check_flag(owner, name, flag)
+        if output_bias is not None:
+            check_flag(owner, "output_bias", output_bias)
+        if mask is not None:
+            check_mask(owner, "mask", mask)
+        if isinstance(bias, bool):
+            raise TypeError(
+                f"{owner}: bias is added to scores, such as Alibi(8), got {bias}; for the projections' own: "
+                f"projection_bias={bias}"
+            )
+        if bias is not None:
+            as_bias(bias, owner)
+        if rotary is not None:
+            check_kind(owner, "rotary", rotary, Rotary, "; make one: Rotary(head_dim)")
+        if context_length is not None:
+            check_whole(owner, "context_length", context_length)
         for name, size, divisor in (
             ("key_dim", key_dim, "heads"),
             ("value_dim", value_dim, "heads"),
@@ -170,8 +222,7 @@ class MultiHeadAttention(nn.Module):
         if similarity not in ("product", "additive"):
             raise ValueError(f"MultiHeadAttention: similarity must be 'product' or 'additive', got {similarity!r}")
         for name, rate in (("dropout", dropout), ("output_dropout", output_dropout)):
-            if not 0.0 <= rate < 1.0:
-                raise ValueError(f"MultiHeadAttention: {name} must be a probability in [0, 1), got {rate!r}")
+            check_rate(owner, name, rate)
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.head_dim, self.value_dim = key_dim // heads, value_dim // heads
         self.mask, self.bias, self.scale, self.softcap = mask, bias, scale, softcap
@@ -221,6 +272,8 @@ class MultiHeadAttention(nn.Module):
         key = query if key is None else key
         value = key if value is None else value
         self._check(query, key, value)
+        if cache is not None:
+            check_kind("MultiHeadAttention", "cache", cache, LayerCache, "; a model's Cache holds one for each layer")
         q = split(self.query(query), self.heads)
         if cross and cache is not None:
             if self.rotary is not None:
@@ -308,12 +361,22 @@ class FeedForward(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"FeedForward: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        check_whole("FeedForward", "dim", dim)
+        check_whole("FeedForward", "hidden_dim", hidden_dim)
+        check_flag("FeedForward", "bias", bias)
+        check_rate("FeedForward", "dropout", dropout)
+        check_rate("FeedForward", "output_dropout", output_dropout)
         self.activation, self.dropout, self.output_dropout = activation, dropout, output_dropout
         self.input = nn.Linear(dim, hidden_dim, bias=bias)
         self.gate = nn.Linear(dim, hidden_dim, bias=bias) if activation in GATED else None
         self.output = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_floating("FeedForward", "x", x, "[batch, length, dim]")
+        if x.shape[-1:] != (self.input.in_features,):
+            raise ShapeError(
+                f"FeedForward: x must be [batch, length, dim={self.input.in_features}], got {list(x.shape)}"
+            )
         activate = ACTIVATIONS[self.activation]
         hidden = activate(self.input(x)) if self.gate is None else activate(self.gate(x)) * self.input(x)
         return F.dropout(
@@ -349,6 +412,12 @@ class Block(nn.Module):
         norm_first: bool = True,
     ) -> None:
         super().__init__()
+        made = "; a block is made of its parts: Block(MultiHeadAttention(dim, heads), FeedForward(dim, hidden_dim))"
+        check_kind("Block", "attention", attention, MultiHeadAttention, made)
+        check_kind("Block", "feed_forward", feed_forward, nn.Module, made)
+        if cross is not None:
+            check_kind("Block", "cross", cross, MultiHeadAttention, made)
+        check_flag("Block", "norm_first", norm_first)
         self.norm_first = norm_first
         self.attention_norm, self.attention = norm(attention.dim), attention
         self.cross_norm, self.cross = None if cross is None else norm(cross.dim), cross
@@ -372,6 +441,7 @@ class Block(nn.Module):
             mask, bias: for the self-attention of this call. context, context_mask: what `cross` looks at.
             cache, context_cache: the tokens already seen, and the context's keys and values.
         """
+        check("Block", STATES, x=x)
         x = self._add(x, self.attention_norm, lambda x: self.attention(x, mask=mask, bias=bias, cache=cache))
         cross = self.cross
         if cross is not None:

@@ -47,7 +47,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
-from regard.shapes import kind
+from regard.shapes import check_kind, check_whole, kind
 
 PositionKind = Literal["learned", "sinusoidal", "rotary", "alibi"]
 
@@ -279,6 +279,8 @@ class Stack(nn.Module):
         """Shapes: tokens int [batch, length] -> states [batch, length, dim]."""
         config = self.config
         check_tokens(type(self).__name__, tokens, config.vocab_size)
+        if cache is not None:
+            check_kind(type(self).__name__, "cache", cache, Cache, "; make one: model.cache()")
         seen = 0 if cache is None else cache.length
         length = tokens.shape[1]
         if seen + length > config.context_length:
@@ -430,6 +432,7 @@ class MaskedLanguageModel(nn.Module):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
+        check_kind("MaskedLanguageModel", "encoder", encoder, Encoder)
         config = encoder.config
         self.encoder = encoder
         self.transform = nn.Linear(config.dim, config.dim)
@@ -452,6 +455,8 @@ class Classifier(nn.Module):
 
     def __init__(self, encoder: Encoder, classes: int) -> None:
         super().__init__()
+        check_kind("Classifier", "encoder", encoder, Encoder)
+        check_whole("Classifier", "classes", classes)
         self.encoder = encoder
         self.pool = nn.Linear(encoder.config.dim, encoder.config.dim)
         self.classes = nn.Linear(encoder.config.dim, classes)

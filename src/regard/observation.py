@@ -23,6 +23,7 @@ computed again in the backward pass, so an entropy penalty in a loss needs memor
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -44,7 +45,20 @@ from regard.masks import Mask, Tile
 from regard.masks.planning import visible
 from regard.reference import LOG2_E, exp
 from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
-from regard.shapes import Grid, ShapeError, as_bytes, held, positive
+from regard.shapes import (
+    INTEGERS,
+    Grid,
+    ShapeError,
+    as_bytes,
+    check_floating,
+    check_kind,
+    check_whole,
+    held,
+    is_number,
+    is_plain,
+    kind,
+    positive,
+)
 
 CELLS = 1 << 20
 """Weights in a tile on a CPU: 4 MiB in float32, small enough for the cache between one operation and the next."""
@@ -440,6 +454,8 @@ class Mass(PerQuery):
     """See `Observation.mass`."""
 
     def __init__(self, groups: Tensor) -> None:
+        if not is_plain(groups) or groups.dtype not in INTEGERS:
+            raise TypeError(f"Observation.mass: groups must be an int tensor [batch, key_len], got {kind(groups)}")
         self.groups = groups
 
     def start(self, seen: "Observation") -> None:
@@ -480,6 +496,10 @@ class Spread(Statistic[Distances]):
     def start(self, seen: "Observation") -> None:
         super().start(seen)
         edges = _doubling(seen.grid.key_len, seen.grid.query_len) if self.given is None else self.given
+        if not (is_plain(edges) and not edges.is_complex()) and (
+            not isinstance(edges, Sequence) or not all(map(is_number, edges))
+        ):
+            raise TypeError(f"Observation.distances: edges must be two or more rising numbers, got {kind(edges)}")
         self.edges = torch.as_tensor(edges, device=seen.grid.device)
         if self.edges.dim() != 1 or len(self.edges) < 2 or not bool((self.edges.diff() > 0).all()):
             raise ValueError(f"Observation.distances: edges must be two or more rising numbers, got {edges}")
@@ -540,6 +560,7 @@ class Top(Statistic[Largest]):
 
     def start(self, seen: "Observation") -> None:
         super().start(seen)
+        check_whole("Observation.top", "count", self.count, least=-sys.maxsize)
         if not 1 <= self.count <= seen.grid.key_len:
             raise ValueError(f"Observation.top: count must be 1 to key_len={seen.grid.key_len}, got {self.count}")
         self.weights = seen._zeros(seen.grid.query_len, self.count)
@@ -680,6 +701,7 @@ class Compare(Statistic[Comparison]):
 
     def start(self, seen: "Observation") -> None:
         super().start(seen)
+        check_kind("Observation.compare", "other", self.other, Observation)
         if self.other.grid != seen.grid:
             raise ShapeError(
                 f"Observation.compare: both must have the same scores, got {seen.grid} and {self.other.grid}; "
@@ -865,7 +887,7 @@ class Observation:
 
     def head(self, head: int) -> "Observation":
         """One head alone, as an observation with heads=1."""
-        if not 0 <= head < self.grid.heads:
+        if isinstance(head, (bool, Tensor)) or not hasattr(head, "__index__") or not 0 <= head < self.grid.heads:
             raise ValueError(f"Observation.head: head must be 0 to {self.grid.heads - 1}, got {head}")
         return self[:, head]
 
@@ -1487,6 +1509,8 @@ def _doubling(key_len: int, query_len: int) -> list[int]:
 
 def _range(which: Place, length: int) -> range:
     """Rows or columns: a slice as Python takes it, a range as it stands, None for all."""
+    if which is not None and not isinstance(which, (slice, range)):
+        raise TypeError(f"Observation: rows and columns are a slice, a range or None for all, got {kind(which)}")
     chosen = range(length)[slice(None) if which is None else which] if not isinstance(which, range) else which
     if not 0 <= chosen.start <= chosen.stop <= length or chosen.step != 1:
         raise ValueError(f"Observation: rows and columns must lie in 0 to {length}, in steps of 1, got {which}")
@@ -1569,6 +1593,8 @@ def observe(
         What `attention` raises.
     """
     call = check_call("observe", query, key, key, mask, bias, scale, softcap, sink, additive, 0.0, None, wants_lse=True)
+    if lse is not None:
+        check_floating("observe", "lse", lse, "[batch, heads, query_len]")
     if lse is not None and lse.shape != query.shape[:3]:
         batch, heads, query_len = query.shape[:3]
         raise ShapeError(f"observe: lse must be [{batch=}, {heads=}, {query_len=}], got {list(lse.shape)}")

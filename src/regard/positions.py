@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from regard import hints
 from regard.hints import hinted
+from regard.shapes import is_plain, kind
 
 __all__ = [
     "DynamicScaling",
@@ -574,6 +575,10 @@ class Rotary(nn.Module):
             offset: position of the first token; an int, or an int tensor [batch] for rows that start at different
                 places, as in a cache with rows of different lengths.
         """
+        if not is_plain(x):
+            raise TypeError(
+                f"Rotary: x must be a tensor [batch, heads, length, head_dim={self.head_dim}], got {kind(x)}"
+            )
         if x.dim() != 4 or x.shape[-1] != self.head_dim:
             raise ValueError(f"Rotary: x must be [batch, heads, length, head_dim={self.head_dim}], got {list(x.shape)}")
         if not x.is_floating_point():

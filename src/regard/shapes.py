@@ -53,6 +53,7 @@ LAYER: Table = {
     "key": ("batch", "key_len", "key_input"),
     "value": ("batch", "key_len", "value_input"),
 }
+STATES: Table = {"x": ("batch", "length", "dim")}
 TOKENS: Table = {"tokens": ("batch", "length")}
 CACHE: Table = {
     "key": ("batch", "kv_heads", "length", "head_dim"),
@@ -99,6 +100,36 @@ def kind(value: object) -> str:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether it is an int or a float: no flag, and no tensor of one number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_whole(owner: str, name: str, value: object, least: int = 1) -> None:
+    """A size or a count: an int, of numpy too, and no flag."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__") or value.__index__() < least:
+        raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}")
+
+
+def check_rate(owner: str, name: str, value: object) -> None:
+    """A probability of dropping."""
+    if not is_number(value) or not 0.0 <= value < 1.0:
+        raise ValueError(f"{owner}: {name} must be a probability in [0, 1), got {kind(value)}")
+
+
+def check_flag(owner: str, name: str, value: object, hint: str = "") -> None:
+    """Something that is or is not."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: {name} must be True or False, got {kind(value)}{hint}")
+
+
+def check_floating(owner: str, name: str, value: object, axes: str) -> None:
+    """A tensor of numbers, whatever its shape."""
+    if not is_plain(value) or not value.is_floating_point():
+        raise TypeError(f"{owner}: {name} must be a floating tensor {axes}, got {kind(value)}{how_to_plain(value)}")
+
+
+def check_kind(owner: str, name: str, value: object, wanted: type, hint: str = "") -> None:
+    """An object of regard's own, or of torch's."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{owner}: {name} must be a {wanted.__name__}, got {kind(value)}{hint}")
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
@@ -251,11 +282,13 @@ def positive(value: int, name: str, hint: str = "") -> int:
 def per_row(values: int | Iterable[int] | Tensor, name: str) -> Tensor:
     """One int per batch row, as a 1-D int64 tensor."""
     wanted = f"{name} must be an int, or one int per batch row, got"
+    if isinstance(values, Tensor) and not is_plain(values):
+        raise TypeError(f"{wanted} {kind(values)}{how_to_plain(values)}")
     if not isinstance(values, Iterable):
         raise TypeError(f"{wanted} {values!r}")
     try:
-        tensor = values if isinstance(values, Tensor) else torch.tensor(list(values))
-    except (TypeError, ValueError) as error:
+        tensor = torch.as_tensor(values if hasattr(values, "__array__") else list(values))
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{wanted} {values!r}") from error
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{wanted} {tensor.dtype} {list(tensor.shape)}")

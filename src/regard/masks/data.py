@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.indexing import Indices, indices, lookup, pick
 from regard.masks.algebra import Mask, Tile, coverage_of, together
 from regard.masks.positional import first_keys
-from regard.shapes import Grid, ShapeError, check_broadcast, how_to_plain, is_plain, kind, known, per_row
+from regard.shapes import INTEGERS, Grid, ShapeError, check_broadcast, how_to_plain, is_plain, kind, known, per_row
 
 
 class Document(Mask):
@@ -56,9 +56,11 @@ class Document(Mask):
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> "Document":
         """Documents of these lengths, one after another; a list per batch row, or one list for all rows."""
-        listed: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        listed: Any = lengths.tolist() if is_plain(lengths) else lengths
         if not isinstance(listed, Sequence):
-            raise TypeError(f"Document.from_lengths: lengths must be a list, or a list per batch row, got {lengths!r}")
+            raise TypeError(
+                f"Document.from_lengths: lengths must be a list, or a list per batch row, got {kind(lengths)}"
+            )
         rows = listed if listed and isinstance(listed[0], Sequence) else [listed]
         for row in rows:
             if not row or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in row):
@@ -248,9 +250,11 @@ class Where(Mask):
 
 
 def _ids(ids: Tensor, name: str) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() not in (1, 2):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"Document: {name} must be an int tensor [batch, length] or [length], got {got}")
+    if not is_plain(ids) or ids.dtype not in INTEGERS or ids.dim() not in (1, 2):
+        got = f"{ids.dtype} {list(ids.shape)}" if is_plain(ids) else type(ids).__name__
+        raise TypeError(
+            f"Document: {name} must be an int tensor [batch, length] or [length], got {got}{how_to_plain(ids)}"
+        )
     return ids[None] if ids.dim() == 1 else ids
 
 
