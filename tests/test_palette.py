@@ -100,10 +100,23 @@ def test_the_check_notices_a_weight_that_lies_back_and_text_that_cannot_be_read(
             check_fills(palette((0, 0, 0), "truecolor"))
 
 
-def test_where_the_ground_or_the_colours_are_not_known_nothing_is_coloured():
-    for palette in (Palette(None, "truecolor"), Palette((0, 0, 0), None), Palette()):
+def test_where_there_are_no_colours_nothing_is_coloured():
+    for palette in (Palette((0, 0, 0), None), Palette(None, "16"), Palette()):
         assert not palette.coloured
         assert palette.fill(1.0) == palette.quiet == palette.ink((255, 0, 0)) == ""
+
+
+@pytest.mark.parametrize("depth", ["truecolor", "256"])
+def test_where_the_ground_is_not_known_colours_can_be_read_on_black_and_on_white_and_the_weights_are_written(depth):
+    palette = Palette(None, depth)
+    assert not palette.coloured  # so the weights stand under the text
+    for ground in ((0, 0, 0), (255, 255, 255)):
+        for style in (palette.quiet, *(palette.ink(kind.colour) for kind in KINDS.values()), *palette.fills):
+            text, behind = shown(style, ground)
+            assert contrast(text, behind) >= CONTRAST, style
+    steps = [palette.fill(weight) for weight in (0.001, 0.01, 0.3, 0.9)]
+    assert steps[0] == ""
+    assert [("bold" in style, " on " in style) for style in steps[1:]] == [(False, False), (True, False), (True, True)]
 
 
 @pytest.mark.parametrize(

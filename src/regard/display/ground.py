@@ -7,7 +7,7 @@ The background is, from the surest to a guess:
     3. what COLORFGBG says, which some terminals set
     4. black on the Linux console
 
-If nothing says, it is not known, and nothing is coloured: a colour that suits one ground is unreadable on the other.
+If nothing says, it is not known, and only colours are used that can be read on black and on white.
 """
 
 import os

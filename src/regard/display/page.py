@@ -75,7 +75,7 @@ def print_look(paper: Paper, view: Look, *, every: bool = False) -> None:
     )
     paper.quiet(f"Step by step: regard explain ... --query {view.query} --layer {view.layer} --head {view.head}")
     if paper.could_colour:
-        paper.quiet("Colours: --theme dark or --theme light, as your terminal is; it does not say which")
+        paper.quiet("More colours: --theme dark or --theme light, as your terminal is; it does not say which")
 
 
 def print_title(paper: Paper, view: Look) -> None:

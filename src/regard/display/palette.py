@@ -10,7 +10,11 @@ luminance, whatever the ground and the colours:
     16          3 steps; a terminal may show these colours as it likes, so they are the ones that differ most
 
 Text on a fill is black or white, whichever contrasts more, and coloured text is moved away from the ground until it
-contrasts enough: 4.5 to 1, as WCAG 2 asks of text. Where the ground is not known, nothing is coloured.
+contrasts enough: 4.5 to 1, as WCAG 2 asks of text.
+
+Where the ground is not known, luminance cannot grow away from it. Then weights are written under the text, and three
+steps mark it beside that: coloured text, bold coloured text, and a fill; all of the one luminance that contrasts 4.5 to
+1 with black and with white.
 
 References: CIE 15:2004 (L*); W3C, "Web Content Accessibility Guidelines 2.1" (relative luminance, contrast).
 """
@@ -29,6 +33,12 @@ CONTRAST = 4.5
 
 FAINTEST = 0.004
 """A smaller weight is not drawn: it would read 0.00."""
+
+EITHER = 0.179
+"""The relative luminance whose contrast with black is that with white: 4.58 to 1."""
+
+ON_EITHER: Colour = (190, 88, 10)
+"""The hue of weights where the ground is not known."""
 
 STEPS: dict[Depth, int] = {"truecolor": 16, "256": 6}
 RAMPS: dict[bool, tuple[Colour, ...]] = {
@@ -75,7 +85,7 @@ class Palette:
 
     @property
     def coloured(self) -> bool:
-        """Whether weights are drawn as colours; otherwise they are written under the text."""
+        """Whether colours alone tell the weights; otherwise they are written under the text."""
         return self.ground is not None and self.depth is not None
 
     def fill(self, weight: float) -> str:
@@ -88,8 +98,10 @@ class Palette:
 
     def ink(self, colour: Colour) -> str:
         """The style of text in this colour, made lighter or darker until it can be read: "" where that is not sure."""
-        if self.ground is None or self.depth not in ("truecolor", "256"):
+        if self.depth not in ("truecolor", "256"):
             return ""
+        if self.ground is None:
+            return self._ink_on_either(colour)
         towards = _readable(self.ground)
         for part in range(41):
             mixed = _mix(colour, towards, part / 40)
@@ -101,6 +113,16 @@ class Palette:
         readable = (number for number in _INDEXED if contrast(_INDEXED[number], ground) >= CONTRAST)
         return f"color({min(readable, key=lambda number: _apart(_INDEXED[number], mixed))})"
 
+    def _ink_on_either(self, colour: Colour) -> str:
+        """The style of text that can be read on black and on white."""
+        towards = BLACK if luminance(colour) > EITHER else WHITE
+        mixes = [_mix(colour, towards, part / 200) for part in range(201)]
+        mixed = min(mixes, key=lambda one: abs(luminance(one) - EITHER))
+        if self.depth == "truecolor":
+            return _rgb(mixed)
+        readable = (n for n, one in _INDEXED.items() if min(contrast(one, BLACK), contrast(one, WHITE)) >= CONTRAST)
+        return f"color({min(readable, key=lambda number: _apart(_INDEXED[number], mixed))})"
+
     @property
     def quiet(self) -> str:
         """The style of what is less important."""
@@ -109,8 +131,11 @@ class Palette:
     @cached_property
     def fills(self) -> tuple[str, ...]:
         """The steps, from the smallest weight to 1."""
-        if self.ground is None or self.depth is None:
+        if self.depth is None or (self.ground is None and self.depth == "16"):
             return ()
+        if self.ground is None:
+            ink = self.ink(ON_EITHER)
+            return ink, f"bold {ink}", f"bold {_rgb(WHITE) if self.depth == 'truecolor' else 'color(231)'} on {ink}"
         if self.depth == "16":
             return tuple(f"color({ink}) on color({fill})" for fill, ink in SIXTEEN[is_dark(self.ground)])
         blends = ramp(self.ground, STEPS[self.depth])
