@@ -174,7 +174,8 @@ def test_the_same_mask_is_bound_once_and_one_that_does_not_fit_is_refused_every_
 
 def test_heads_that_share_a_key_lie_one_below_the_other():
     numbers = torch.arange(2 * 6 * 3 * 5.0).view(2, 6, 3, 5)
-    folded = hidden.fold(numbers, 2, 6, 2)
+    folded = hidden.fold(numbers, 2, 6, 2, 3)
     assert torch.equal(folded[3], torch.cat([numbers[1, 3], numbers[1, 4], numbers[1, 5]]))
-    assert hidden.fold(numbers[:1, :1], 2, 6, 6).shape == (1, 3, 5)
-    assert hidden.fold(numbers[:, :1, :1], 2, 6, 2).shape == (4, 1, 5)
+    assert hidden.fold(numbers[:1, :1], 2, 6, 6, 3).shape == (1, 3, 5)
+    assert hidden.fold(numbers[:, :1, :1], 2, 6, 2, 3).shape == (4, 1, 5)
+    assert hidden.fold(numbers[:, :, :1], 2, 6, 2, 3).shape == (4, 9, 5)

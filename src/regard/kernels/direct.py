@@ -83,7 +83,7 @@ def _attend(
             scores = scores + added
     if scoring.sink is not None:
         sink = scoring.sink.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
-        scores = torch.cat([scores, fold(sink, batch, heads, kv_heads)], dim=-1)
+        scores = torch.cat([scores, fold(sink, batch, heads, kv_heads, rows)], dim=-1)
     lse = torch.logsumexp(scores, -1).view(batch, heads, rows) if call.wants_lse else None
     output = torch.bmm(torch.softmax(scores, -1)[..., :keys], value).view(batch, heads, rows, value.shape[2])
     if hidden is not None and hidden.queries is not None:  # those that see nothing; a sink is all that they have
@@ -98,12 +98,12 @@ def _added(call: Call, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | No
     """What mask and bias add to the scores; nothing to those of a query that sees nothing, whose answer is known."""
     scoring, batch, heads, kv_heads = call.scoring, *call.query.shape[:2], call.key.shape[1]
     if scoring.bias is None:
-        return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads)
+        return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads, call.query.shape[2])
     rows, columns = scoring.grid.query_len, scoring.grid.key_len
     numbers = scoring.biases(range(rows), range(columns), dtype)
     if hidden is not None:
         numbers = numbers.masked_fill(~hidden.allowed, 0.0) + hidden.where_seeing(dtype)
-    return fold(numbers.expand(*numbers.shape[:2], rows, columns), batch, heads, kv_heads)
+    return fold(numbers.expand(*numbers.shape[:2], rows, columns), batch, heads, kv_heads, rows)
 
 
 def faster(call: Call) -> str | None:

@@ -39,7 +39,7 @@ class Hidden:
         some = allowed.any(-1), allowed.any(-2)
         self.queries, self.keys = (None if self._ask and bool(one.all()) else one for one in some)
         self._numbers: dict[torch.dtype, Tensor] = {}
-        self._folded: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
+        self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
 
     @property
     def hides(self) -> bool:
@@ -81,26 +81,28 @@ class Hidden:
         numbers = self.numbers(dtype)
         return numbers if self.queries is None else numbers.masked_fill(~self.queries[..., None], 0.0)
 
-    def folded(self, dtype: torch.dtype, batch: int, heads: int, kv_heads: int) -> Tensor:
+    def folded(self, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
         """These, laid out as `fold` does."""
-        key = dtype, batch, heads, kv_heads
+        key = dtype, batch, heads, kv_heads, query_len
         if key not in self._folded:
             with torch.inference_mode(False):
-                self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads)
+                self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads, query_len)
         return self._folded[key]
 
 
-def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int) -> Tensor:
+def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
     """Numbers for the scores of a call where the query heads that share a kv head lie one below the other.
 
-    Shapes: [1 or batch, 1 or heads, rows, columns] -> [1 or batch * kv_heads, 1 or heads // kv_heads * rows, columns].
+    Shapes: [1 or batch, 1 or heads, 1 or query_len, columns] -> [1 or batch * kv_heads, 1 or heads // kv_heads *
+    query_len, columns].
     """
     rows, columns = numbers.shape[2:]
     if numbers.shape[1] == 1 and (rows == 1 or heads == kv_heads):
         if numbers.shape[0] == 1:
             return numbers[0]
         return numbers.expand(batch, kv_heads, rows, columns).reshape(batch * kv_heads, rows, columns)
-    return numbers.expand(batch, heads, rows, columns).reshape(batch * kv_heads, heads // kv_heads * rows, columns)
+    numbers = numbers.expand(batch, heads, query_len, columns)
+    return numbers.reshape(batch * kv_heads, heads // kv_heads * query_len, columns)
 
 
 def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:

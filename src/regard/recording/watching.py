@@ -165,9 +165,11 @@ def _implementation(model: nn.Module) -> object:
 
 
 def _chooses(model: nn.Module) -> bool:
-    """Whether transformers says that the model, or one inside it, takes the attention that it is told."""
+    """Whether transformers says that the model, or one inside it, takes the attention that it is told; True where it
+    says nothing."""
     asked = [getattr(type(part), "_can_set_attn_implementation", None) for part in model.modules()]
-    return any(can() for can in asked if can is not None)
+    known = [can() for can in asked if can is not None]
+    return not known or any(known)
 
 
 def _check_implementation(function: str, model: nn.Module) -> None:
