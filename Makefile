@@ -41,6 +41,7 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/small_calls.py
 	$(BIN)/python benchmarks/observation.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/models.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 

@@ -409,3 +409,19 @@ def test_everybody_has_a_turn_in_every_repeat_and_follows_others_in_others(count
     before = {name: {turn[turn.index(name) - 1] for turn in turns if turn[0] != name} for name in names}
     assert all(len(others) >= count // 2 for others in before.values())
     assert count != 4 or all(len(others) == 3 for others in before.values())
+
+
+def test_whole_models_are_timed_only_where_all_three_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = script("models")
+    models.regard.huggingface.register()
+    for row in (models.ROWS[2], models.ROWS[6], models.ROWS[7]):
+        found = models.measure(row, repeats=1, layers=1, length=9, new=2)
+        assert found["ratio"].keys() == {"sdpa", "eager"}
+        assert all(ms > 0 for ms in found["ms"].values())
+    given = models.batch(models.ROWS[2], 64)["attention_mask"]
+    assert given[0].all()
+    assert not given[3, :15].any()
+    assert given[:, 40:].all()
+    monkeypatch.setattr(models, "task", lambda *rest: lambda name: torch.tensor(float(name == "regard")))
+    with pytest.raises(AssertionError):
+        models.measure(models.ROWS[0], repeats=1)

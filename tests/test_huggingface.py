@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 import regard
 from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
-from regard import hooks, huggingface
+from regard import functional, hooks, huggingface
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
@@ -447,6 +447,12 @@ def another_scale(query, key, value, **arguments):
     return regard.attention(query, key, value, **{**arguments, "scale": arguments["scale"] * 1.01})
 
 
+def arguments(again: functional.Checked) -> dict[str, Any]:
+    """Those of the call that is made again."""
+    names = "mask", "bias", "scale", "softcap", "sink", "additive"
+    return {name: getattr(again.scoring, name) for name in names}
+
+
 @pytest.mark.parametrize(
     ("family", "mutant"),
     [
@@ -460,6 +466,7 @@ def test_a_mutant_of_attention_is_noticed(monkeypatch, family, mutant):
     inputs = {"input_ids": some_tokens()}
     agree(theirs, ours, **inputs)
     monkeypatch.setattr(hooks, "attention", mutant)
+    monkeypatch.setattr(functional.Checked, "__call__", lambda again, *heads: mutant(*heads, **arguments(again)))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, **inputs)
 
@@ -1119,6 +1126,41 @@ def test_a_model_that_is_there_can_change_over_and_back():
         assert_close(theirs(tokens).logits, expected, tolerance=TOLERANCE)
         theirs.set_attn_implementation("eager")
         assert torch.equal(theirs(tokens).logits, expected)
+
+
+def test_layers_that_share_a_mask_are_checked_once_and_each_gets_what_it_asks_for(monkeypatch):
+    real = torch.arange(11) >= torch.tensor([[3], [0]])
+    lazy = mask_for_transformers(2, 7, 11, q_offset=4, attention_mask=real)
+    looked: list[int] = []
+    check = functional.check_call
+    monkeypatch.setattr(functional, "check_call", lambda *given: (looked.append(1), check(*given))[1])
+
+    def right(given: Heads, **arguments: Any) -> None:
+        names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink"}
+        parts = {names[name]: value for name, value in arguments.items()}
+        expected = regard.attention(*given, mask=lazy.mask, **parts, kernel="reference")
+        assert_close(computed(given, lazy, **arguments), expected)
+
+    for _ in range(3):
+        given = heads()
+        before = len(looked)
+        assert_close(computed(given, lazy), computed(given, lazy))
+        assert len(looked) - before <= 1
+    assert sum(looked) == 1
+    for _ in range(2):
+        right(heads(), scaling=0.1)
+        right(heads(), scaling=3.0)
+        right(heads(), scaling=3.0, softcap=2.0)
+        right(heads(), s_aux=torch.linspace(-1, 1, 6))
+        right(Heads(*(tensor.double() for tensor in heads())))
+    learning = Heads(*(tensor.requires_grad_() for tensor in heads()))
+    computed(learning, lazy).sum().backward()
+    assert all(tensor.grad is not None for tensor in learning)
+    query, key, value = heads()
+    with pytest.raises(TypeError, match="share one of float64"):
+        computed(Heads(query, key.double(), value), lazy)
+    with pytest.raises(ShapeError, match="the layer has"):
+        computed(heads(query_len=6), lazy)
 
 
 # --- models that take their attention from elsewhere --------------------------------------------------------------

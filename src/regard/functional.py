@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,8 +195,49 @@ def check_call(
     return Call(query, key, value, scoring, dropped, wants_lse)
 
 
+Form = tuple[Any, ...]
+
+
+def form_of(query: Tensor, key: Tensor, value: Tensor) -> Form:
+    """What calls share that are legal or not together, and that one kernel suits, if all else is the same."""
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    shapes = query.shape, key.shape, value.shape
+    return (*shapes, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, learns)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A call that was checked and has its kernel, to be made again with other tensors of the same form.
+
+    >>> query, mask = torch.randn(1, 2, 3, 4), Causal()
+    >>> again = Checked.of(query, query, query, mask=mask, scale=None, softcap=None)
+    >>> other = torch.randn(1, 2, 3, 4)
+    >>> form_of(other, other, other) == again.form
+    True
+    >>> torch.equal(again(other, other, other), attention(other, other, other, mask=mask))
+    True
+    """
+
+    form: Form
+    scoring: Scoring
+    kernel: Kernel
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None, scale: float | None, softcap: float | None
+    ) -> "Checked":
+        call = check_call("attention", query, key, value, mask, None, scale, softcap, None, None, 0.0, None, False)
+        return cls(form_of(query, key, value), call.scoring, choose(call))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _compute(Call(query, key, value, self.scoring), self.kernel)[0]
+
+
 def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    kernel = choose(call, name)
+    return _compute(call, choose(call, name))
+
+
+def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
     grid = call.scoring.grid
     large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE
     if large and kernel.square(call) >= LARGE:
@@ -203,7 +245,7 @@ def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
             f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
             f"the scores {grid}; regard.plan(...) tells why",
             SquareWarning,
-            stacklevel=4,  # the caller of the public function, which `hinted` stands around
+            stacklevel=5,  # the caller of the public function, which `hinted` stands around
         )
     device = grid.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

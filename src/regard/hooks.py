@@ -93,6 +93,11 @@ def attend(
     return _alone(heads, scoring, dropout, compute)
 
 
+def alone() -> bool:
+    """Whether no hook stands around any layer of this process."""
+    return not _active
+
+
 def _alone(heads: Heads, scoring: ScoringArguments, dropout: float, compute: Compute | None) -> Tensor:
     return attention(*heads, **scoring, dropout=dropout) if compute is None else compute(heads, scoring)[0]
 

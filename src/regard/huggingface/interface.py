@@ -80,11 +80,26 @@ def attend(
     }  # fmt: skip
     asked_for, dropped = _weights_are_asked_for(others), dropout if module.training else 0.0
     compute = ComputeByWeights(dropped) if asked_for and not tracing() else None
-    output = hooks.attend(module, heads, scoring, dropped, compute)
+    if mask is not None and _by_mask_alone(attention_mask, scoring, mask, dropped) and compute is None:
+        output = cast(LazyMask, attention_mask).checked(*heads, mask, scaling, softcap)(*heads)
+    else:
+        output = hooks.attend(module, heads, scoring, dropped, compute)
     weights = None
     if asked_for:  # a graph looks at nothing, so it has all of them
         weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _by_mask_alone(given: object, scoring: ScoringArguments, mask: Mask, dropout: float) -> bool:
+    """Whether a call is the mask's and the tensors' alone, and nothing stands around it: it may be like the one before.
+
+    On another device than the mask's own, or with packed texts beside it, `mask` is another one.
+    """
+    if not isinstance(given, LazyMask) or given.mask is not mask or dropout or torch.compiler.is_compiling():
+        return False
+    if scoring["bias"] is not None or scoring["sink"] is not None:
+        return False
+    return hooks.alone() and not torch._C._are_functorch_transforms_active()
 
 
 def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:

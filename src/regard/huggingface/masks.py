@@ -1,11 +1,13 @@
 """A mask of regard that transformers takes for a tensor: of bools, and of numbers once a model has added some to it."""
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.functional import Checked, form_of
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.masks import Mask
@@ -28,6 +30,7 @@ class LazyMask(Lazy):
     mask: Mask
     bias: Tensor | None
     _made_for: tuple[int, int, int, torch.device]
+    _checked: dict[Hashable, Checked]
 
     def __new__(
         cls, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
@@ -38,6 +41,7 @@ class LazyMask(Lazy):
             whole = torch.broadcast_shapes(whole, bias.shape)
         made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
         made.mask, made.bias, made._made_for = mask, bias, (batch, query_len, key_len, device)
+        made._checked = {}
         return made
 
     def __init__(
@@ -54,6 +58,15 @@ class LazyMask(Lazy):
                 f"[{batch=}, {query_len=}, {key_len=}]"
             )
         return self.mask if device == own_device else self.mask.to(device)
+
+    def checked(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, softcap: float | None
+    ) -> Checked:
+        """One layer's call with this mask alone; layers that are alike, as nearly all are, have it checked once."""
+        known = scale, softcap, form_of(query, key, value)
+        if known not in self._checked:
+            self._checked[known] = Checked.of(query, key, value, mask=mask, scale=scale, softcap=softcap)
+        return self._checked[known]
 
     def dense(self) -> Tensor:
         self._check_size()
