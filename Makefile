@@ -29,8 +29,10 @@ help: ## this list
 look: $(VENV)/.installed ## what each head attends to in FILE=...
 	$(BIN)/regard look $(FILE) --terminal
 
-test: $(VENV)/.installed-dev check ## style, types, tests
-	$(BIN)/python -m pytest
+WORKERS ?= 2
+
+test: $(VENV)/.installed-dev check ## style, types, tests, in WORKERS=2 processes
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 check: $(VENV)/.installed-dev ## style and types only
 	$(BIN)/ruff check .

@@ -155,7 +155,9 @@ def test_a_learned_key_and_value_is_refused():
 
 each_norm_first = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 each_activation = pytest.mark.parametrize(
-    "activation", ["relu", "gelu", nn.GELU("tanh"), nn.ReLU(), nn.SiLU(), torch.relu], ids=str
+    "activation",
+    ["relu", "gelu", nn.GELU("tanh"), nn.ReLU(), nn.SiLU(), torch.relu],
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 
 
