@@ -21,7 +21,7 @@ else
 $(error TORCH=$(TORCH): expected cpu, or nothing for the build that pip takes by itself)
 endif
 
-.PHONY: look test check bench clean help
+.PHONY: look test check bench clients clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -47,6 +47,9 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 
+clients: $(VENV)/.installed-clients ## programs of other people under regard and eager, compared, into docs/transformers.md
+	$(BIN)/python -m pytest tests/clients --write-table
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "regard needs Python 3.11 or newer; set PYTHON=/path/to/it")'
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +72,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	$(PIP) --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	touch $@
+
+$(VENV)/.installed-clients: $(VENV)/.installed-dev
+	@echo "the programs of other people that tests/clients runs: about 100 MB more"
+	$(PIP) --quiet --constraint constraints.txt --editable '.[dev,clients]'
 	touch $@
 
 clean: ## remove the environment and caches

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in ("all", "dev")]
+EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in ("all", "dev", "clients")]
 
 NO_NETWORK = (
     r"NewConnectionError|NameResolutionError|Name or service not known|Temporary failure|Network is unreachable"
