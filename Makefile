@@ -75,7 +75,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	touch $@
 
 $(VENV)/.installed-clients: $(VENV)/.installed-dev
-	@echo "the programs of other people that tests/clients runs: about 100 MB more"
+	@echo "the programs of other people that tests/clients runs: about 800 MB more on disk"
 	$(PIP) --quiet --constraint constraints.txt --editable '.[dev,clients]'
 	touch $@
 
