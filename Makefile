@@ -32,7 +32,7 @@ look: $(VENV)/.installed ## what each head attends to in FILE=...
 WORKERS ?= 2
 
 test: $(VENV)/.installed-dev check ## style, types, tests, in WORKERS=2 processes
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev ## style and types only
 	$(BIN)/ruff check .

@@ -13,6 +13,11 @@ settings.register_profile("searching", deadline=None, max_examples=1000, databas
 settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items):
+    """The installations first: they take longest, and the other process does the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_install.py")
+
+
 @pytest.fixture(autouse=True)
 def _one_seed_per_test():
     torch.manual_seed(20170612)
