@@ -442,3 +442,13 @@ def test_a_plan_never_needs_more_than_it_computes():
     query = torch.zeros(1, 2, 2048, 8)
     planned = plan(query, query, query, mask=Causal() & (Window(100) | Prefix(4)), tile_size=256)
     assert planned.flops_needed == planned.flops_computed < 2048 * 256 * 2 * 32
+
+
+def test_a_scale_that_changes_from_call_to_call_stays_one_graph():
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda query, scale: attention(query, query, query, scale=scale, mask=Causal()), backend="eager", fullgraph=True
+    )
+    query = torch.randn(1, 2, 5, 8)
+    for scale in (0.5, 0.25, 0.125):  # from the second on, the compiler takes it for any number
+        assert torch.equal(compiled(query, scale), attention(query, query, query, scale=scale, mask=Causal()))

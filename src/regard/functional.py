@@ -164,7 +164,7 @@ def check_call(
     grid = check_attention(function, query, key, value)
     if scale is None:
         scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
-    elif not is_number(scale) or not math.isfinite(scale):
+    elif not is_number(scale) or not -math.inf < scale < math.inf:
         raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}")
     if softcap is not None and (not is_number(softcap) or not 0 < softcap < math.inf):
         raise ValueError(f"{function}: softcap must be a positive number or None for none, got {kind(softcap)}")
