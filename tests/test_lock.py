@@ -77,12 +77,14 @@ def test_of_many_that_want_a_folder_one_has_it_at_a_time(tmp_path):
 
     def want():
         nonlocal inside, most
-        for _ in range(200):
+        mine = 0
+        while mine < 50:  # as many turns on a busy machine as on an idle one: 200 of all four
             try:
                 with hold(tmp_path):
                     inside += 1
                     most = max(most, inside)
                     turns.append(True)
+                    mine += 1
                     inside -= 1
             except ValueError:
                 pass
@@ -93,7 +95,7 @@ def test_of_many_that_want_a_folder_one_has_it_at_a_time(tmp_path):
     for thread in threads:
         thread.join()
     assert most == 1
-    assert turns  # how many depends on how busy the machine is
+    assert len(turns) >= 200
 
 
 def test_folders_that_were_made_for_nothing_are_removed(tmp_path):
