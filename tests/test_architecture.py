@@ -16,10 +16,10 @@ import regard
 SOURCE = Path(regard.__file__).parent
 
 HOUSE = (
-    "extras", "hints", "graphs", "shapes", "indexing", "rules", "masks", "biases", "scores", "reference", "kernels",
-    "functional", "hooks", "observation", "cache", "positions", "layers", "models", "layouts", "stepwise", "storage",
-    "recording",
-    "huggingface", "generation", "training", "viewer", "plots", "display", "bench", "cli", "public",
+    "extras", "hints", "graphs", "numerics", "shapes", "indexing", "rules", "masks", "biases", "dropout", "scores",
+    "reference", "kernels", "functional", "hooks", "observation", "cache", "positions", "layers", "models", "layouts",
+    "stepwise", "storage", "recording", "huggingface", "generation", "training", "viewer", "plots", "display",
+    "bench", "cli", "public",
 )  # fmt: skip
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.

@@ -13,6 +13,7 @@ from naive import naive
 from regard.biases import as_bias
 from regard.functional import attention, attention_with_lse
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
+from regard.numerics import grouped_matmul, softmax
 from regard.observation import (
     Distance,
     Entropy,
@@ -31,8 +32,7 @@ from regard.observation import (
     _heads_of_a_tile,
     observe,
 )
-from regard.reference import softmax
-from regard.scores import Additive, grouped_product
+from regard.scores import Additive
 from regard.shapes import ShapeError
 
 QUERY, KEY, VALUE = (x.detach() for x in tensors())
@@ -560,7 +560,7 @@ def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_co
 
     def counted(left, right, **more):
         computed.append(left.shape[1] * left.shape[2] * right.shape[3])
-        return grouped_product(left, right, **more)
+        return grouped_matmul(left, right, **more)
 
     monkeypatch.setattr(regard.observation, "CELLS", 1 << 12)
     monkeypatch.setattr(regard.observation, "grouped_product", counted)

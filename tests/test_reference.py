@@ -9,9 +9,11 @@ from cases import BATCH, GRID, HEAD_DIM, HEADS, KEY_LEN, QUERY_LEN, biases, fixe
 from comparing import assert_close, assert_zero
 from naive import naive
 from regard.biases import Alibi, RelativeBias, as_bias
+from regard.dropout import Dropout
 from regard.masks import Causal, Dense
-from regard.reference import AttentionOutput, reference, softmax
-from regard.scores import Additive, Dropout, Scoring
+from regard.numerics import softmax
+from regard.reference import AttentionOutput, reference
+from regard.scores import Additive, Scoring
 from regard.shapes import Grid
 
 # --- by hand ------------------------------------------------------------------------------------------------------

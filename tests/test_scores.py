@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from cases import BATCH, GRID, HEAD_DIM, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, biases, fixed_masks, tensors
 from comparing import assert_close, assert_same_cells, assert_zero
 from regard.biases import Alibi, as_bias
+from regard.dropout import Dropout
 from regard.masks import Causal
-from regard.scores import Additive, Dropout, Scoring, grouped_product, hide, wide
+from regard.numerics import grouped_matmul, upcast, zero_unseen
+from regard.scores import Additive, Scoring
 from regard.shapes import Grid
 
 ROWS, COLUMNS = range(QUERY_LEN), range(KEY_LEN)
@@ -114,7 +116,7 @@ def test_heads_that_share_a_key_score_as_if_each_had_its_own(name):
 
 def test_query_head_h_meets_kv_head_h_over_the_size_of_a_group_at_every_entry():
     left, right = torch.randn(BATCH, HEADS, QUERY_LEN, HEAD_DIM), torch.randn(BATCH, KV_HEADS, HEAD_DIM, KEY_LEN)
-    found = grouped_product(left, right)
+    found = grouped_matmul(left, right)
     for h in range(HEADS):
         assert_close(found[:, h], left[:, h] @ right[:, h // 2], f"head {h}", tolerance=1e-5)
 
@@ -130,7 +132,7 @@ def test_heads_split_and_joined_again_are_what_they_were_at_every_entry():
 @pytest.mark.parametrize("sizes", [(0, 6, 7, 5, 11), (2, 6, 0, 5, 11), (2, 6, 7, 0, 11), (2, 6, 7, 5, 0)], ids=str)
 def test_a_grouped_product_with_an_axis_of_size_0_keeps_its_shape(sizes):
     batch, heads, M, D, N = sizes
-    product = grouped_product(torch.zeros(batch, heads, M, D), torch.zeros(batch, 3, D, N))
+    product = grouped_matmul(torch.zeros(batch, heads, M, D), torch.zeros(batch, 3, D, N))
     assert product.shape == (batch, heads, M, N)
     assert_zero(product)
 
@@ -160,7 +162,7 @@ def test_scores_are_float32_or_wider():
         query, key, _ = tensors(dtype)
         v = torch.ones(HEADS, HEAD_DIM, dtype=dtype)
         for scoring in (Scoring(GRID, 0.5, bias=Alibi(HEADS).bind(GRID)), Scoring(GRID, 1.0, additive=Additive(v))):
-            assert scoring.tile(query, key, ROWS, COLUMNS).dtype == wide(query).dtype == expected
+            assert scoring.tile(query, key, ROWS, COLUMNS).dtype == upcast(query).dtype == expected
 
 
 def test_products_beyond_float16_do_not_overflow():
@@ -185,17 +187,17 @@ def test_hide_zeroes_the_keys_that_no_query_of_the_group_may_see():
     allowed = torch.zeros(1, 4, 2, 3, dtype=torch.bool)
     allowed[0, 1, 1, 0] = True  # head 1 is in the group of kv head 0
     allowed[0, 2, 0, 2] = True  # head 2 in that of kv head 1
-    hidden = hide(tensor, allowed)
+    hidden = zero_unseen(tensor, allowed)
     assert hidden.isnan().squeeze().tolist() == [[True, False, False], [False, False, True]]
     assert hidden[0, 0, 1:].tolist() == [[0.0], [0.0]]
-    assert hide(tensor, None) is tensor
+    assert zero_unseen(tensor, None) is tensor
 
 
 @pytest.mark.parametrize("name", fixed_masks())
 def test_hide_agrees_with_the_rule_of_every_mask(name):
     ruled = fixed_masks()[name]
     _, key, _ = tensors()
-    hidden = hide(key, ruled.mask.bind(GRID).allowed(ROWS, COLUMNS))
+    hidden = zero_unseen(key, ruled.mask.bind(GRID).allowed(ROWS, COLUMNS))
     seen = ruled.cells(GRID).any(dim=2).unflatten(1, (KV_HEADS, -1)).any(dim=2)
     assert_close(hidden, torch.where(seen[..., None], key, 0.0))
 

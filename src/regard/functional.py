@@ -10,13 +10,14 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias, as_bias
+from regard.dropout import Dropout
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse
 from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
-from regard.scores import Additive, Dropout, Scoring
+from regard.scores import Additive, Scoring
 from regard.shapes import (
     ATTENTION,
     Grid,

@@ -43,8 +43,8 @@ from regard.indexing import Indices
 from regard.kernels import Call, choose
 from regard.masks import Mask, Tile
 from regard.masks.planning import visible
-from regard.reference import LOG2_E, exp
-from regard.scores import Additive, Scoring, grouped_product, hide, hide_blind, wide
+from regard.numerics import LOG2_E, exp, grouped_matmul, upcast, zero_empty_queries, zero_unseen
+from regard.scores import Additive, Scoring
 from regard.shapes import (
     INTEGERS,
     Grid,
@@ -250,7 +250,7 @@ class Rectangle:
     def _product(self) -> Tensor:
         """What was folded into query and key; -inf where hidden."""
         query, key = self._shown()
-        product = grouped_product(query, key.transpose(-2, -1), out=self._take(0))
+        product = grouped_matmul(query, key.transpose(-2, -1), out=self._take(0))
         return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
 
     def _take(self, number: int) -> Tensor | None:
@@ -264,7 +264,7 @@ class Rectangle:
         """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
         if not (self._query.requires_grad or self._key.requires_grad):
             return self._query, self._key
-        return hide_blind(self._query, self.allowed), hide(self._key, self.allowed)
+        return zero_empty_queries(self._query, self.allowed), zero_unseen(self._key, self.allowed)
 
     def count(self, dim: int) -> Tensor:
         """How many cells are allowed, along keys (-1) or queries (-2): int."""
@@ -412,8 +412,8 @@ class Attended(PerQuery):
 
     def of(self, tile: Rectangle) -> Tensor:
         value = _of_heads(self.value, self.seen.grid.heads, range(tile.heads.start, tile.heads.stop))
-        value = wide(value[tile.batch, :, tile.keys.start : tile.keys.stop])
-        return tile.rescaled(grouped_product(tile.powers, hide(value, tile.allowed)))
+        value = upcast(value[tile.batch, :, tile.keys.start : tile.keys.stop])
+        return tile.rescaled(grouped_matmul(tile.powers, zero_unseen(value, tile.allowed)))
 
 
 class Visible(PerQuery):
@@ -837,7 +837,7 @@ class Observation:
     @property
     def dtype(self) -> torch.dtype:
         """What scores are computed in: float32 or wider."""
-        return wide(self.query[:0]).dtype
+        return upcast(self.query[:0]).dtype
 
     @property
     def behind(self) -> int:
@@ -1203,7 +1203,7 @@ class Observation:
         key = self.key[:, :, columns.start : columns.stop]
         norm = None if self._lse is None else _finite(self._lse[:, :, rows[0].start : rows[-1].stop])
         if self._is_product:
-            query, key = wide(query) * self.scoring.scale, wide(key)
+            query, key = upcast(query) * self.scoring.scale, upcast(key)
             if norm is not None:
                 query, key = torch.cat([query, -norm[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
@@ -1245,7 +1245,7 @@ class Observation:
 
     def _fused(self) -> tuple[Tensor, Tensor]:
         """lse and entropy from one call of attention with the keys as values: H = lse - scale q . (sum_j w k_j)."""
-        query, key = wide(self.query), wide(self.key)
+        query, key = upcast(self.query), upcast(self.key)
         call = Call(query, key, key, self.scoring, None, wants_lse=True)
         attended, lse = choose(call).run(call)
         assert lse is not None

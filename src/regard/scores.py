@@ -4,8 +4,7 @@
     scores = -inf where the mask does not allow
 
 Everything that needs a score, the reference, kernels, inspection and the step-by-step view, asks `Scoring` for a
-rectangle of them. What happens to the weights afterwards at random, dropout, is defined here too, as a function of the
-seed and the place in the matrix, so that any tile can be dropped again exactly, by any kernel, at any time.
+rectangle of them.
 """
 
 import math
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias
-from regard.graphs import exporting, tracing
-from regard.indexing import indices
+from regard.graphs import tracing
 from regard.masks import EVERYTHING, Mask
+from regard.numerics import grouped_matmul, upcast
 from regard.shapes import Grid
 
 
@@ -105,9 +104,9 @@ class Scoring:
 
     def stages(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Iterator[Stage]:
         """The same, one step after another: score, scale, cap, bias, mask (those that this call has)."""
-        query, key = wide(query), wide(key)
+        query, key = upcast(query), upcast(key)
         if self.additive is None:
-            scores = grouped_product(query, key.transpose(-2, -1))
+            scores = grouped_matmul(query, key.transpose(-2, -1))
             yield Stage("score", "query @ key^T", scores)
         else:
             scores = self.additive(query, key)
@@ -151,115 +150,3 @@ class Scoring:
     def _where(self, which: range | Tensor) -> Tensor:
         device = self.grid.device
         return which if isinstance(which, Tensor) else torch.arange(which.start, which.stop, which.step, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class Dropout:
-    """Which weights are dropped: a function of the seed and of batch row, head, query and key alone.
-
-        kept  <=>  hash(seed, batch, head, query, key) >= rate * 2^16;   kept weights are divided by the share kept
-
-    The hash is 16 of the 32 bits of MurmurHash3's finalizer over a random number per row of the matrix, XORed with one
-    per pair of columns: the low half is the even column's, the high half the odd one's. No state and no order: tiles,
-    kernels and the backward pass agree by construction. The rate is taken to the nearest 1/65,536.
-    """
-
-    rate: float
-    seed: int | Tensor
-    """A tensor in a graph, which draws it when it runs."""
-    first: int = 0
-    """The batch row that a grid's row 0 is, for a kernel that takes the rows one by one."""
-
-    def keep(
-        self, grid: Grid, queries: range | Tensor, keys: range | Tensor, *, dtype: torch.dtype = torch.bool
-    ) -> Tensor:
-        """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept."""
-        batch, heads, query_len, _, device = grid
-        places = (self.first * heads + torch.arange(batch * heads, device=device)[:, None]) * query_len
-        rows = places + indices(queries, device)
-        row = _mix(_fold(rows, self.seed)).view(batch, heads, rows.shape[1], 1)
-        if isinstance(keys, range) and keys.step == 1:  # whole pairs are hashed, and two cells read from each
-            pairs = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device)
-            first = keys.start % 2
-            halves = self._hash(row, pairs).flatten().view(torch.int16).view(*row.shape[:3], 2 * len(pairs))
-            halves = halves[..., first : first + len(keys)]
-        else:
-            columns = indices(keys, device)
-            halves = (self._hash(row, columns // 2) >> 16 * (columns % 2)).to(torch.int16)
-        least = min(round(self.rate * 2**16), 2**16 - 1) - 2**15
-        return torch.ge(halves, least, out=torch.empty(halves.shape, dtype=dtype, device=device))
-
-    def _hash(self, row: Tensor, pairs: Tensor) -> Tensor:
-        return _mix(row ^ _mix(_fold(pairs, self.seed ^ 0x5DEECE66D)))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or as it is if it is wider."""
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def grouped_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """``left @ right`` where right has fewer heads: query head h meets kv head ``h // (heads // kv_heads)``.
-
-    The query heads that share a kv head are laid one below the other, so nothing is repeated in memory.
-    Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N], written into `out` if given.
-    """
-    batch, heads, M, D = left.shape
-    kv_heads, N = right.shape[1], right.shape[3]
-    if heads == kv_heads:
-        return torch.matmul(left, right, out=out)
-    if exporting():  # the folded length would be a product of lengths, about which the tracer then asks
-        return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
-    shape = batch, kv_heads, heads // kv_heads * M
-    folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
-    return folded.view(batch, heads, M, N)
-
-
-def hide(tensor: Tensor, allowed: Tensor | None) -> Tensor:
-    """Keys or values with zeros where no query may see them, so that NaN and inf there reach nothing.
-
-    Shapes: tensor [batch, kv_heads, key_len, size], allowed broadcastable to [batch, heads, query_len, key_len].
-    """
-    if allowed is None:
-        return tensor
-    seen = allowed.any(dim=-2)
-    kv_heads = tensor.shape[1]
-    if seen.shape[1] not in (1, kv_heads):
-        seen = seen.unflatten(1, (kv_heads, seen.shape[1] // kv_heads)).any(dim=2)
-    return hide_where(tensor, seen)
-
-
-def hide_blind(query: Tensor, allowed: Tensor | None) -> Tensor:
-    """Queries with zeros where they may see nothing, so that NaN and inf there reach nothing either.
-
-    Shapes: query [batch, heads, query_len, head_dim], allowed as in `hide`.
-    """
-    return query if allowed is None else hide_where(query, allowed.any(dim=-1))
-
-
-def hide_where(tensor: Tensor, where: Tensor) -> Tensor:
-    """The tensor with zeros where not; the tensor itself, not a copy, where that can be known without waiting."""
-    if where.device.type == "cpu" and not tracing() and bool(where.all()):
-        return tensor
-    return tensor.masked_fill(~where[..., None], 0.0)
-
-
-def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
-    """64-bit numbers and a seed as int32 (wrapping): the high halves multiplied in, so that none is lost."""
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    mixed = (numbers ^ low) * 0x2545F491 + (numbers >> 32) * 0x85EBCA6B + high * 0x9E3779B9
-    return _signed(mixed)
-
-
-def _signed(numbers: Tensor) -> Tensor:
-    return ((numbers & 0xFFFFFFFF) ^ 0x80000000).sub(0x80000000).to(torch.int32)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer, on int32 that wraps; overwrites x."""
-    x ^= (x >> 16) & 0xFFFF
-    x *= -2048144789  # 0x85EBCA6B
-    x ^= (x >> 13) & 0x7FFFF
-    x *= -1028477387  # 0xC2B2AE35
-    x ^= (x >> 16) & 0xFFFF
-    return x

@@ -20,8 +20,8 @@ from regard.biases import Bias
 from regard.functional import check_call
 from regard.layers import ACTIVATIONS, Block, FeedForward, MultiHeadAttention, join, split
 from regard.masks import Mask
-from regard.reference import softmax
-from regard.scores import Scoring, grouped_product, hide, wide
+from regard.numerics import grouped_matmul, softmax, upcast, zero_unseen
+from regard.scores import Scoring
 from regard.shapes import Grid
 
 LARGEST = 1 << 24
@@ -186,8 +186,8 @@ def attention_steps(query: Tensor, key: Tensor, value: Tensor | None, scoring: S
     formula = "exp(scores) / sum over keys of exp(scores)" + (" and exp(sink)" if scoring.sink is not None else "")
     yield Step("softmax", formula, square, weights, _saturation(scores, weights))
     if value is not None:
-        seen = hide(value, scoring.allowed(rows, keys))
-        attended = grouped_product(weights, wide(seen)).to(value.dtype)
+        seen = zero_unseen(value, scoring.allowed(rows, keys))
+        attended = grouped_matmul(weights, upcast(seen)).to(value.dtype)
         yield Step("weigh", "weights @ value", ("batch", "heads", "query_len", "value_dim"), attended)
 
 

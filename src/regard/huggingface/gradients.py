@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.dropout import Dropout
 from regard.functional import _run, check_call
 from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
 from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
 from regard.kernels import Call, gives_lse
+from regard.numerics import grouped_matmul, upcast
 from regard.observation import _of_heads, _unrounded
-from regard.scores import Dropout, grouped_product, wide
 from regard.shapes import Grid
 
 
@@ -102,19 +103,19 @@ class OfOutput:
         batch, heads, queries, keys = (slice(side.start, side.stop) for side in place)
         with torch.inference_mode(False), torch.no_grad(), _unrounded(self.grid.device):
             value = _of_heads(self.value, self.grid.heads, place.heads)[batch, :, keys]
-            product = grouped_product(wide(self.gradient[batch, heads, queries]), wide(value).mT)
+            product = grouped_matmul(upcast(self.gradient[batch, heads, queries]), upcast(value).mT)
             return product if self.dropout is None else product * self._kept(place)
 
     def twice(self, weights: LazyParts) -> tuple[Tensor, Tensor]:
         """The gradients of weights and value, to be differentiated once more: by definition, with all weights."""
         dropped = weights.dense()
-        gradient, value = wide(self.gradient), wide(self.value)
+        gradient, value = upcast(self.gradient), upcast(self.value)
         with _unrounded(self.grid.device):
-            product = grouped_product(gradient, value.mT)
+            product = grouped_matmul(gradient, value.mT)
             if self.dropout is not None:
                 kept = self._kept(weights.frame.whole())
                 dropped, product = dropped * kept, product * kept
-            of_value = (wide(dropped).mT @ gradient).unflatten(1, (value.shape[1], -1)).sum(2)
+            of_value = (upcast(dropped).mT @ gradient).unflatten(1, (value.shape[1], -1)).sum(2)
         return product.to(weights.dtype), of_value.to(self.value.dtype)
 
     def _kept(self, place: Place) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 from regard.functional import check_call
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.parts import Frame, LazyGradient, LazyParts, OfPlace, Place, Sum
+from regard.numerics import softmax
 from regard.observation import LARGEST, Observation, _hull
-from regard.reference import all_weights, softmax
+from regard.reference import all_weights
 from regard.scores import Scoring
 
 BLOCK = 1 << 18

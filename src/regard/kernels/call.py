@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard.scores import Dropout, Scoring
+from regard.dropout import Dropout
+from regard.scores import Scoring
 
 
 class KernelError(RuntimeError):

@@ -23,7 +23,7 @@ from regard.kernels.call import Call, Kernel, all_cells
 from regard.kernels.hidden import Hidden, fold, hidden_in, hidden_in_call
 from regard.kernels.products import MKL
 from regard.masks import EVERYTHING
-from regard.scores import wide
+from regard.numerics import upcast
 
 FEW = 1 << 16
 """Scores of all heads up to which this takes less time than any other kernel."""
@@ -70,8 +70,8 @@ def _attend(
     call: Call, hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     scoring, (batch, heads, rows, size), (kv_heads, keys) = call.scoring, query.shape, key.shape[1:3]
-    query = wide(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
-    key, value = (wide(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
+    query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
+    key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
     added = _added(call, hidden, query.dtype)
     if scoring.softcap is None and added is not None:
         scores = torch.baddbmm(added, query, key.mT, alpha=scoring.scale)

@@ -22,7 +22,7 @@ from regard.kernels.strips import COLUMNS
 from regard.kernels.tiled import with_sink
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.planning import MaskKey, by_batch, visible
-from regard.scores import hide_where
+from regard.numerics import zero_unless
 from regard.shapes import Grid
 
 BLOCK = 128
@@ -128,8 +128,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     mask = None
     if scoring.mask is not None and scoring.mask is not EVERYTHING:
         mask, found = _planned(MaskKey(scoring.mask), scoring.grid)
-        query = hide_where(query, found.queries[:, None])
-        key, value = (hide_where(t, found.keys[:, None]) for t in (key, value))
+        query = zero_unless(query, found.queries[:, None])
+        key, value = (zero_unless(t, found.keys[:, None]) for t in (key, value))
     output, aux = _compiled()(
         query, key, value, None if scoring.softcap is None else _capped(scoring.softcap), mask, scoring.scale,
         query.shape[1] != key.shape[1], return_aux=AuxRequest(lse=True),

@@ -15,7 +15,8 @@ from torch import Tensor
 from regard.graphs import tracing, whole
 from regard.masks import EVERYTHING, Mask
 from regard.masks.planning import MaskKey
-from regard.scores import Scoring, hide, hide_blind
+from regard.numerics import zero_empty_queries, zero_unseen
+from regard.scores import Scoring
 from regard.shapes import Grid
 
 HARMLESS = 2.0**32
@@ -56,7 +57,7 @@ class Hidden:
 
     def seeing(self, query: Tensor) -> Tensor:
         """Queries with zeros where they see nothing, so that NaN there reaches nothing."""
-        return query if self.queries is None else hide_blind(query, self.allowed)
+        return query if self.queries is None else zero_empty_queries(query, self.allowed)
 
     def seen(self, key: Tensor) -> Tensor:
         """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
@@ -66,7 +67,7 @@ class Hidden:
             low, high = key.detach()[:, :, self.unseen].aminmax()
             if low.item() > -HARMLESS and high.item() < HARMLESS:  # which is not so for NaN
                 return key
-        return hide(key, self.allowed)
+        return zero_unseen(key, self.allowed)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """0 where allowed and -inf where not, which is what torch takes."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from regard.scores import wide
+from regard.numerics import upcast
 
 CELLS = 1 << 19
 """Scores held at a time: what stays in a processor's cache."""
@@ -130,7 +130,7 @@ def gradients(
         scores = _scores(q, k, added, later, scale, space[0])
         weights = scores.sub_(sums.flatten(1)[..., None]).exp_()
         grad_out = grad_out.flatten(1, 2)
-        grad_weights = torch.bmm(wide(grad_out), wide(v).mT, out=space[1][: weights.numel()].view_as(weights))
+        grad_weights = torch.bmm(upcast(grad_out), upcast(v).mT, out=space[1][: weights.numel()].view_as(weights))
         grad_scores = grad_weights.sub_(inner.flatten(1)[..., None]).mul_(weights)
         weights, grad_out = _factors(weights, grad_out)
         to_value += weights.mT @ grad_out
@@ -163,7 +163,7 @@ def _pieces(
         mask = mask.expand(batch, heads, -1, -1).unflatten(1, (kv_heads, group))
     rows = ROWS if causal else max(ROWS, min(queries, CELLS // (4 * keys * group)))
     most = max(CELLS, group * min(rows, queries) * keys)
-    space = torch.empty(spaces, most, dtype=wide(by_query[0][:0]).dtype)
+    space = torch.empty(spaces, most, dtype=upcast(by_query[0][:0]).dtype)
     for start, stop in _blocks(queries, rows):
         keys = stop if causal else keys
         tensors = [tensor[:, :, :, start:stop] for tensor in by_query] + [tensor[:, :, :keys] for tensor in by_key]
@@ -195,7 +195,7 @@ def _later(query: Tensor, causal: bool) -> Tensor | None:
     """What hides later keys in the rows of a causal square, as numbers to add."""
     if not causal:
         return None
-    return torch.full((ROWS, ROWS), -math.inf, dtype=wide(query[:0]).dtype).triu_(1)
+    return torch.full((ROWS, ROWS), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
 
 
 def _scores(
@@ -203,7 +203,7 @@ def _scores(
 ) -> Tensor:
     """[stack, group * rows, keys]; in a causal square the last keys are the rows' own."""
     stack, group, rows, _ = query.shape
-    query, key = wide(query.flatten(1, 2)), wide(key).mT
+    query, key = upcast(query.flatten(1, 2)), upcast(key).mT
     keys = key.shape[2]
     scores = space[: stack * group * rows * keys].view(stack, group * rows, keys)
     if mask is not None:
@@ -218,4 +218,4 @@ def _factors(first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Factors of a product in one dtype: bfloat16 where that is what was given and what the processor is fast at."""
     if BFLOAT16 and others[0].dtype == torch.bfloat16:
         return (first.bfloat16(), *others)
-    return (first, *map(wide, others))
+    return (first, *map(upcast, others))

@@ -33,15 +33,17 @@ import torch.nn.functional as F
 from torch import Tensor, library
 
 from regard.biases import Given
+from regard.dropout import Dropout
 from regard.graphs import exporting, tracing
 from regard.kernels import dense, products, strips
 from regard.kernels.call import Call, Kernel
 from regard.kernels.products import attend, gradients
 from regard.kernels.strips import Cut, Cutting, Strip, cut_for, places
 from regard.masks import EVERYTHING
-from regard.reference import LOG2_E, exp, reference
+from regard.numerics import LOG2_E, exp, grouped_matmul, upcast
+from regard.reference import reference
 from regard.rules import spell, unspell
-from regard.scores import Dropout, Scoring, grouped_product, wide
+from regard.scores import Scoring
 from regard.shapes import Grid
 
 CALL = 1 << 13
@@ -70,7 +72,7 @@ def cutting(call: Call) -> Cutting:
     if not fusable(call) or call.scoring.bias is not None:  # numbers are held for every score, of every head
         few = WRITTEN // (heads * max(1, grid.key_len))
         return Cutting(min(max(few, strips.ALONE // 4), strips.ROWS), None, squares=False)
-    full = call.query.dtype == wide(call.query[:0]).dtype or call.wants_lse
+    full = call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
     return Cutting(strips.ROWS, 3.0 if full else 16.0, CALL / heads, together=True)
 
 
@@ -181,7 +183,7 @@ class Fused:
         output = query.new_empty(*query.shape[:3], width)
         if not all(strip.keys for strip in found.strips):  # their queries stay as they are
             output.zero_()
-        lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query[:0]).dtype)
+        lse = torch.full(query.shape[:3], -math.inf, dtype=upcast(query[:0]).dtype)
         needs_lse = wants_lse or sink is not None or any(strip.joins for strip in found.strips)
         for part in _parts(found, query, scoring):
             three = part.seeing(part.of_query(query)), part.seen(part.of_key(key)), part.seen(part.of_key(value))
@@ -233,7 +235,7 @@ class Fused:
         sizes = query.shape[3], key.shape[3], value.shape[3]
         width = max(sizes)
         finite = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is the 0 that an empty row needs
-        delta = (wide(grad_output) * wide(output)).sum(-1)
+        delta = (upcast(grad_output) * upcast(output)).sum(-1)
         if grad_lse is not None:
             delta -= grad_lse
 
@@ -249,7 +251,7 @@ class Fused:
             return (*(_padded(tensor, width + 1) for tensor in three), out, grad)
 
         # strips that share keys add up in float32, whatever the call's dtype
-        grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype) for t in (query, key, value)]
+        grads = [torch.zeros(t.shape, dtype=upcast(t[:0]).dtype) for t in (query, key, value)]
         for part in _parts(found, query, scoring):
             if _suits_products(part.strip, query, key, part.is_square, backward=True):
                 alone = len(part.strip.spans) == 1  # and not a copy of several spans
@@ -340,7 +342,7 @@ def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
     """
     length = query.shape[2]
     uneven = length >= HALVED and busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= UNEVEN
-    if not uneven or query.dtype != wide(query[:0]).dtype:
+    if not uneven or query.dtype != upcast(query[:0]).dtype:
         return _flash(query, key, value, 0.0, True, scale=scale)
     (query, later), (old_key, new_key), (old_value, new_value) = (
         t.split([length - length // 2, length // 2], dim=2) for t in (query, key, value)
@@ -412,7 +414,7 @@ class Written:
         wants_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         output = query.new_empty(*query.shape[:3], value.shape[3])
-        lse = torch.empty(query.shape[:3], dtype=wide(query[:0]).dtype, device=query.device)
+        lse = torch.empty(query.shape[:3], dtype=upcast(query[:0]).dtype, device=query.device)
         for strip in found.strips:
             part = Part(strip, scoring, found)
             scores = part.scores(part.of_query(query), part.of_key(key))
@@ -429,7 +431,7 @@ class Written:
             if dropout is not None:
                 weights *= part.kept(dropout, weights)
                 total = total * (1 - dropout.rate)
-            result = grouped_product(weights, wide(part.seen(part.of_key(value))))
+            result = grouped_matmul(weights, upcast(part.seen(part.of_key(value))))
             part.of_query(output).copy_(result / total.masked_fill(empty, 1.0))
         return output, lse
 
@@ -451,20 +453,20 @@ class Written:
         finite = lse.masked_fill(lse == -math.inf, 0.0)
         delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse  # sum(dout * out) - dlse
         wanted = [tensor for tensor in learned if tensor.requires_grad]
-        grads = [torch.zeros(t.shape, dtype=wide(t[:0]).dtype, device=t.device) for t in (query, key, value, *wanted)]
+        grads = [torch.zeros(t.shape, dtype=upcast(t[:0]).dtype, device=t.device) for t in (query, key, value, *wanted)]
         for strip in found.strips:
             if not strip.keys:
                 continue
             with torch.enable_grad():  # only of the strip's scores, whatever they are made of
                 part = Part(strip, scoring, found)
-                part_query = wide(part.of_query(query)).detach().requires_grad_()
-                part_key = wide(part.of_key(key)).detach().requires_grad_()
+                part_query = upcast(part.of_query(query)).detach().requires_grad_()
+                part_key = upcast(part.of_key(key)).detach().requires_grad_()
                 scores = part.scores(part_query, part_key)
             weights = (scores.detach() - part.of_query(finite)[..., None]).mul_(LOG2_E).exp2_()
-            grad_part = wide(part.of_query(grad_output))
+            grad_part = upcast(part.of_query(grad_output))
             if dropout is not None:
                 grad_part = grad_part / (1 - dropout.rate)
-            grad_weights = grouped_product(grad_part, wide(part.seen(part.of_key(value))).mT)
+            grad_weights = grouped_matmul(grad_part, upcast(part.seen(part.of_key(value))).mT)
             kept = None if dropout is None else part.kept(dropout, weights)
             if kept is not None:
                 grad_weights *= kept
@@ -675,7 +677,7 @@ def _of_node(
 
 @in_graph.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=wide(query[:0]).dtype)
+    lse = query.new_empty(query.shape[:3], dtype=upcast(query[:0]).dtype)
     return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
 
@@ -784,7 +786,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call)  # the graph breaks here: a node has no words for functions
     output, lse = in_graph(
-        *(wide(t) if call.wants_lse and fusable(call) else t for t in (call.query, call.key, call.value)),
+        *(upcast(t) if call.wants_lse and fusable(call) else t for t in (call.query, call.key, call.value)),
         scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
         None if scoring.bias is None else scoring.bias.numbers,
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate,
@@ -811,7 +813,7 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.wants_lse:
         # in half precision torch's operator takes a short cut in exp, good enough for its output but not for an lse
         # from which weights are made again: that is computed in float32
-        tensors = (wide(call.query), wide(call.key), wide(call.value))
+        tensors = (upcast(call.query), upcast(call.key), upcast(call.value))
     output, lse = _apply(Fused, call, tensors, None, found, ())
     return output.to(call.query.dtype), lse
 
@@ -851,7 +853,7 @@ def cells(call: Call) -> int:
 def held(call: Call) -> int:
     """The log-sum-exp, and for the largest strip its mask, biases, keys and result, or its scores if written out."""
     grid, query, key, bias = call.scoring.grid, call.query, call.key, call.scoring.bias
-    size = wide(query[:0]).element_size()
+    size = upcast(query[:0]).element_size()
     sizes = []
     for strip in cut_of(call).strips:
         rows = grid.batch if strip.row is None else 1

@@ -1,0 +1,70 @@
+"""Which weights a dropout drops: a function of seed and place, so that any tile can be dropped again exactly."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.indexing import indices
+from regard.shapes import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which weights are dropped: a function of the seed and of batch row, head, query and key alone.
+
+        kept  <=>  hash(seed, batch, head, query, key) >= rate * 2^16;   kept weights are divided by the share kept
+
+    The hash is 16 of the 32 bits of MurmurHash3's finalizer over a random number per row of the matrix, XORed with one
+    per pair of columns: the low half is the even column's, the high half the odd one's. No state and no order: tiles,
+    kernels and the backward pass agree by construction. The rate is taken to the nearest 1/65,536.
+    """
+
+    rate: float
+    seed: int | Tensor
+    """A tensor in a graph, which draws it when it runs."""
+    first: int = 0
+    """The batch row that a grid's row 0 is, for a kernel that takes the rows one by one."""
+
+    def keep(
+        self, grid: Grid, queries: range | Tensor, keys: range | Tensor, *, dtype: torch.dtype = torch.bool
+    ) -> Tensor:
+        """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept."""
+        batch, heads, query_len, _, device = grid
+        places = (self.first * heads + torch.arange(batch * heads, device=device)[:, None]) * query_len
+        rows = places + indices(queries, device)
+        row = _mix(_fold(rows, self.seed)).view(batch, heads, rows.shape[1], 1)
+        if isinstance(keys, range) and keys.step == 1:  # whole pairs are hashed, and two cells read from each
+            pairs = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device)
+            first = keys.start % 2
+            halves = self._hash(row, pairs).flatten().view(torch.int16).view(*row.shape[:3], 2 * len(pairs))
+            halves = halves[..., first : first + len(keys)]
+        else:
+            columns = indices(keys, device)
+            halves = (self._hash(row, columns // 2) >> 16 * (columns % 2)).to(torch.int16)
+        least = min(round(self.rate * 2**16), 2**16 - 1) - 2**15
+        return torch.ge(halves, least, out=torch.empty(halves.shape, dtype=dtype, device=device))
+
+    def _hash(self, row: Tensor, pairs: Tensor) -> Tensor:
+        return _mix(row ^ _mix(_fold(pairs, self.seed ^ 0x5DEECE66D)))
+
+
+def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
+    """64-bit numbers and a seed as int32 (wrapping): the high halves multiplied in, so that none is lost."""
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    mixed = (numbers ^ low) * 0x2545F491 + (numbers >> 32) * 0x85EBCA6B + high * 0x9E3779B9
+    return _signed(mixed)
+
+
+def _signed(numbers: Tensor) -> Tensor:
+    return ((numbers & 0xFFFFFFFF) ^ 0x80000000).sub(0x80000000).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, on int32 that wraps; overwrites x."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= -2048144789  # 0x85EBCA6B
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xC2B2AE35
+    x ^= (x >> 16) & 0xFFFF
+    return x

@@ -1,0 +1,91 @@
+"""Numerics that every way to compute attention shares: precision, exponentials, and zeros where nothing may be seen.
+
+What stands here says nothing of masks, biases or kernels: tensors in, tensors out.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.graphs import exporting, tracing
+
+LOG2_E = 1.0 / math.log(2.0)
+
+
+def upcast(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or as it is if it is wider."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def grouped_matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """``left @ right`` where right has fewer heads: query head h meets kv head ``h // (heads // kv_heads)``.
+
+    The query heads that share a kv head are laid one below the other, so nothing is repeated in memory.
+    Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N], written into `out` if given.
+    """
+    batch, heads, M, D = left.shape
+    kv_heads, N = right.shape[1], right.shape[3]
+    if heads == kv_heads:
+        return torch.matmul(left, right, out=out)
+    if exporting():  # the folded length would be a product of lengths, about which the tracer then asks
+        return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
+    shape = batch, kv_heads, heads // kv_heads * M
+    folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
+    return folded.view(batch, heads, M, N)
+
+
+def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:
+    """Keys or values with zeros where no query may see them, so that NaN and inf there reach nothing.
+
+    Shapes: tensor [batch, kv_heads, key_len, size], allowed broadcastable to [batch, heads, query_len, key_len].
+    """
+    if allowed is None:
+        return tensor
+    seen = allowed.any(dim=-2)
+    kv_heads = tensor.shape[1]
+    if seen.shape[1] not in (1, kv_heads):
+        seen = seen.unflatten(1, (kv_heads, seen.shape[1] // kv_heads)).any(dim=2)
+    return zero_unless(tensor, seen)
+
+
+def zero_empty_queries(query: Tensor, allowed: Tensor | None) -> Tensor:
+    """Queries with zeros where they may see nothing, so that NaN and inf there reach nothing either.
+
+    Shapes: query [batch, heads, query_len, head_dim], allowed as in `zero_unseen`.
+    """
+    return query if allowed is None else zero_unless(query, allowed.any(dim=-1))
+
+
+def zero_unless(tensor: Tensor, where: Tensor) -> Tensor:
+    """The tensor with zeros where not; the tensor itself, not a copy, where that can be known without waiting."""
+    if where.device.type == "cpu" and not tracing() and bool(where.all()):
+        return tensor
+    return tensor.masked_fill(~where[..., None], 0.0)
+
+
+def softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights and log-sum-exp of scores [batch, heads, rows, columns], with a sink [heads] in the denominator.
+
+    Written out because an empty row must give zeros and not NaN, in the gradient too.
+    """
+    if scores.shape[-1]:
+        top = scores.detach().amax(-1, keepdim=True)
+    else:
+        top = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+    if sink is not None:
+        sink = sink.to(scores.dtype)[:, None, None]
+        top = torch.maximum(top, sink.detach())
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - top).exp()
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return weights / total, (top + total.log()).masked_fill(empty, -math.inf).squeeze(-1)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x as 2^(x log2 e): on a CPU torch's exp2 is many times faster than its exp, above all where x is -inf."""
+    return (x * LOG2_E).exp2()
