@@ -1,9 +1,11 @@
 """The house: imports point to the lines above, a cold import is light, and the public names are those that are told.
 
-`python tests/test_architecture.py` prints the house as a diagram.
+The order of files stands in docs/how-the-pieces-fit.md, folder by folder. `python tests/test_architecture.py` prints it
+with what each file imports.
 """
 
 import ast
+import re
 import subprocess
 import sys
 import types
@@ -14,20 +16,47 @@ import pytest
 import regard
 
 SOURCE = Path(regard.__file__).parent
+MAP = Path(__file__).parents[1] / "docs" / "how-the-pieces-fit.md"
 
-HOUSE = (
-    "extras", "hints", "graphs", "numerics", "shapes", "indexing", "rules", "masks", "biases", "dropout", "scores",
-    "reference", "kernels", "functional", "hooks", "observation", "cache", "positions", "layers", "models", "layouts",
-    "stepwise", "storage", "recording", "huggingface", "generation", "training", "viewer", "plots", "display",
-    "bench", "cli", "public",
-)  # fmt: skip
+LONGEST = 500
+LONGER = {"kernels/tiled.py", "observation.py", "layouts.py", "positions.py", "bench.py"}
+"""Files with more lines than that, until they are folders."""
+
+UNDRAWN = {"regard.kernels"}
+"""Folders without an order of their own, until they have one."""
 
 # What a cold `import regard` may not bring along, beyond what torch itself brings.
 HEAVY = ("transformers", "tokenizers", "starlette", "matplotlib", "triton", "typer", "rich", "accelerate")
 
 
+def drawings(text: str) -> dict[str, list[str]]:
+    """What the map draws of each folder: its files in order, as they are written there, by the folder's package."""
+    blocks = re.findall(r"^```text\nsrc/(\S+)/\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return {
+        folder.replace("/", "."): re.findall(r"^  (\w+(?:\.py|/)) +\S", lines, re.MULTILINE) for folder, lines in blocks
+    }
+
+
+def house_of(drawn: list[str]) -> tuple[str, ...]:
+    """The names of a folder's lines; `__init__` and `__main__` stand outside."""
+    names = (line.removesuffix("/").removesuffix(".py") for line in drawn)
+    return tuple(name for name in names if name not in ("__init__", "__main__"))
+
+
+HOUSES = {package: house_of(drawn) for package, drawn in drawings(MAP.read_text(encoding="utf-8")).items()}
+
+
+def folder_of(package: str) -> Path:
+    return SOURCE.parent.joinpath(*package.split("."))
+
+
+def packages() -> list[str]:
+    """Every folder with code in it: `regard`, `regard.masks` and so on."""
+    return [".".join(path.parent.relative_to(SOURCE.parent).parts) for path in sorted(SOURCE.rglob("__init__.py"))]
+
+
 def storeys(source: Path = SOURCE) -> dict[str, list[Path]]:
-    """The files of every line of the house, by name; `__init__` and `__main__` stand outside."""
+    """The files of every line of a house, by name; `__init__` and `__main__` stand outside."""
     found: dict[str, list[Path]] = {}
     for path in sorted(source.rglob("*.py")):
         name = path.relative_to(source).parts[0].removesuffix(".py")
@@ -37,7 +66,7 @@ def storeys(source: Path = SOURCE) -> dict[str, list[Path]]:
 
 
 def imported(path: Path, package: str) -> set[str]:
-    """The lines of the house that a file imports from, wherever in the file the import stands."""
+    """The lines of a house that a file imports from, wherever in the file the import stands."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -45,10 +74,10 @@ def imported(path: Path, package: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}, line {node.lineno}: write the import in full, from regard..."
             names |= {node.module} if node.module != package else {f"{package}.{alias.name}" for alias in node.names}
-    return {parts[1] for parts in (name.split(".") for name in names if name) if parts[0] == package and len(parts) > 1}
+    return {name.removeprefix(f"{package}.").split(".")[0] for name in names if name.startswith(f"{package}.")}
 
 
-def upward(source: Path = SOURCE, package: str = "regard", house: tuple[str, ...] = HOUSE) -> list[str]:
+def upward(source: Path, package: str, house: tuple[str, ...]) -> list[str]:
     """Every import that does not point to a line above."""
     wrong = []
     for name, paths in storeys(source).items():
@@ -64,24 +93,32 @@ def upward(source: Path = SOURCE, package: str = "regard", house: tuple[str, ...
     return wrong
 
 
-def diagram() -> str:
-    """One line for each line of the house: its name, what it is for, and what it imports."""
+def diagram(package: str = "regard", indent: str = "") -> str:
+    """One line for each line of the house: its name, what it is for, and what it imports; folders with their files."""
     lines = []
-    for name in HOUSE:
-        paths = storeys().get(name)
-        if paths:
-            first = next((p for p in paths if p.name == "__init__.py"), paths[0])
-            purpose = (ast.get_docstring(ast.parse(first.read_text(encoding="utf-8"))) or "").split("\n")[0]
-            uses = set().union(*(imported(path, "regard") for path in paths)) - {name}
-            shown = name + ("/" if first.name == "__init__.py" else "")
-            lines.append(f"{shown:<13}{purpose}")
-            if uses:
-                lines.append(f"{'':<13}  uses {', '.join(sorted(uses, key=HOUSE.index))}")
+    house, standing = HOUSES[package], storeys(folder_of(package))
+    for name in house:
+        paths = standing[name]
+        first = next((p for p in paths if p.name == "__init__.py"), paths[0])
+        purpose = (ast.get_docstring(ast.parse(first.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        uses = set().union(*(imported(path, package) for path in paths)) - {name}
+        shown = name + ("/" if first.name == "__init__.py" else "")
+        lines.append(f"{indent}{shown:<13}{' ' * (len(shown) > 12)}{purpose}")
+        if uses:
+            lines.append(f"{indent}{'':<13}  uses {', '.join(sorted(uses, key=house.index))}")
+        if f"{package}.{name}" in HOUSES:
+            lines.append(diagram(f"{package}.{name}", f"{indent}    "))
     return "\n".join(lines)
 
 
-def test_imports_point_to_the_lines_above():
-    assert upward() == []
+@pytest.mark.parametrize("package", HOUSES)
+def test_imports_point_to_the_lines_above(package):
+    assert upward(folder_of(package), package, HOUSES[package]) == []
+
+
+def test_every_folder_has_an_order():
+    assert set(packages()) == HOUSES.keys() | UNDRAWN
+    assert not UNDRAWN & HOUSES.keys()
 
 
 def test_an_import_that_points_down_is_seen_wherever_it_stands(tmp_path):
@@ -99,13 +136,40 @@ def test_an_import_that_points_down_is_seen_wherever_it_stands(tmp_path):
         house_of(a="from . import b")
 
 
+def test_inside_a_folder_files_import_neither_the_folder_itself_nor_one_below(tmp_path):
+    for name, text in {"a": "from p.q import Thing", "b": "import p.q.c", "c": "import p.other, p.q.a"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "__init__.py").write_text("from p.q.c import x")
+    assert upward(tmp_path, "p.q", ("a", "b", "c")) == [
+        "a: imports Thing, which is no module",
+        "b: imports c, which stands below it",
+    ]
+
+
+def test_the_map_is_read_folder_by_folder():
+    text = "a\n```text\nsrc/p/\n  __init__.py  x\n  b.py     first\n  a/       then\n```\n"
+    text += "```text\nsrc/p/a/\n  c.py   d\n```\n```text\nother\n```\n"
+    assert drawings(text) == {"p": ["__init__.py", "b.py", "a/"], "p.a": ["c.py"]}
+    assert house_of(drawings(text)["p"]) == ("b", "a")
+
+
+def test_no_file_is_longer_than_can_be_read_in_a_sitting():
+    lengths = {
+        path.relative_to(SOURCE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCE.rglob("*.py")
+    }
+    assert {name: length for name, length in lengths.items() if length > LONGEST}.keys() == LONGER
+
+
 def test_the_diagram_shows_every_line_of_the_house_with_its_purpose():
     shown = diagram()
     print(shown)
-    for name in storeys():
+    for name in [name for package in HOUSES for name in storeys(folder_of(package))]:
         assert any(line.split("/")[0].split()[0] == name for line in shown.splitlines()), name
     assert "shapes       The gate" in shown
     assert "  uses shapes, indexing, rules, masks\n" in shown
+    assert "    positional   Masks of positions" in shown
+    assert "                   uses algebra\n" in shown
     for line in shown.splitlines():
         assert len(line.split(maxsplit=1)) == 2, f"{line}: a module begins with a sentence that says what it is for"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_architecture import HOUSE, SOURCE, storeys
+from test_architecture import MAP, drawings, folder_of, storeys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -114,13 +114,13 @@ def test_a_chapter_shows_an_example_and_folds_the_answers_of_its_exercises(page)
 
 
 def test_the_map_of_the_house_shows_every_module_in_import_order_and_tells_what_each_decides():
-    text = (ROOT / "docs" / "how-the-pieces-fit.md").read_text(encoding="utf-8")
-    standing = storeys()
-    house = [name for name in HOUSE if name in standing]
-    drawn = re.findall(r"^  (\w+(?:\.py|/)) +\S", text[text.index("src/regard/\n") :].split("```")[0], re.MULTILINE)
-    files = [name + ("/" if (SOURCE / name).is_dir() else ".py") for name in house]
-    assert drawn == ["__init__.py", *files]
-    assert re.findall(r"\*\*`(\w+(?:\.py|/))`\*\*", text) == files
+    text = MAP.read_text(encoding="utf-8")
+    drawn = drawings(text)
+    for package, lines in drawn.items():
+        names = storeys(folder_of(package))
+        files = [name + ("/" if (folder_of(package) / name).is_dir() else ".py") for name in names]
+        assert sorted(lines) == sorted(["__init__.py"] * (package == "regard") + files)
+    assert re.findall(r"\*\*`(\w+(?:\.py|/))`\*\*", text) == drawn["regard"][1:]
 
 
 # --- the helpers notice what is wrong -----------------------------------------------------------------------------

@@ -3,12 +3,7 @@
 Output that is piped is plain text, and ``--json`` gives numbers. Whatever is wrong with the input is one message and
 exit code 2. A command imports what it needs when it runs, so that ``--help`` is quick.
 
-    mask_expression  masks as people write them
-    options          options that several commands share
-    console          where commands print
-    inputs           the text and the model that a command is given
-    look, generate, train, measure  the commands
-    app              all of them, and how they end
+Here belongs what turns words on a command line into calls. What a command does and shows is in the rest of the package.
 """
 
 import sys

@@ -8,15 +8,7 @@ a *mask*, as a function of batch row, head, query and key, with lengths, beginni
 (`mask_for_transformers`); and *weights*, which a layer returns beside its output and which end up in
 ``outputs.attentions`` (`LazyWeights`).
 
-    lazy       a tensor that holds no numbers until somebody asks for them
-    masks      a mask that transformers takes for a bool tensor
-    parts      a tensor of which any rectangle can be made; and the gradient of one
-    weights    the weights of one layer's call
-    gradients  attention whose weights lie on the way to its output
-    reading    transformers' mask functions as masks
-    symbols    the same inside a graph of torch.compile's
-    interface  what a layer calls
-    explaining models that cannot take it: what to write instead
+Here belongs what knows transformers; no other file imports it.
 
 The mask is the heart. transformers builds masks of query_len x key_len from its mask functions. Here the function is
 *read*: causal, window, chunk, packed texts, padding and what they are composed of become regard's own masks, whose

@@ -19,10 +19,7 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
     # # # # .                . . # # #                . . # # .                # # # # .
     # # # # #                . . . # #                . . . # #                # # # # #
 
-    algebra     what a mask is; `&`, `|`, `~`
-    positional  masks of positions: bands, windows, prefixes, strides, chunks
-    data        masks that carry data: documents, padding, cells, a function
-    planning    what kernels ask of a mask: which keys are visible, which are common to all queries, batch row by row
+Here belongs what is true of a mask whoever computes with it.
 """
 
 from regard.indexing import Indices

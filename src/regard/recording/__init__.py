@@ -1,5 +1,6 @@
-"""Keeps q and k of every attention layer while a model runs, so that it can be asked afterwards what it attended to;
-and changes single heads while it runs.
+"""Records what the attention layers of a running model attend to, and changes single heads.
+
+Query and key of every layer are kept, so that it can be asked afterwards what it attended to.
 
     with regard.record(model) as recording:
         model(tokens)
@@ -27,16 +28,8 @@ A head is changed by `intervene`, through the same seam:
     with regard.intervene(model, Ablate("layers.3", 5), HideKey("layers.4", 0, key=7)):
         model(tokens)
 
-    watching       names the attention layers of a model, wrapped or not, and stands around them (`regard.hooks`)
-    views          masks and biases of some heads, of several calls, without one key
-    interventions  changes to a head
-    gathering      statistics of every layer, and nothing else kept
-    texts          what one layer saw of one text
-    reading        what a call reads: tokens, an image, another sequence
-    kinds          what a head can be called where there are no tokens
-    summary        what a head does, in a few numbers
-    file           a recording as a safetensors file
-    recorder       record, Recording, load_recording
+Here belongs what hooks take from a running model or change in it. Where they stand is decided in `regard.hooks`, what a
+statistic is in `regard.observation`.
 """
 
 from regard.recording.gathering import Gathered, gather
