@@ -563,7 +563,7 @@ def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_co
         return grouped_matmul(left, right, **more)
 
     monkeypatch.setattr(regard.observation, "CELLS", 1 << 12)
-    monkeypatch.setattr(regard.observation, "grouped_product", counted)
+    monkeypatch.setattr(regard.observation, "grouped_matmul", counted)
     query = torch.randn(1, 1, 2048, 3)
     sinks_and_window = Causal() & (Window(16) | Prefix(4))
     cases = (None, 2048, 1), (Causal(), 2048, 1), (None, 2047, 2), (sinks_and_window, 2048, 2), (Window(16), 300, 1)
