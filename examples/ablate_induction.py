@@ -27,7 +27,7 @@ def repeated(vocab_size: int, length: int, rows: int, end_id: int) -> torch.Tens
 @torch.inference_mode()
 def losses(model: regard.Decoder, tokens: torch.Tensor, heads: list[tuple[str, int]]) -> tuple[float, float]:
     """Loss in nats per token on the first and the second reading, without these heads."""
-    with regard.intervene(model, *(regard.Ablate(layer, head) for layer, head in heads)):
+    with regard.intervene(model, *(regard.interventions.Ablate(layer, head) for layer, head in heads)):
         logits = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
     first, second = loss.chunk(2, dim=1)

@@ -71,7 +71,7 @@ def main(name: str = NAME, count: int = 6) -> list[tuple[str, int, float, float]
         all_weights = seen.weights()[0]
         weights = torch.stack([all_weights[:, query, keys].sum(-1) for query, keys in followed.items()]).mean(0)
         for head in range(seen.grid.heads):
-            with regard.intervene(model, regard.Ablate(layer, head)):
+            with regard.intervene(model, regard.interventions.Ablate(layer, head)):
                 found.append((layer, head, float(weights[head]), loss()))
     found.sort(key=lambda row: -row[2])
     kinds = {(head.layer, head.head): head.kind for head in recording.summary()}
@@ -79,7 +79,7 @@ def main(name: str = NAME, count: int = 6) -> list[tuple[str, int, float, float]
     for layer, head, weight, without in found[:count]:
         print(f"{layer:<10}{head:>4}{weight:>9.2f}{without:>17.2f}   {kinds[layer, head]}")
     print(f"\nloss with all heads {plain:.2f}; without any of the {count} together: ", end="")
-    changes = [regard.Ablate(layer, head) for layer, head, _, _ in found[:count]]
+    changes = [regard.interventions.Ablate(layer, head) for layer, head, _, _ in found[:count]]
     with regard.intervene(model, *changes):
         print(f"{loss():.2f}")
     return found

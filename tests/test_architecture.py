@@ -243,9 +243,16 @@ def test_import_regard_loads_nothing_but_itself_until_a_name_is_asked_for():
 def test_modules_are_there_without_an_import_of_their_own():
     modules_after(
         "import regard, sys\n"
-        "for name in ('huggingface', 'layouts', 'plots', 'training', 'masks', 'bench'):\n"
+        "for name in ('huggingface', 'interventions', 'layouts', 'plots', 'training', 'masks', 'bench'):\n"
         "    assert getattr(regard, name) is sys.modules[f'regard.{name}']"
     )
+
+
+def test_changes_to_heads_have_a_namespace_and_can_be_written_without_it():
+    from regard import interventions
+
+    for name in ("Ablate", "HideKey", "Replace", "Scale"):
+        assert getattr(regard, name) is getattr(interventions, name)
 
 
 def test_a_function_stays_a_function_whatever_module_is_imported_first():

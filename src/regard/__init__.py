@@ -4,7 +4,7 @@ attention, attention_with_lse, plan     the function, its log-sum-exp, and what 
 Causal, Window, Prefix, Document, ...   masks: who may attend to whom; they compose with & | ~
 Alibi, RelativeBias                     biases: what is added to a score
 observe, record, gather, steps          what a call, a model and a layer did
-intervene                               a model with single heads changed
+intervene                               a model with single heads changed, by one of regard.interventions
 MultiHeadAttention, Block, ...          layers
 Encoder, Decoder, EncoderDecoder        models, from one ModelConfig
 regard.huggingface                      regard inside transformers
@@ -27,6 +27,7 @@ TYPE_CHECKING = False  # to a type checker it is true
 if TYPE_CHECKING:
     from regard import bench as bench
     from regard import huggingface as huggingface
+    from regard import interventions as interventions
     from regard import layouts as layouts
     from regard import plots as plots
     from regard import training as training

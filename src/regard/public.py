@@ -1,9 +1,13 @@
-"""The public names and where they come from: all that `import regard` offers, loaded when one is asked for."""
+"""The public names and where they come from: all that `import regard` offers, loaded when one is asked for.
+
+The changes to heads are documented in `regard.interventions`; `regard.Ablate` and so on are short for them.
+"""
 
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import Cache, LayerCache
 from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
 from regard.generation import generate, sample
+from regard.interventions import Ablate, HideKey, Replace, Scale
 from regard.kernels import KernelError
 from regard.layers import Block, FeedForward, MultiHeadAttention, TokenEmbedding
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Strided, Tile, Where, Window
@@ -37,7 +41,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
-from regard.recording import Ablate, HideKey, Recording, Replace, Scale, gather, intervene, load_recording, record
+from regard.recording import Recording, gather, intervene, load_recording, record
 from regard.reference import AttentionOutput
 from regard.scores import Additive
 from regard.shapes import LayoutWarning, ShapeError

@@ -95,12 +95,12 @@ def intervene(model: nn.Module, *changes: Intervention) -> Iterator[None]:
 
     Args:
         model: as in `record`.
-        changes: `Ablate`, `Scale`, `Replace`, `HideKey`.
+        changes: of `regard.interventions`: `Ablate`, `Scale`, `Replace`, `HideKey`.
     Raises:
         ValueError: a layer or head that does not exist.
 
     >>> layer = MultiHeadAttention(8, 2, output=False)
-    >>> with intervene(layer, Ablate("attention", 1)):
+    >>> with intervene(layer, regard.interventions.Ablate("attention", 1)):
     ...     output = layer(torch.randn(1, 5, 8))
     >>> output[0, 0, 4:]
     tensor([0., 0., 0., 0.], grad_fn=<SliceBackward0>)
