@@ -38,8 +38,8 @@ from transformers.pytorch_utils import Conv1D
 
 import regard
 from comparing import assert_close, assert_within_budget
-from regard import layouts
 from regard.layouts import from_gpt, from_transformers
+from regard.layouts.transformers import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, rotary
 from regard.masks import Causal, Padding, Window
 from regard.models import Classifier, Decoder, Encoder, MaskedLanguageModel
 from regard.positions import Rotary
@@ -328,15 +328,15 @@ FORMERLY: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("formerly", "today"), FORMERLY, ids=lambda x: "")
 def test_rotary_positions_as_they_were_written_formerly(formerly, today):
     config = LlamaConfig(**GROUPED, rope_parameters={"rope_theta": THETA, **today})
-    read = layouts._rotary(SimpleNamespace(max_position_embeddings=37, rope_theta=THETA, **formerly))
-    assert read == layouts._rotary(config)
+    read = rotary(SimpleNamespace(max_position_embeddings=37, rope_theta=THETA, **formerly))
+    assert read == rotary(config)
     assert read["rotary_theta"] == THETA
 
 
 def test_a_scaled_model_may_read_as_far_as_its_factor_reaches():
     def context(**parameters: Any) -> int:
         config = SimpleNamespace(max_position_embeddings=100, rope_parameters={"rope_theta": 10.0, **parameters})
-        return layouts._rotary(config)["context_length"]
+        return rotary(config)["context_length"]
 
     assert context(rope_type="default") == 100
     assert context(rope_type="linear", factor=2.5) == 250
@@ -401,10 +401,10 @@ def test_a_bert_that_classifies_becomes_a_classifier():
         assert_close(ours(tokens, segments=types, mask=Padding(real)), expected, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", {**layouts.PLAIN_ACTIVATIONS, **layouts.GATED_ACTIVATIONS})
+@pytest.mark.parametrize("name", {**PLAIN_ACTIVATIONS, **GATED_ACTIVATIONS})
 def test_every_activation_is_the_one_of_that_name(name):
     x = torch.linspace(-5, 5, 101, dtype=torch.float64)
-    tables = (layouts.PLAIN_ACTIVATIONS, layouts.GATED_ACTIVATIONS)
+    tables = (PLAIN_ACTIVATIONS, GATED_ACTIVATIONS)
     for activation in (table[name] for table in tables if name in table):
         # one of them writes sqrt(2 / pi) with ten digits
         assert_close(regard.layers.ACTIVATIONS[activation](x), ACT2FN[name](x), tolerance=1e-9)
@@ -593,7 +593,7 @@ def test_settings_that_a_configuration_may_hold_besides_are_refused_by_name():
 def test_rotary_parameters_that_are_not_understood_are_refused_by_name(parameters, message):
     config = SimpleNamespace(max_position_embeddings=37, rope_parameters={"rope_theta": THETA, **parameters})
     with pytest.raises(ValueError, match=message):
-        layouts._rotary(config)
+        rotary(config)
 
 
 def test_a_model_that_holds_something_else_besides_is_refused():

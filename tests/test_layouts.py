@@ -1,7 +1,9 @@
 """Other libraries' weights in regard's layers: each layout against its authority, or its formula written out."""
 
 import math
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,26 @@ from torch import Tensor, nn
 
 import regard
 from comparing import assert_close, assert_zero
-from regard import layouts
 from regard.layers import GATED, Block, MultiHeadAttention
-from regard.layouts import from_annotated, from_fused, from_gpt, from_heads, from_torch, from_transformers
+from regard.layouts import (
+    ARCHITECTURES,
+    LAYOUTS,
+    LEFT_OUT,
+    Architecture,
+    Renamed,
+    config_of,
+    from_annotated,
+    from_fused,
+    from_gpt,
+    from_heads,
+    from_torch,
+    from_transformers,
+    torch_nn,
+    transformers,
+)
+from regard.layouts import gpt as gpt_layout
+from regard.layouts import layers as layer_layouts
+from regard.layouts.renaming import STORED_MASK, SkipInit
 from regard.masks import Causal, Dense, Padding
 from regard.models import Decoder
 from regard.shapes import ShapeError
@@ -287,7 +306,7 @@ def test_filling_draws_no_random_numbers():
 
 def test_undrawn_parameters_stay_as_they_were():
     x = torch.zeros(3, 5)
-    with layouts.Undrawn():
+    with SkipInit():
         for draw_into in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_):
             assert draw_into(x) is x
             assert_zero(x)
@@ -540,9 +559,7 @@ def test_sizes_are_read_from_the_tensors_and_the_configuration_makes_the_same_mo
 
 def test_eleven_layers_are_eleven_and_in_their_order():
     names = [f"h.{n}.attn.c_attn.weight" for n in range(11)]
-    renamed = layouts.Renamed(
-        "from_gpt", layouts.GPT, {name: torch.full((3, 1), float(n)) for n, name in enumerate(names)}
-    )
+    renamed = Renamed("from_gpt", gpt_layout.GPT, {name: torch.full((3, 1), float(n)) for n, name in enumerate(names)})
     assert [float(renamed[f"layers.{n}.attention.value.weight"]) for n in range(11)] == list(range(11))
 
 
@@ -584,7 +601,7 @@ def test_a_state_dict_of_another_layout_is_told_what_it_lacks_what_it_has_and_wh
     assert lines[1] == f"  missing    {FIRST_MISSING[reader]}"
     shown = next(iter(state)).removeprefix("transformer.") if reader == "from_gpt" else next(iter(state))
     assert lines[2].startswith(f"  unexpected {shown}, ")
-    assert all(any(line.split()[0] == function for line in lines[3:]) for function in layouts.LAYOUTS)
+    assert all(any(line.split()[0] == function for line in lines[3:]) for function in LAYOUTS)
 
 
 def test_missing_and_unexpected_names_are_theirs_and_only_the_first_few():
@@ -635,23 +652,105 @@ def test_a_model_that_is_not_in_the_list_is_refused_with_the_list():
         from_transformers(nn.Linear(2, 2))
 
 
+# --- a layout of one's own ----------------------------------------------------------------------------------------
+
+MINE = {
+    "tok": "embedding.weight",
+    "pos": "positions.weight",
+    "layer.*.wqkv": "layers.*.attention.{query,key,value}.weight",
+    "layer.*.wo": "layers.*.attention.output.weight",
+    "layer.*.scale_a": "layers.*.attention_norm.weight",
+    "layer.*.scale_f": "layers.*.feed_forward_norm.weight",
+    "layer.*.up": "layers.*.feed_forward.input.weight",
+    "layer.*.down": "layers.*.feed_forward.output.weight",
+    "scale": "norm.weight",
+    "steps_trained": LEFT_OUT,
+}
+
+
+def mine() -> dict[str, Tensor]:
+    state = {"tok": draw(VOCAB, DIM), "pos": draw(CONTEXT, DIM), "scale": draw(DIM), "steps_trained": torch.tensor(3)}
+    for n in range(LAYERS):
+        shapes = {"wqkv": (3 * DIM, DIM), "wo": (DIM, DIM), "scale_a": (DIM,), "scale_f": (DIM,)}
+        shapes |= {"up": (HIDDEN, DIM), "down": (DIM, HIDDEN)}
+        state |= {f"layer.{n}.{name}": draw(*shape) for name, shape in shapes.items()}
+    return state
+
+
+def as_gpt(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers under nanoGPT's names."""
+    names = {"tok": "wte.weight", "pos": "wpe.weight", "scale": "ln_f.weight", "layer.": "h."}
+    names |= {".wqkv": ".attn.c_attn.weight", ".wo": ".attn.c_proj.weight", ".up": ".mlp.c_fc.weight"}
+    names |= {".down": ".mlp.c_proj.weight", ".scale_a": ".ln_1.weight", ".scale_f": ".ln_2.weight"}
+    renamed = {}
+    for name, tensor in state.items():
+        for mine, theirs in names.items():
+            name = theirs if name == mine else name.replace(mine, theirs) if "." in mine else name
+        renamed[name] = tensor
+    del renamed["steps_trained"]
+    return renamed
+
+
+def test_a_layout_of_ones_own_is_a_table_and_reads_a_whole_model():
+    state = mine()
+    tensors = Renamed("from_mine", MINE, state)
+    config = config_of(tensors, HEADS, positions="learned", norm="layer", activation="gelu_tanh")
+    decoder = tensors.fill(lambda: Decoder(config))
+    tokens = torch.randint(VOCAB, (BATCH, QUERY_LEN))
+    assert_close(decoder(tokens), from_gpt(as_gpt(state), heads=HEADS)(tokens))
+
+
+def test_a_layout_of_ones_own_says_what_is_missing_and_unexpected_by_its_own_names():
+    state = mine()
+    state["adapter"] = state.pop("layer.1.wqkv")
+    tensors = Renamed("from_mine", MINE, state)
+    config = config_of(tensors, HEADS, positions="learned", norm="layer", activation="gelu_tanh")
+    with pytest.raises(ValueError) as error:
+        tensors.fill(lambda: Decoder(replace(config, layers=LAYERS)))
+    assert str(error.value).split("\n")[:3] == [
+        "from_mine: these are not the tensors of its table",
+        "  missing    layer.1.wqkv",
+        "  unexpected adapter",
+    ]
+
+
+def test_a_model_class_of_ones_own_is_an_entry_of_the_table_of_architectures(monkeypatch):
+    state = mine()
+
+    class MineForCausalLM(nn.Module):
+        config = SimpleNamespace(num_attention_heads=HEADS, num_hidden_layers=LAYERS, eps=1e-3)
+
+        def state_dict(self):
+            return {f"model.{name}": tensor for name, tensor in state.items()}
+
+    def settings(config):
+        return {"positions": "learned", "norm": "layer", "activation": "gelu_tanh", "norm_eps": config.eps}
+
+    monkeypatch.setitem(ARCHITECTURES, "MineForCausalLM", Architecture(MINE, settings, prefixes=("model.",)))
+    decoder = from_transformers(MineForCausalLM().eval())
+    assert (decoder.config.norm_eps, decoder.training) == (1e-3, False)
+    assert torch.equal(decoder.layers[1].attention.value.weight, state["layer.1.wqkv"][2 * DIM :])
+
+
 # --- the tables ---------------------------------------------------------------------------------------------------
 
-TABLES = (
-    *("TORCH_ATTENTION", "TORCH_ENCODER_LAYER", "TORCH_DECODER_LAYER", "FUSED", "ANNOTATED"),
-    *("GPT", "LLAMA", "BERT", "BERT_MASKED", "BERT_CLASSIFIER"),
-)
+TABLES = {
+    **{name: getattr(torch_nn, name) for name in ("TORCH_ATTENTION", "TORCH_ENCODER_LAYER", "TORCH_DECODER_LAYER")},
+    **{name: getattr(layer_layouts, name) for name in ("FUSED", "ANNOTATED")},
+    "GPT": gpt_layout.GPT,
+    **{name: getattr(transformers, name) for name in ("LLAMA", "BERT", "BERT_MASKED", "BERT_CLASSIFIER")},
+}
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_row_of_a_table_keeps_its_stars(table):
-    for theirs, ours in getattr(layouts, table).items():
-        if ours not in (layouts.LEFT_OUT, layouts.STORED_MASK):
+    for theirs, ours in TABLES[table].items():
+        if ours not in (LEFT_OUT, STORED_MASK):
             assert theirs.count("*") == ours.count("*"), (theirs, ours)
 
 
 def test_every_activation_of_a_table_is_one_of_regards():
-    assert set(layouts.GATED_ACTIVATIONS.values()) == GATED
-    assert not set(layouts.PLAIN_ACTIVATIONS.values()) & GATED
-    for activation in {*layouts.PLAIN_ACTIVATIONS.values(), *layouts.TORCH_ACTIVATIONS.values()}:
+    assert set(transformers.GATED_ACTIVATIONS.values()) == GATED
+    assert not set(transformers.PLAIN_ACTIVATIONS.values()) & GATED
+    for activation in {*transformers.PLAIN_ACTIVATIONS.values(), *torch_nn.TORCH_ACTIVATIONS.values()}:
         assert activation in regard.layers.ACTIVATIONS

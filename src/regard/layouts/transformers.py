@@ -1,0 +1,309 @@
+"""A GPT-2, Llama, Mistral, Qwen2 or BERT of transformers: names of tensors, and what the tensors do not tell."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from regard.layers import Activation
+from regard.layouts.gpt import GPT, config_of, without
+from regard.layouts.layers import upright
+from regard.layouts.renaming import LAYOUTS, LEFT_OUT, Names, Renamed, within
+from regard.models import Classifier, Decoder, Encoder, MaskedLanguageModel, ModelConfig
+
+LLAMA: Names = {
+    "embed_tokens.weight": "embedding.weight",
+    "layers.*.input_layernorm.weight": "layers.*.attention_norm.weight",
+    "layers.*.self_attn.q_proj.*": "layers.*.attention.query.*",
+    "layers.*.self_attn.k_proj.*": "layers.*.attention.key.*",
+    "layers.*.self_attn.v_proj.*": "layers.*.attention.value.*",
+    "layers.*.self_attn.o_proj.*": "layers.*.attention.output.*",
+    "layers.*.post_attention_layernorm.weight": "layers.*.feed_forward_norm.weight",
+    "layers.*.mlp.gate_proj.*": "layers.*.feed_forward.gate.*",
+    "layers.*.mlp.up_proj.*": "layers.*.feed_forward.input.*",
+    "layers.*.mlp.down_proj.*": "layers.*.feed_forward.output.*",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "logits.weight",
+}
+BERT: Names = {
+    "embeddings.word_embeddings.weight": "embedding.weight",
+    "embeddings.position_embeddings.weight": "positions.weight",
+    "embeddings.token_type_embeddings.weight": "segments.weight",
+    "embeddings.LayerNorm.*": "embedding_norm.*",
+    "embeddings.position_ids": LEFT_OUT,
+    "encoder.layer.*.attention.self.query.*": "layers.*.attention.query.*",
+    "encoder.layer.*.attention.self.key.*": "layers.*.attention.key.*",
+    "encoder.layer.*.attention.self.value.*": "layers.*.attention.value.*",
+    "encoder.layer.*.attention.output.dense.*": "layers.*.attention.output.*",
+    "encoder.layer.*.attention.output.LayerNorm.*": "layers.*.attention_norm.*",
+    "encoder.layer.*.intermediate.dense.*": "layers.*.feed_forward.input.*",
+    "encoder.layer.*.output.dense.*": "layers.*.feed_forward.output.*",
+    "encoder.layer.*.output.LayerNorm.*": "layers.*.feed_forward_norm.*",
+    "pooler.dense.*": LEFT_OUT,
+}
+BERT_MASKED: Names = {
+    **within("", "encoder.", BERT),
+    "cls.predictions.transform.dense.*": "transform.*",
+    "cls.predictions.transform.LayerNorm.*": "norm.*",
+    "cls.predictions.bias": "constant",
+    # tied to the two above: several names for one tensor must agree
+    "cls.predictions.decoder.bias": "constant",
+    "cls.predictions.decoder.weight": "encoder.embedding.weight",
+}
+BERT_CLASSIFIER: Names = {
+    **within("", "encoder.", BERT),
+    "pooler.dense.*": "pool.*",
+    "classifier.*": "classes.*",
+}
+Model = Decoder | Encoder | MaskedLanguageModel | Classifier
+
+LAYOUTS["from_transformers"] = "a GPT-2, Llama, Mistral, Qwen2 or BERT of transformers"
+
+
+def from_transformers(model: nn.Module) -> Model:
+    """A model of transformers as a model of regard, with the same logits.
+
+    | model of transformers | result |
+    |---|---|
+    | `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` | `Decoder` |
+    | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model` | `Decoder`; `Decoder.states` gives its states |
+    | `BertModel` | `Encoder`; its pooler is left out |
+    | `BertForMaskedLM` | `MaskedLanguageModel` |
+    | `BertForSequenceClassification` | `Classifier` |
+
+    Shapes: ``decoder(tokens)`` and ``encoder(tokens, segments=token_type_ids)`` as usual in regard. An attention mask
+    of 0 and 1 becomes ``mask=Padding(attention_mask.bool())``.
+    Notes:
+        A model without a head for logits gets its own embedding as one, which was not trained for that.
+
+        regard bounds the length of a text: by max_position_embeddings, or where rotary positions are scaled by a
+        factor, by that many times the original context.
+
+        With "dynamic" scaling and beyond the original context, the lengths of earlier calls matter in transformers and
+        do not matter here: see `DynamicScaling`.
+    Raises:
+        ValueError: another model, or a setting that changes the result and that regard does not have.
+
+    >>> model = transformers.AutoModelForCausalLM.from_pretrained("openai-community/gpt2")  # doctest: +SKIP
+    >>> decoder = from_transformers(model)  # doctest: +SKIP
+    """
+    architecture = ARCHITECTURES.get(type(model).__name__)
+    if architecture is None:
+        raise ValueError(
+            f"from_transformers: model must be one of {', '.join(ARCHITECTURES)}, got {type(model).__name__}"
+        )
+    theirs: Any = model.config
+    tensors = Renamed(
+        "from_transformers", architecture.names, without(upright(model.state_dict()), *architecture.prefixes)
+    )
+    settings = architecture.settings(theirs)
+    config = config_of(tensors, theirs.num_attention_heads, inside=architecture.inside, **settings)
+    if config.layers != theirs.num_hidden_layers:
+        raise ValueError(
+            f"from_transformers: the model holds {config.layers} layers and its num_hidden_layers is "
+            f"{theirs.num_hidden_layers}"
+        )
+    return tensors.fill(partial(architecture.build, config, tensors)).train(model.training)
+
+
+PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+GATED_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_python": "geglu",
+}
+
+ROTARY: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+"""The kinds of rotary positions, and the parameters of each that are understood."""
+
+
+def _gpt2(theirs: Any) -> dict[str, Any]:
+    _require(
+        theirs,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+        is_causal=True,
+        embd_pdrop=theirs.resid_pdrop,
+    )
+    return {
+        "positions": "learned",
+        "norm": "layer",
+        "norm_eps": theirs.layer_norm_epsilon,
+        "activation": _activation(theirs, "activation_function", PLAIN_ACTIVATIONS),
+        "dropout": theirs.resid_pdrop,
+        "attention_dropout": theirs.attn_pdrop,
+    }
+
+
+def _llama(theirs: Any) -> dict[str, Any]:
+    _require(theirs, is_causal=True, partial_rotary_factor=1.0)
+    return {
+        "positions": "rotary",
+        **rotary(theirs),
+        "norm": "rms",
+        "norm_eps": theirs.rms_norm_eps,
+        "activation": _activation(theirs, "hidden_act", GATED_ACTIVATIONS),
+        "padding_id": theirs.pad_token_id,
+        "attention_dropout": theirs.attention_dropout,
+    }
+
+
+def _mistral(theirs: Any) -> dict[str, Any]:
+    return {**_llama(theirs), "window": theirs.sliding_window}
+
+
+def _qwen2(theirs: Any) -> dict[str, Any]:
+    kinds = set(getattr(theirs, "layer_types", None) or ())
+    if not theirs.use_sliding_window or kinds == {"full_attention"}:
+        return _llama(theirs)
+    if kinds == {"sliding_attention"}:
+        return _mistral(theirs)
+    raise ValueError(
+        "from_transformers: a regard model has one window for all layers, so layer_types must be all full_attention or "
+        f"all sliding_attention, got {', '.join(sorted(kinds)) or None}"
+    )
+
+
+def _bert(theirs: Any) -> dict[str, Any]:
+    _require(theirs, is_causal=False, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    return {
+        "positions": "learned",
+        "norm": "layer",
+        "norm_eps": theirs.layer_norm_eps,
+        "norm_first": False,
+        "embedding_norm": True,
+        "activation": _activation(theirs, "hidden_act", PLAIN_ACTIVATIONS),
+        "padding_id": theirs.pad_token_id,
+        "dropout": theirs.hidden_dropout_prob,
+        "attention_dropout": theirs.attention_probs_dropout_prob,
+    }
+
+
+def _bert_classifier(theirs: Any) -> dict[str, Any]:
+    _require(theirs, classifier_dropout=theirs.hidden_dropout_prob)
+    return _bert(theirs)
+
+
+def _require(theirs: Any, **expected: object) -> None:
+    """Every setting that regard knows only one value of must have that value, or not be there."""
+    for name, value in {
+        **expected,
+        "is_encoder_decoder": False,
+        "pruned_heads": None,
+        "quantization_config": None,
+    }.items():
+        got = getattr(theirs, name, None)
+        if got is not None and got != value and (got or value):
+            hint = "; where the model is not trained, set them equal" if name.endswith(("_pdrop", "_dropout")) else ""
+            raise ValueError(
+                f"from_transformers: regard has no such model with {name}={got!r}, only with {name}={value!r}{hint}"
+            )
+
+
+def _activation(theirs: Any, name: str, known: Mapping[str, Activation]) -> Activation:
+    activation = getattr(theirs, name)
+    if activation not in known:
+        raise ValueError(f"from_transformers: {name} must be one of {', '.join(known)}, got {activation!r}")
+    return known[activation]
+
+
+def rotary(theirs: Any) -> dict[str, Any]:
+    """Fields of `ModelConfig`, from ``rope_parameters``, or from ``rope_theta`` and ``rope_scaling`` as formerly."""
+    before = {"rope_theta": getattr(theirs, "rope_theta", None), **(getattr(theirs, "rope_scaling", None) or {})}
+    given = {k: v for k, v in (getattr(theirs, "rope_parameters", None) or before).items() if v is not None}
+    named_before = given.pop("type", "default")
+    kind = given.pop("rope_type", named_before)
+    if kind not in ROTARY:
+        raise ValueError(f"from_transformers: rope_type must be one of {', '.join(ROTARY)}, got {kind!r}")
+    theta, turning = given.pop("rope_theta", 10000.0), given.pop("partial_rotary_factor", 1.0)
+    unknown = sorted(set(given) - ROTARY[kind]) + ["partial_rotary_factor"] * (turning != 1.0)
+    if unknown:
+        raise ValueError(f"from_transformers: rotary positions of kind {kind!r} have no {', '.join(unknown)} in regard")
+
+    context: int = theirs.max_position_embeddings
+    if kind == "default":
+        return {"context_length": context, "rotary_theta": theta}
+    original = given.pop("original_max_position_embeddings", context)
+    if "original_max_position_embeddings" in ROTARY[kind]:
+        original = getattr(theirs, "original_max_position_embeddings", None) or original
+    factor = given.setdefault("factor", context / original)
+    if kind == "yarn":
+        # Transformers takes 0 for "not given" here, and one of the two mscales without the other for none.
+        dropped = [name for name in ("beta_fast", "beta_slow") if not given.get(name)]
+        if not (given.get("mscale") and given.get("mscale_all_dim")):
+            dropped += ["mscale", "mscale_all_dim"]
+        given = {name: value for name, value in given.items() if name not in dropped}
+    if kind != "linear":
+        given["original_context"] = original
+    return {
+        "context_length": max(context, int(factor * original)),
+        "rotary_theta": theta,
+        "rotary_scaling": {"kind": kind, **given},
+    }
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model class of transformers: its names, what its configuration says, and what it becomes."""
+
+    names: Names
+    settings: Callable[[Any], dict[str, Any]]
+    build: Callable[[ModelConfig, Renamed], Model] = lambda config, tensors: Decoder(config)
+    prefixes: tuple[str, ...] = ()
+    """What names begin with, apart from the model's own heads."""
+    inside: str = ""
+    """What the result calls its stack."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "GPT2LMHeadModel": Architecture(GPT, _gpt2, prefixes=("transformer.",)),
+    "GPT2Model": Architecture(GPT, _gpt2),
+    "LlamaForCausalLM": Architecture(LLAMA, _llama, prefixes=("model.",)),
+    "LlamaModel": Architecture(LLAMA, _llama),
+    "MistralForCausalLM": Architecture(LLAMA, _mistral, prefixes=("model.",)),
+    "MistralModel": Architecture(LLAMA, _mistral),
+    "Qwen2ForCausalLM": Architecture(LLAMA, _qwen2, prefixes=("model.",)),
+    "Qwen2Model": Architecture(LLAMA, _qwen2),
+    "BertModel": Architecture(BERT, _bert, lambda config, _: Encoder(config)),
+    "BertForMaskedLM": Architecture(
+        BERT_MASKED, _bert, lambda config, _: MaskedLanguageModel(Encoder(config)), ("bert.",), "encoder."
+    ),
+    "BertForSequenceClassification": Architecture(
+        BERT_CLASSIFIER,
+        _bert_classifier,
+        lambda config, tensors: Classifier(Encoder(config), len(tensors["classes.weight"])),
+        ("bert.",),
+        "encoder.",
+    ),
+}
