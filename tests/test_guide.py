@@ -14,7 +14,7 @@ import torch
 from test_architecture import MAP, drawings, folder_of, storeys
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CHAPTERS = [page for page in PAGES if re.match(r"\d\d-", page.name)]
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
