@@ -453,7 +453,7 @@ TEN = torch.zeros(2, 10, dtype=torch.int64)
     [
         (lambda: Window(0), ValueError, "Window: w must be a whole number, 1 or more, got 0"),
         (lambda: Window(2.5), ValueError, "Window: w must be a whole number, 1 or more, got 2.5"),
-        (lambda: Window(True), ValueError, "Window: w .* got True"),
+        (lambda: Window(True), ValueError, "w must .*, got True; Window.1. sees only the query.s own position"),
         (lambda: Strided(0), ValueError, "Strided: step .* got 0"),
         (lambda: Chunk(-3), ValueError, "Chunk: size .* got -3"),
         (lambda: Band(1.0, 2), TypeError, "Band: before must be an int or None .*, got 1.0"),

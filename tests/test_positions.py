@@ -208,35 +208,50 @@ def test_rotary_takes_a_transposed_input_and_an_empty_one():
         (lambda: Rotary(5), "rotary_dim must be even.*rotary_dim=5"),
         (lambda: Rotary(8, rotary_dim=3), "rotary_dim must be even.*rotary_dim=3"),
         (lambda: Rotary(8, rotary_dim=10), "at most head_dim.*rotary_dim=10.*head_dim=8"),
-        (lambda: Rotary(8, rotary_dim=0), "rotary_dim must be 2 or more, got 0"),
-        (lambda: Rotary(0), "head_dim must be 1 or more, got 0"),
+        (lambda: Rotary(8, rotary_dim=0), "rotary_dim must be a whole number, 2 or more, got 0"),
+        (lambda: Rotary(0), "head_dim must be a whole number, 1 or more, got 0"),
         (lambda: Rotary(8, theta=1.0), "theta must be a finite number above 1, got 1.0"),
         (lambda: Rotary(8, layout="neox"), 'layout must be "half" or "interleaved", got \'neox\''),
         (lambda: LinearScaling(0.5), "LinearScaling: factor must be 1 or more, got 0.5"),
         (lambda: LinearScaling(math.nan), "factor must be a finite number"),
         (lambda: DynamicScaling(0.5, 8), "DynamicScaling: factor must be 1 or more"),
-        (lambda: DynamicScaling(2.0, 0), "original_context must be 1 or more, got 0"),
+        (lambda: DynamicScaling(2.0, 0), "original_context must be a whole number, 1 or more, got 0"),
         (lambda: YarnScaling(0.5, 8), "YarnScaling: factor must be 1 or more"),
-        (lambda: YarnScaling(2.0, 0), "original_context must be 1 or more, got 0"),
+        (lambda: YarnScaling(2.0, 0), "original_context must be a whole number, 1 or more, got 0"),
         (lambda: YarnScaling(2.0, 8, beta_fast=1.0, beta_slow=2.0), "beta_fast must be above beta_slow"),
         (lambda: YarnScaling(2.0, 8, beta_slow=0.0), "beta_slow must be a finite number above 0, got 0.0"),
         (lambda: YarnScaling(2.0, 8, mscale=1.0), "mscale and mscale_all_dim go together"),
         (lambda: Llama3Scaling(0.5, 1.0, 4.0, 8), "Llama3Scaling: factor must be 1 or more"),
         (lambda: Llama3Scaling(8.0, 4.0, 4.0, 8), "high_freq_factor must be above low_freq_factor"),
-        (lambda: Llama3Scaling(8.0, 1.0, 4.0, 0), "original_context must be 1 or more, got 0"),
-        (lambda: Sinusoidal(0), "dim must be 1 or more, got 0"),
-        (lambda: Learned(0, 3), "context_length must be 1 or more, got 0"),
-        (lambda: Learned(3, 0), "dim must be 1 or more, got 0"),
-        (lambda: Sinusoidal(3)(-1), "length must be 0 or more, got -1"),
-        (lambda: Sinusoidal(3)(2, offset=-1), "Sinusoidal: offset must be 0 or more, got -1"),
-        (lambda: Learned(3, 3)(2, offset=torch.tensor([0, -1])), "Learned: offset must be 0 or more, got -1"),
+        (lambda: Llama3Scaling(8.0, 1.0, 4.0, 0), "original_context must be a whole number, 1 or more, got 0"),
+        (lambda: Sinusoidal(0), "dim must be a whole number, 1 or more, got 0"),
+        (lambda: Learned(0, 3), "context_length must be a whole number, 1 or more, got 0"),
+        (lambda: Learned(3, 0), "dim must be a whole number, 1 or more, got 0"),
+        (lambda: Sinusoidal(3)(-1), "length must be a whole number, 0 or more, got -1"),
+        (lambda: Sinusoidal(3)(2, offset=-1), "Sinusoidal: offset must be a whole number, 0 or more, got -1"),
+        (
+            lambda: Learned(3, 3)(2, offset=torch.tensor([0, -1])),
+            "Learned: offset must be a whole number, 0 or more, got -1",
+        ),
         (lambda: Sinusoidal(3)(2, offset=torch.tensor(1)), r"must be \[batch\].*got \[\]"),
         (lambda: Rotary(8)(torch.ones(1, 1, 3, 6)), r"head_dim=8\], got \[1, 1, 3, 6\]"),
         (lambda: Rotary(8)(torch.ones(1, 3, 8)), r"head_dim=8\], got \[1, 3, 8\]"),
-        (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=-2), "Rotary: offset must be 0 or more, got -2"),
-        (lambda: Rotary(4)(torch.ones(2, 1, 3, 4), offset=torch.tensor([3, -2])), "offset must be 0 or more, got -2"),
+        (
+            lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=-2),
+            "Rotary: offset must be a whole number, 0 or more, got -2",
+        ),
+        (
+            lambda: Rotary(4)(torch.ones(2, 1, 3, 4), offset=torch.tensor([3, -2])),
+            "offset must be a whole number, 0 or more, got -2",
+        ),
         (lambda: Rotary(4)(torch.ones(2, 1, 3, 4), offset=torch.tensor([3])), r"\[batch=2\].*got \[1\]"),
         (lambda: Rotary(4)(torch.ones(2, 1, 3, 4), offset=torch.tensor([[3], [3]])), r"\[batch=2\].*got \[2, 1\]"),
+        (lambda: Rotary(8.0), "head_dim must be a whole number, 1 or more, got 8.0"),
+        (lambda: Rotary(8, rotary_dim=4.0), "rotary_dim must be a whole number, 2 or more, got 4.0"),
+        (lambda: DynamicScaling(2.0, 8.0), "original_context must be a whole number, 1 or more, got 8.0"),
+        (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=1.0), "offset must be a whole number, 0 or more, got 1.0"),
+        (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=True), "offset must be a whole number, 0 or more, got True"),
+        (lambda: Sinusoidal(3)(2.0), "length must be a whole number, 0 or more, got 2.0"),
     ],
 )
 def test_a_bad_value_is_refused_by_name(build: Callable[[], object], message: str):
@@ -247,24 +262,25 @@ def test_a_bad_value_is_refused_by_name(build: Callable[[], object], message: st
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Rotary(8.0), "head_dim must be an int, got 8.0"),
-        (lambda: Rotary(8, rotary_dim=4.0), "rotary_dim must be an int, got 4.0"),
         (lambda: Rotary(8, theta="big"), "theta must be a number, got 'big'"),
         (lambda: Rotary(8, scaling="linear"), "scaling must be a Scaling such as.*'linear'"),
         (lambda: LinearScaling(None), "LinearScaling: factor must be a number, got None"),
-        (lambda: DynamicScaling(2.0, 8.0), "original_context must be an int, got 8.0"),
         (lambda: YarnScaling(2.0, 8, attention_factor="big"), "attention_factor must be a number, got 'big'"),
-        (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=1.0), "offset must be an int, got 1.0"),
-        (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=True), "offset must be an int, got True"),
         (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=torch.tensor([1.0])), "tensor of torch.float32"),
         (lambda: Rotary(4)(torch.ones(1, 1, 3, 4), offset=torch.tensor([True])), "tensor of torch.bool"),
         (lambda: Rotary(4)(torch.ones(1, 1, 3, 4, dtype=torch.int64)), "floating point, got torch.int64"),
-        (lambda: Sinusoidal(3)(2.0), "length must be an int, got 2.0"),
     ],
 )
 def test_a_wrong_type_is_refused_by_name(build: Callable[[], object], message: str):
     with pytest.raises(TypeError, match=message):
         build()
+
+
+def test_a_whole_number_of_numpy_is_a_size_or_an_offset():
+    numpy = pytest.importorskip("numpy")
+    x = random(1, 1, 3, 4)
+    close(Rotary(numpy.int64(4))(x, offset=numpy.int32(5)), Rotary(4)(x, offset=5))
+    close(Sinusoidal(numpy.int64(4))(3, offset=numpy.int64(2)), Sinusoidal(4)(3, offset=2))
 
 
 # --------------------------------------------------------------------------------------------------- rotary: laws

@@ -22,11 +22,11 @@ from regard.shapes import (
     ShapeError,
     check_broadcast,
     check_flag,
+    check_whole,
     how_to_plain,
     is_plain,
     kind,
     position_of_query_0,
-    positive,
 )
 
 
@@ -202,7 +202,7 @@ class Alibi(_Relative):
             raise TypeError("Alibi: give heads (the paper's slopes) or slopes, one of the two")
         if slopes is None:
             assert heads is not None
-            slopes = torch.tensor(_slopes(positive(heads, "Alibi: heads")))
+            slopes = torch.tensor(_slopes(check_whole("Alibi", "heads", heads)))
         elif not isinstance(slopes, Tensor) or slopes.dim() != 1 or not slopes.is_floating_point():
             raise TypeError(f"Alibi: slopes must be a floating tensor [heads], got {kind(slopes)}")
         self.slopes = slopes
@@ -251,7 +251,7 @@ class RelativeBias(_Relative):
             raise TypeError(f"RelativeBias: table must be a floating tensor [buckets, heads], got {kind(table)}")
         check_flag("RelativeBias", "bidirectional", bidirectional)
         self.table, self.bidirectional = table, bidirectional
-        self.max_distance = positive(max_distance, "RelativeBias: max_distance")
+        self.max_distance = check_whole("RelativeBias", "max_distance", max_distance)
         exact = len(table) // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.extras import how
 from regard.indexing import as_range
 from regard.observation import Observation
-from regard.shapes import is_number, kind, positive
+from regard.shapes import check_whole, is_number, kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def head_grid(seen: Observation | Mapping[str, Observation], *, row: int = 0, ce
         )
     if not layers:
         raise ValueError("plots.head_grid: nothing was recorded")
-    positive(cells, "plots.head_grid: cells")
+    check_whole("plots.head_grid", "cells", cells)
     for layer in layers.values():
         _check("head_grid", layer, row)
     across = max(layer.grid.heads for layer in layers.values())

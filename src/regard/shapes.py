@@ -10,6 +10,7 @@ A call is checked here once, before any kernel sees it, so all kernels answer ba
 says what is wrong, then everything that was passed by name and axis, then a hint where the cause is recognisable.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
@@ -102,10 +103,25 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_whole(owner: str, name: str, value: object, least: int = 1) -> None:
-    """A size or a count: an int, of numpy too, and no flag."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__") or value.__index__() < least:
-        raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}")
+def check_whole(owner: str, name: str, value: object, least: int = 1, hint: str = "") -> int:
+    """A size or a count as an int: one of numpy's too, and no flag."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        whole = value
+    elif isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        whole = least - 1
+    else:
+        whole = value.__index__()
+    if whole < least:
+        raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}{hint}")
+    return whole
+
+
+def check_real(owner: str, name: str, value: object, above: float) -> None:
+    """A number on a scale: an int or a float, and no flag."""
+    if not is_number(value):
+        raise TypeError(f"{owner}: {name} must be a number, got {kind(value)}")
+    if not above < value < math.inf:
+        raise ValueError(f"{owner}: {name} must be a finite number above {above:g}, got {value}")
 
 
 def check_rate(owner: str, name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.indexing import lookup
 from regard.masks.algebra import Mask, Tile, together
-from regard.shapes import Grid, Offset, known, per_row, position_of_query_0, positive
+from regard.shapes import Grid, Offset, check_whole, known, per_row, position_of_query_0
 
 
 class Positioned(Mask):
@@ -143,7 +143,7 @@ class Window(Band):
     """
 
     def __init__(self, w: int, offset: Offset = None) -> None:
-        self.w = positive(w, "Window: w", "Window(1) sees only the query's own position")
+        self.w = check_whole("Window", "w", w, hint="; Window(1) sees only the query's own position")
         super().__init__(w - 1, w - 1, offset)
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Strided(Positioned):
 
     def __init__(self, step: int, offset: Offset = None) -> None:
         super().__init__(offset)
-        self.step = positive(step, "Strided: step")
+        self.step = check_whole("Strided", "step", step)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (self.position(batch, query) - key) % self.step == 0
@@ -195,7 +195,7 @@ class Chunk(Positioned):
 
     def __init__(self, size: int, offset: Offset = None) -> None:
         super().__init__(offset)
-        self.size = positive(size, "Chunk: size")
+        self.size = check_whole("Chunk", "size", size)
 
     def breaks(self, query_len: int) -> set[int]:
         return {i for offset in self.offsets() for i in range(-offset % self.size, query_len, self.size)}

@@ -1,0 +1,59 @@
+"""Positions of a call's tokens, and the angles there."""
+
+import torch
+from torch import Tensor
+
+from regard.shapes import INTEGERS, check_whole
+
+# Rows that a table gains at least when it has to grow, so that a token-by-token loop grows it seldom.
+MIN_GROWTH_ROWS = 64
+
+
+def inverse_frequencies(dim: int, theta: float) -> Tensor:
+    """How fast each pair of features turns: `theta ** (-2 i / dim)` radians per token for pair i.
+
+    Shapes:
+        returns  float64 [dim // 2, rounded up], on the CPU
+
+    Args:
+        dim: features.
+        theta: base.
+
+    >>> inverse_frequencies(4, 10000.0)
+    tensor([1.0000, 0.0100], dtype=torch.float64)
+    """
+    return torch.pow(theta, -torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
+
+
+def angles_between(first: int, end: int, frequencies: Tensor) -> Tensor:
+    """`position * frequency` [end - first, frequencies] in float64.
+
+    On the CPU, whatever the device: some devices have no float64, and all of them shall have the same numbers.
+    """
+    return torch.outer(torch.arange(first, end, dtype=torch.float64, device="cpu"), frequencies)
+
+
+def positions_from(offset: int | Tensor, length: int, device: torch.device) -> Tensor:
+    """The positions, int64 [length], or [batch, length] where offset is a tensor."""
+    if not isinstance(offset, Tensor):
+        return torch.arange(offset, offset + length, device=device)
+    return offset.to(device=device, dtype=torch.int64)[:, None] + torch.arange(length, device=device)
+
+
+def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None) -> tuple[int, int]:
+    """The first position of any batch row, and the one after the last of any; offset and length are checked."""
+    check_whole(owner, "length", length, least=0)
+    if not isinstance(offset, Tensor):
+        first = check_whole(owner, "offset", offset, least=0)
+        return first, first + length
+    if offset.dtype not in INTEGERS:
+        raise TypeError(f"{owner}: offset must be an int or an int tensor [batch], got a tensor of {offset.dtype}")
+    if offset.dim() != 1 or batch not in (None, len(offset)):
+        expected = "[batch]" if batch is None else f"[batch={batch}]"
+        raise ValueError(
+            f"{owner}: an offset tensor must be {expected}, one number per batch row, got {list(offset.shape)}\n"
+            "  hint: one offset for all batch rows is an int"
+        )
+    offsets: list[int] = offset.tolist() or [0]
+    check_whole(owner, "offset", min(offsets), least=0)
+    return min(offsets), max(offsets) + length

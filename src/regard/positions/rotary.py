@@ -1,0 +1,195 @@
+"""Rotary positions: query and key turned by an angle that grows with the position."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard import hints
+from regard.hints import hinted
+from regard.positions.angles import MIN_GROWTH_ROWS, angles_between, positions_from, span
+from regard.positions.scaling import Scaling, Unscaled
+from regard.shapes import check_real, check_whole, is_plain, kind
+
+
+class _Turns(NamedTuple):
+    """Cosines and sines for the positions `first` to `end - 1`, and the deciding length that they hold for.
+
+    Row 0 of `table` [2, rows, rotary_dim] holds the cosine of every feature's angle, row 1 the sine with the sign
+    that it has in that feature: minus for the first feature of a pair, plus for the second.
+    """
+
+    table: Tensor
+    first: int
+    end: int
+    deciding_length: int
+
+
+@hinted(hints.ROTARY)
+class Rotary(nn.Module):
+    """Turn query and key so that their product knows how far apart they stand.
+
+    For each pair (a, b) of features at position p, with `angle = p * frequency[pair]`:
+
+        a' = a * cos(angle) - b * sin(angle)
+        b' = b * cos(angle) + a * sin(angle)
+
+    Rotate the query and the key, never the value, and rotate a key before it enters a cache.
+
+    layout says which features are pairs. The two differ by a fixed permutation of the features, so a model trained
+    with one gives nonsense under the other:
+
+        "half"         (i, i + rotary_dim // 2)   GPT-NeoX; Llama, Mistral and Qwen as transformers has them
+        "interleaved"  (2 i, 2 i + 1)             the paper (RoFormer), GPT-J, Llama in Meta's own code
+
+    Shapes:
+        x        [batch, heads, length, head_dim]
+        returns  [batch, heads, length, head_dim], in x's dtype
+
+    Args:
+        head_dim: features per head.
+        theta: base of the frequencies, above 1; default 10,000.
+        rotary_dim: only so many first features turn, the others pass unchanged; even; default: all.
+        layout: "half" (default) or "interleaved".
+        scaling: a `Scaling`, for a context longer than the trained one; default: none.
+
+    Raises:
+        TypeError: theta is not a number, scaling is not a Scaling, or x is not floating point.
+        ValueError: a size or offset is not a whole number, rotary_dim is odd or above head_dim, layout is unknown, x is
+            not [batch, heads, length, head_dim], or offset is negative or does not have one number per batch row.
+
+    Notes:
+        Cosines and sines are kept from call to call, for all positions seen so far, on the device of the last input,
+        at least in float32. They are no buffers: nothing that converts, saves or synchronises a module's tensors
+        finds them, so they cannot be degraded by `.to(torch.bfloat16)`. One module may serve all layers of a model
+        and then keeps one table.
+
+        An offset tensor is read on the host. On a GPU, an offset that lives on the CPU spares the wait.
+
+    >>> rotary = Rotary(2)
+    >>> east = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)
+    >>> rotary(east)
+    tensor([[[[ 1.0000,  0.0000],
+              [ 0.5403,  0.8415],
+              [-0.4161,  0.9093]]]])
+
+    References:
+        Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2, arXiv:2104.09864
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        rotary_dim: int | None = None,
+        layout: Literal["half", "interleaved"] = "half",
+        scaling: Scaling | None = None,
+    ) -> None:
+        super().__init__()
+        check_real("Rotary", "theta", theta, above=1.0)
+        self.head_dim = check_whole("Rotary", "head_dim", head_dim)
+        self.theta = theta
+        self.rotary_dim = head_dim if rotary_dim is None else check_whole("Rotary", "rotary_dim", rotary_dim, least=2)
+        self.layout = layout
+        self.scaling = scaling
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"Rotary: rotary_dim must be even, for features turn in pairs, got rotary_dim={self.rotary_dim} with "
+                f"head_dim={head_dim}" + ("\n  hint: rotary_dim is head_dim by default" if rotary_dim is None else "")
+            )
+        if self.rotary_dim > head_dim:
+            raise ValueError(
+                f"Rotary: rotary_dim must be at most head_dim, got rotary_dim={rotary_dim} with head_dim={head_dim}"
+            )
+        if layout not in ("half", "interleaved"):
+            raise ValueError(f'Rotary: layout must be "half" or "interleaved", got {layout!r}')
+        if scaling is not None and not isinstance(scaling, Scaling):
+            raise TypeError(f"Rotary: scaling must be a Scaling such as LinearScaling(2.0), got {scaling!r}")
+        self._scaling = Unscaled() if scaling is None else scaling
+        self._turns = _Turns(torch.empty(2, 0, self.rotary_dim, device="cpu"), first=0, end=0, deciding_length=-1)
+
+    def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
+        """Rotate a query or a key whose first token stands at position offset.
+
+        Args:
+            x: query or key [batch, heads, length, head_dim].
+            offset: position of the first token; an int, or an int tensor [batch] for rows that start at different
+                places, as in a cache with rows of different lengths.
+        """
+        if not is_plain(x):
+            raise TypeError(
+                f"Rotary: x must be a tensor [batch, heads, length, head_dim={self.head_dim}], got {kind(x)}"
+            )
+        if x.dim() != 4 or x.shape[-1] != self.head_dim:
+            raise ValueError(f"Rotary: x must be [batch, heads, length, head_dim={self.head_dim}], got {list(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"Rotary: x must be floating point, got {x.dtype}")
+        length = x.shape[2]
+        first, end = span("Rotary", offset, length, batch=x.shape[0])
+        turns = self._turns_for(first, end, x)
+        if not isinstance(offset, Tensor):
+            cosine, sine = turns.table[:, first - turns.first : end - turns.first].unbind()
+        else:
+            rows = positions_from(offset, length, x.device) - turns.first
+            cosine, sine = turns.table[:, rows].unsqueeze(2).unbind()  # [batch, 1, length, rotary_dim]
+
+        whole = self.rotary_dim == self.head_dim
+        turning = x if whole else x[..., : self.rotary_dim]
+        # Each feature beside the other one of its pair; the signs are in the sine.
+        if self.layout == "half":
+            partner = turning.roll(self.rotary_dim // 2, dims=-1)
+        else:
+            partner = torch.unflatten(turning, -1, (-1, 2)).flip(-1).flatten(-2)
+        # float32 cosines widen a half-precision x, so that the result is rounded once, here at the end.
+        turned = (turning * cosine).addcmul_(partner, sine).to(x.dtype)
+        return turned if whole else torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """The inverse frequencies, float64 [rotary_dim // 2], and the attention factor at a length."""
+        return self._scaling.frequencies(self.rotary_dim, self.theta, length)
+
+    def _turns_for(self, first: int, end: int, x: Tensor) -> _Turns:
+        """Return cosines and sines that hold for the positions from first to end - 1, made now or before."""
+        turns = self._turns
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        deciding_length = self._scaling.deciding_length(end)
+        usable = (
+            turns.deciding_length == deciding_length and turns.table.dtype == dtype and turns.table.device == x.device
+        )
+        if usable and turns.first <= first and end <= turns.end:
+            return turns
+
+        frequencies, attention_factor = self.frequencies(end)
+
+        def make(first: int, end: int) -> Tensor:
+            angles = angles_between(first, end, frequencies)
+            cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
+            pair_axis = -2 if self.layout == "half" else -1
+            signed = torch.stack((torch.stack((cosine, cosine), pair_axis), torch.stack((-sine, sine), pair_axis)))
+            return signed.flatten(-2).to(device=x.device, dtype=dtype)
+
+        # A table made under inference_mode would be barred from any later training.
+        with torch.inference_mode(False):
+            if usable and first <= turns.end and turns.first <= end:
+                first = min(first, turns.first)
+                end = (
+                    turns.end if end <= turns.end else max(end, turns.end + len(turns.table[0]) // 4 + MIN_GROWTH_ROWS)
+                )
+                table = torch.cat((make(first, turns.first), turns.table, make(turns.end, end)), dim=1)
+            else:
+                # A first call, another dtype or device, other frequencies, or a leap: exactly the rows asked for. A
+                # leap must not fill the gap, and frequencies that change with every token must not redo all before.
+                table = make(first, end)
+        # One assignment, so that two threads at worst both do the work.
+        self._turns = _Turns(table, first, end, deciding_length)
+        return self._turns
+
+    def extra_repr(self) -> str:
+        parts = [str(self.head_dim), f"theta={self.theta}"]
+        if self.rotary_dim != self.head_dim:
+            parts.append(f"rotary_dim={self.rotary_dim}")
+        parts.append(f"layout={self.layout!r}")
+        if self.scaling is not None:
+            parts.append(f"scaling={self.scaling}")
+        return ", ".join(parts)
