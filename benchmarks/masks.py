@@ -385,7 +385,7 @@ def main() -> None:
     output = options.output
     if output is None and options.rows is None and not options.quick:
         output = RESULTS
-    shrink = bench.QUICK if options.quick else 1
+    shrink = bench.QUICK_SHRINK if options.quick else 1
     try:
         bench.run(
             bench.chosen(options.rows, shrink),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from regard import Causal, Chunk, Prefix, Strided, Window, bench
+from regard.shapes import Grid
 
 ROOT = Path(__file__).parent.parent
 SHRINK = 64
@@ -43,7 +44,7 @@ masks = script("masks")
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention as it is: the same results, without the seconds of compiling."""
-    monkeypatch.setattr(bench, "compiled", lambda function: function)
+    monkeypatch.setattr("regard.bench.peer.compiled", lambda function: function)
 
 
 def results(task: bench.Task, name: str, dtype: torch.dtype = torch.float32) -> bench.Results:
@@ -73,10 +74,10 @@ def test_regard_does_in_a_row_what_the_explicit_formula_does(task: bench.Task) -
     inputs = task.inputs(torch.float32)
     one = [tensor.detach().double() for tensor in inputs]
     keys, values = (t.repeat_interleave(task.heads // task.kv_heads, dim=1) for t in one[1:])
-    rows = slice(None) if task.cells < 1 << 20 else slice(-64, None)  # the longest: its last queries
+    rows = slice(None) if task.num_scores < 1 << 20 else slice(-64, None)  # the longest: its last queries
     scores = one[0][:, :, rows] @ keys.mT / math.sqrt(task.head_dim)
     if task.mask is not None:
-        bound = task.mask.bind(bench.Grid(task.batch, task.heads, task.queries, task.length))
+        bound = task.mask.bind(Grid(task.batch, task.heads, task.queries, task.length))
         allowed = bound.allowed(range(task.queries)[rows], range(task.length))
         scores = scores.masked_fill(~allowed, -math.inf)
     ours = results(replace(task, dropout=0.0), "regard")[0][:, :, rows]
@@ -110,7 +111,7 @@ def test_the_rows_that_were_asked_for_are_there_in_both_precisions_at_their_size
 
 
 def test_lengths_are_those_of_the_task_whatever_they_are_divided_by() -> None:
-    for shrink in (1, bench.QUICK, SHRINK):
+    for shrink in (1, bench.QUICK_SHRINK, SHRINK):
         assert sum(bench.ragged(8192 // shrink, shrink)) == 8192 // shrink
         assert all(length > 0 for length in bench.ragged(8192 // shrink, shrink))
     assert {task.name for task in bench.tasks()} == {task.name for task in TINY}
@@ -141,7 +142,8 @@ def test_a_peer_that_gives_another_result_is_not_timed_and_that_is_told(
 
     able = bench.FUNCTIONS[0].cannot
     monkeypatch.setattr(
-        bench, "FUNCTIONS", (*bench.FUNCTIONS[:2], bench.Peer("wrong", able, wrong), bench.Peer("broken", able, broken))
+        "regard.bench.peer.FUNCTIONS",
+        (*bench.FUNCTIONS[:2], bench.Peer("wrong", able, wrong), bench.Peer("broken", able, broken)),
     )
     row = bench.measure(tiny, torch.float32, repeats=2, memory=False)
     assert set(row["peers"]) == {"regard", "torch"}
@@ -185,7 +187,7 @@ def test_memory_is_what_a_call_takes_and_gives_back_included() -> None:
         print(most_taken(run) / 2**20)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=os.environ | bench.ENVIRONMENT, capture_output=True, check=True)
+    done = subprocess.run(command, env=os.environ | bench.MALLOC_SETTINGS, capture_output=True, check=True)
     assert 79 < float(done.stdout) < 84
 
 
@@ -323,7 +325,7 @@ def test_a_run_keeps_every_row_as_soon_as_it_is_done(tmp_path: Path, monkeypatch
             raise KeyboardInterrupt
         return row(task.name, task.length)
 
-    monkeypatch.setattr(bench, "measure", stopped)
+    monkeypatch.setattr("regard.bench.report.measure", stopped)
     shown: list[str] = []
     path = tmp_path / "new" / "results.json"
     with pytest.raises(KeyboardInterrupt):

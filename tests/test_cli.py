@@ -491,8 +491,10 @@ def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
         asked.append((task.label, dtype, options["repeats"]))
         return measure(task, dtype, repeats=1, memory=False)
 
-    monkeypatch.setattr(bench, "measure", without_compiling)
-    monkeypatch.setattr(bench, "FUNCTIONS", [peer for peer in bench.FUNCTIONS if peer.name != "FlexAttention"])
+    monkeypatch.setattr("regard.bench.report.measure", without_compiling)
+    monkeypatch.setattr(
+        "regard.bench.peer.FUNCTIONS", [peer for peer in bench.FUNCTIONS if peer.name != "FlexAttention"]
+    )
     path = tmp_path / "numbers.json"
     run = Run(capsys, "bench", "--quick", "--rows", "causal, N=64", "--output", path)
     assert run.code == 0, run.err
@@ -501,7 +503,7 @@ def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
     assert "is_causal" in run.out
     kept = json.loads(path.read_text())
     assert [row["dtype"] for row in kept["rows"]] == ["float32", "bfloat16"]
-    assert kept["shrink"] == bench.QUICK
+    assert kept["shrink"] == bench.QUICK_SHRINK
     printed = json.loads(Run(capsys, "bench", "--rows", "causal, N=512,*float32", "--repeats", 3, "--json").out)
     assert asked[-1] == ("causal, N=512", torch.float32, 3)
     assert [row["length"] for row in printed["rows"]] == [512]
@@ -526,14 +528,14 @@ def failing(which: int, error: BaseException) -> Callable[..., dict[str, Any]]:
 def test_bench_prints_its_rows_as_json_when_one_of_them_fails_and_when_it_is_stopped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "measure", failing(2, RuntimeError("no room\nat all")))
+    monkeypatch.setattr("regard.bench.report.measure", failing(2, RuntimeError("no room\nat all")))
     run = Run(capsys, "bench", "--quick", "--rows", "causal, N=*float32", "--json")
     data = json.loads(run.out)
     assert run.code == 2
     assert run.err.endswith(f"1 of {data['planned']} rows failed: RuntimeError: no room\n")
     assert data["failed"] == [{"row": "causal, N=128, float32", "why": "RuntimeError: no room"}]
     assert len(data["rows"]) == data["planned"] - 1
-    monkeypatch.setattr(bench, "measure", failing(2, KeyboardInterrupt()))
+    monkeypatch.setattr("regard.bench.report.measure", failing(2, KeyboardInterrupt()))
     run = Run(capsys, "bench", "--quick", "--rows", "causal, N=*float32", "--json")
     assert run.code == 130
     assert [row["length"] for row in json.loads(run.out)["rows"]] == [64]
@@ -547,7 +549,7 @@ def test_bench_tells_which_row_of_how_many_and_how_long_it_will_take(
         watch("regard: 1 of 5")
         return failing(0, KeyboardInterrupt())(task, dtype)
 
-    monkeypatch.setattr(bench, "measure", slowly)
+    monkeypatch.setattr("regard.bench.report.measure", slowly)
     run = Run(capsys, "bench", "--quick", "--rows", "window*float32", "--json")
     count = json.loads(run.out)["planned"]
     told = [line for line in run.err.splitlines() if line.startswith("row ")]
@@ -557,8 +559,8 @@ def test_bench_tells_which_row_of_how_many_and_how_long_it_will_take(
 
 
 def test_a_quick_bench_has_every_kind_of_row_once() -> None:
-    few = bench.chosen(None, bench.QUICK, few=True)
-    assert {task.name for task, _ in few} == {task.name for task, _ in bench.chosen(None, bench.QUICK)}
+    few = bench.chosen(None, bench.QUICK_SHRINK, few=True)
+    assert {task.name for task, _ in few} == {task.name for task, _ in bench.chosen(None, bench.QUICK_SHRINK)}
     assert {dtype for _, dtype in few} == {torch.float32}
     assert not any(task.sweep for task, _ in few)
 

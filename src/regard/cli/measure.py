@@ -117,7 +117,7 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    shrink = benchmark.QUICK if quick else 1
+    shrink = benchmark.QUICK_SHRINK if quick else 1
     which = benchmark.chosen(rows, shrink, few=quick)
     if output is not None and output.is_dir():
         raise ValueError(f"--output: {output} is a folder; give a file")

@@ -1,0 +1,109 @@
+"""The memory of a call, in a process of its own."""
+
+import contextlib
+import multiprocessing
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.bench.peer import peers, work
+from regard.bench.task import Task, tasks
+
+COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention")
+"""What takes long to load; the processes that measure memory find it there."""
+
+# Memory that is given back must go back at once, and nothing may be kept for the next call.
+MALLOC_SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MKL_DISABLE_FAST_MM": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+
+def memory_of(task: Task, dtype: torch.dtype, peer: str, shrink: int) -> int | str:
+    """Bytes that a call takes beyond query, key and value, in a process of its own; or why that is not known."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "this system cannot fork"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *COMPILER_MODULES])
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_tell_memory, args=(send, task.label, shrink, dtype, peer, torch.get_num_threads()), daemon=True
+    )
+    with _environment(MALLOC_SETTINGS):
+        process.start()
+    send.close()
+    try:
+        answer: int | str = receive.recv()
+    except EOFError:
+        process.join()
+        answer = f"its process ended with code {process.exitcode}: out of memory?"
+    finally:
+        process.kill()
+        process.join()
+        receive.close()
+    return answer
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _tell_memory(send: Any, label: str, shrink: int, dtype: torch.dtype, peer: str, threads: int) -> None:
+    """The other process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process is told, and ends this one
+    torch.set_num_threads(threads)
+    try:
+        task = next(task for task in tasks(shrink) if task.label == label)
+        inputs = task.inputs(dtype)
+        run, holds = work(task, next(p for p in peers(task) if p.name == peer), inputs)
+        run()
+        send.send(bytes_of(holds) + most_taken(run))
+    except Exception as error:
+        send.send(in_one_line(error))
+
+
+def most_taken(run: Callable[[], object]) -> int:
+    """The most bytes that this process held during `run`, beyond what it held before.
+
+    A process is only told the most that it ever held. So it is filled up to that first, and whatever `run` takes shows.
+    """
+    ballast: list[Tensor] = []
+    level = _most_held()
+    while _most_held() <= level + 2**18:  # the system counts in steps of some dozen pages
+        ballast.append(torch.ones(2**17, dtype=torch.uint8))
+    before = _most_held()
+    run()
+    return _most_held() - before
+
+
+def _most_held() -> int:
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if platform.system() == "Darwin" else most * 1024
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong, short enough for a row of a table."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
