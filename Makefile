@@ -21,7 +21,7 @@ else
 $(error TORCH=$(TORCH): expected cpu, or nothing for the build that pip takes by itself)
 endif
 
-.PHONY: look test check bench clients clean help
+.PHONY: look test check docs bench clients clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -38,6 +38,10 @@ check: $(VENV)/.installed-dev ## style and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev ## the documentation as a site, into build/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --conf-dir docs . build/site
+	@echo "build/site/README.html"
 
 bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into benchmarks/results and docs/performance.md
 	$(BIN)/python benchmarks/small_calls.py

@@ -55,7 +55,7 @@ def attention(
     generator: torch.Generator | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """Every query's average of the values, weighted by how well its key fits.
+    """For every query, the average of the values, weighted by how well their keys match it.
 
         scores  = softcap(scale * query @ key^T) + bias,   -inf where the mask does not allow
         weights = softmax(scores), with exp(sink) added to the denominator where a sink is given
@@ -75,14 +75,14 @@ def attention(
         additive: Bahdanau's similarity in place of the product; None for the product.
         dropout: probability that a weight is dropped, in this call: pass 0.0 outside training.
         generator: where the seed of dropout comes from; None: torch's default generator.
-        kernel: "auto" or the name of one; a named kernel never falls back to another.
+        kernel: "auto" or the name of a kernel, which is then used or refused, never replaced.
     Raises:
         ShapeError: axes, mask or bias that do not fit each other.
         TypeError, ValueError: something of the wrong type or out of range.
         KernelError: the named kernel cannot do this call.
     Notes:
-        A query that may attend to nothing gets output 0 and gradient 0. NaN or inf in a key or value that no query
-        may see reaches nothing.
+        A fully masked query gets output 0 and gradient 0. NaN or inf in a fully masked key or value reaches neither
+        output nor gradients.
     References:
         Vaswani et al. 2017, "Attention Is All You Need", section 3.2.
 
@@ -113,12 +113,15 @@ def attention_with_lse(
     generator: torch.Generator | None = None,
     kernel: str = "auto",
 ) -> AttentionOutput:
-    """`attention`, and the one number per query from which any weight can be had again.
+    """`attention`, and the log-sum-exp of each query's scores, from which any weight can be recomputed.
 
-        lse[b, h, i] = log sum_j exp(score[b, h, i, j])   (and exp(sink[h]));   weight = exp(score - lse)
+        lse[b, h, i]       = log sum_j exp(score[b, h, i, j])          with exp(sink[h]) in the sum where there is one
+        weight[b, h, i, j] = exp(score[b, h, i, j] - lse[b, h, i])
 
-    Shapes: lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a query that sees nothing.
-    Arguments and errors as in `attention`.
+    Takes the arguments of `attention` and raises what it raises.
+
+    Shapes:
+        lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
     call = check_call(
         "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
@@ -261,10 +264,11 @@ class Plan:
 
     Attributes:
         kernel: the kernel that would run.
-        why: why this one; `others` says why not each of the others.
+        why: the reason for it.
+        others: for each other kernel, why it is not used.
         tiles: how many tiles of `tile_size` x `tile_size` scores the mask calls empty, partial and full.
-        flops_needed: multiply-adds counted as two, for the scores that the mask allows: those of whole tiles, or those
-            that are computed, if they are fewer.
+        flops_needed: floating-point operations (a multiply-add is two) for the scores that the mask allows, counted in
+            whole tiles, or for those that are computed, if they are fewer.
         flops_computed: the same for the scores that the kernel computes.
         bytes_moved: query, key and value read once, output written once.
         square_numbers: numbers of query_len x key_len that the kernel holds; 0 where it needs none.
@@ -317,16 +321,15 @@ def plan(
     kernel: str = "auto",
     tile_size: int = 128,
 ) -> Plan:
-    """Which kernel `attention` would take for this call, why, and what it costs; nothing is computed.
+    """Which kernel `attention` would use for this call, why, and what it costs; nothing is computed.
 
         FLOPs of a score: 2 * head_dim for the product with the key, 2 * value_dim for its share of the value
 
+    Takes the arguments of `attention` and raises what it raises.
+
     Args:
-        lse: ask for `attention_with_lse` instead of `attention`.
+        lse: plan `attention_with_lse` instead of `attention`.
         tile_size: rows and columns of the tiles that are counted.
-        The rest as in `attention`.
-    Raises:
-        What `attention` raises.
 
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)

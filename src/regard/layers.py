@@ -139,15 +139,15 @@ class MultiHeadAttention(nn.Module):
         value_dim: features of all heads' values together; None: key_dim.
         key_input, value_input: features of the key and value inputs; None: dim, and key_input.
         output: whether the joined heads go through an output projection.
-        projection_bias: whether the projections have biases; `output_bias` for the last one, None: same.
+        projection_bias, output_bias: whether the projections have biases; the output's, None: as the others.
         mask: always applied, together with the mask of a call; `Causal()` makes the layer causal.
         bias: always added to the scores (an `Alibi`), together with the bias of a call.
-        rotary: turns queries and keys by their positions.
+        rotary: rotates queries and keys by their positions (`Rotary`).
         scale: factor on the scores; None: 1/sqrt(head_dim), the size of **one** head.
         softcap: bound on the scores; None for none.
-        sink: whether each head learns the logit of a place that takes weight and gives no value.
+        sink: whether each head learns the logit of a sink, which takes weight and gives no value.
         similarity: "product", or "additive" for v . tanh(q + k) with a learned v (Bahdanau et al. 2014).
-        dropout: on the weights, in training. output_dropout: on the output, in training.
+        dropout, output_dropout: on the weights, on the output; in training only.
         context_length: the largest key_len; None for no bound.
     Raises:
         ValueError: sizes that do not divide, or a text longer than the context.
@@ -254,12 +254,14 @@ class MultiHeadAttention(nn.Module):
         """Attention of each query token over the key tokens.
 
         Args:
-            key: None: the query itself (self-attention). value: None: the key.
+            key: None: the query itself (self-attention).
+            value: None: the key.
             mask, bias: for this call, together with the layer's own.
             cache: the tokens already seen. In self-attention new keys and values are appended to it; given a `key`
                 (cross-attention) it is filled by the first call and read by the later ones.
         Raises:
-            As the class; ValueError for a rotary layer with a `key` and a cache.
+            ShapeError: inputs that do not fit.
+            ValueError: a text longer than the context, or a rotary layer with a `key` and a cache.
         """
         heads = self.project(query, key, value, cache)
         return self.join(self.attend(heads, mask=mask, bias=bias))
@@ -343,9 +345,11 @@ class FeedForward(nn.Module):
 
     Shapes: [batch, length, dim] -> [batch, length, dim].
     Args:
-        hidden_dim: size of the middle.
+        dim: features of the input and the output.
+        hidden_dim: features of the hidden layer.
+        activation: one of those above.
         bias: whether the projections have biases.
-        dropout: on the middle. output_dropout: on the output. Both in training only.
+        dropout, output_dropout: on the hidden layer, on the output; in training only.
     """
 
     def __init__(
@@ -399,7 +403,8 @@ class Block(nn.Module):
     Args:
         attention, feed_forward: the sublayers.
         cross: attention over another text's states, between the two; None for none.
-        norm: makes a norm for a number of features. norm_first: pre-norm (True) or post-norm.
+        norm: makes a norm for a number of features.
+        norm_first: pre-norm (True) or post-norm.
     """
 
     def __init__(

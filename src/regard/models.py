@@ -62,26 +62,27 @@ SCALINGS: dict[str, Callable[..., Scaling]] = {
 @hinted(hints.CONFIG)
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that makes a model of one kind or another.
+    """The architecture and the sizes of a model, as plain data.
 
     Args:
         vocab_size, context_length, dim, layers, heads: sizes.
-        kv_heads: key and value heads; None: heads. head_dim: None: dim / heads. hidden_dim: middle of the feed-forward;
-            None: 4 * dim.
+        kv_heads, head_dim: key and value heads, None: heads; features of a head, None: dim / heads.
+        hidden_dim: hidden features of the feed-forward; None: 4 * dim.
         positions: "learned", "sinusoidal", "rotary", "alibi", or None for none.
         rotary_theta, rotary_dim, rotary_layout, rotary_scaling: as in `Rotary`; the scaling as a dict with its "kind"
             (linear, dynamic, yarn, llama3) and its arguments, so that a configuration is plain data.
-        norm: "layer" or "rms"; norm_first: pre-norm or post-norm; norm_eps: None: the norm's usual one.
-        embedding_norm: whether the embeddings are normalised (BERT). embedding_scale: factor on token vectors.
+        norm, norm_eps: "layer" or "rms", and its epsilon; None: the norm's usual one.
+        norm_first: pre-norm (True) or post-norm.
+        embedding_norm, embedding_scale: whether the embeddings are normalised (BERT); factor on token vectors.
         activation: of the feed-forward.
-        bias: whether projections and norms have biases. attention_bias: in query, key and value; None: bias.
-            output_bias: in the attention's output projection; None: bias.
-        tied: the output layer shares the token embedding.
-        window: every token attends to that many tokens, itself included, and no further; None: to all.
-        softcap: on attention scores. logit_softcap: on logits. None for none.
+        bias: whether projections and norms have biases.
+        attention_bias, output_bias: the same for query, key and value, and for attention's output; None: bias.
+        tied: whether the output layer shares the token embedding.
+        window: how many tokens each token attends to, itself included; None: all.
+        softcap, logit_softcap: on attention scores, on logits; None for none.
         segments: number of segment embeddings (2 in BERT), 0 for none.
-        padding_id: a token that stands for nothing; None for none.
-        dropout: on embeddings, attention outputs and feed-forward; attention_dropout: on weights.
+        padding_id: the padding token; None for none.
+        dropout, attention_dropout: on embeddings, attention outputs and feed-forward; on weights. In training only.
 
     >>> ModelConfig.preset("gpt2").layers
     12

@@ -43,7 +43,8 @@ def heat_map(
         labels: the tokens as text; written where there are few enough.
         axes: where to draw; None: on a new figure.
     Raises:
-        ImportError: matplotlib is missing. ValueError: several heads, or no such row.
+        ImportError: matplotlib is missing.
+        ValueError: several heads, or no such row.
     """
     _check("heat_map", seen, row, one_head=True)
     axes = _axes(axes, 6.0, 5.0)
@@ -62,9 +63,11 @@ def head_grid(seen: Observation | Mapping[str, Observation], *, row: int = 0, ce
 
     Args:
         seen: a recording, or one layer of it.
-        row: of the batch. cells: most on a side of one map; longer texts are pooled.
+        row: of the batch.
+        cells: most on a side of one map; longer texts are pooled.
     Raises:
-        ImportError: matplotlib is missing. ValueError: nothing was recorded, or no such row.
+        ImportError: matplotlib is missing.
+        ValueError: nothing was recorded, or no such row.
     """
     pyplot = _pyplot()
     layers = {"": seen} if isinstance(seen, Observation) else seen
@@ -111,7 +114,8 @@ def arcs(
 
     Args:
         seen: one head of self-attention.
-        row: of the batch. labels: the tokens of the whole text.
+        row: of the batch.
+        labels: the tokens of the whole text.
         places: which part of the text to draw; None: all of it, up to `ARCS` tokens.
         least: the smallest weight that is drawn.
     Raises:

@@ -11,17 +11,20 @@ they lie: they are compared by their digest.)"""
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the weights are changed.
+    """How a model is optimised.
 
     Args:
-        steps: how often the weights change. batch_size: rows of context_length tokens per step.
-        learning_rate: the highest of the schedule. warmup: share of the steps over which it climbs to that.
-        weight_decay: of matrices. clip: largest norm of a step's gradient.
-        seed: of what is dropped; a `Recipe` takes it for the weights' first values and the data's order too.
+        steps: number of optimizer steps.
+        batch_size: rows of context_length tokens per step.
+        learning_rate: the peak of the schedule.
+        warmup: share of the steps over which the learning rate climbs to its peak.
+        weight_decay: of matrices.
+        clip: largest norm of a step's gradient.
+        seed: for dropout; in a `Recipe` also for the initial weights and the order of the data.
         precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
             where the processor or GPU has instructions for it.
-        save_every: steps between two saves of the progress. save_minutes: a save is made after that time, too. None:
-            not by steps, not by time.
+        save_every: steps between two saves; None: not by steps.
+        save_minutes: minutes between two saves; None: not by time.
     Raises:
         ValueError: a number is out of its range.
     """
@@ -58,18 +61,20 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Settings):
-    """All that decides what model a run makes: the settings, the texts, and the sizes.
+    """Everything that determines the model that a run trains: settings, texts and sizes.
 
     Args:
         data: "stdlib" (Python's standard library), a folder of texts, or a file.
         pattern: which files of a folder, as in `pathlib.Path.glob`; None takes every file that holds text.
-        repeats: share of rows, 0 to 1, replaced by repeated random tokens, from which a model learns to copy.
+        repeats: share of rows, 0 to 1, replaced by repeated random tokens, which teach a model to copy.
         start_from: a model, by name or folder, whose weights, vocabulary and sizes are taken over.
-        vocab_size: tokens in the vocabulary, at most; few texts give fewer. context_length: tokens in a row.
-        dim: width of the model. layers: number of blocks. heads: attention heads in each block.
-        hidden_dim: width of the feed-forward layers; None is 8/3 of dim. Sizes that are None are those of `start_from`,
-            else 4096, 512, 192, 6 and 6.
-        threads: processor threads; None is torch's choice.
+        vocab_size: tokens in the vocabulary, at most (few texts give fewer); None: as `start_from`, else 4096.
+        context_length: tokens in a row; None: as `start_from`, else 512.
+        dim: features of a token; None: as `start_from`, else 192.
+        layers: number of blocks; None: as `start_from`, else 6.
+        heads: attention heads in each block; None: as `start_from`, else 6.
+        hidden_dim: hidden features of the feed-forward layers; None: as `start_from`, else 8/3 of dim.
+        threads: processor threads; None: torch's choice.
     """
 
     steps: int = 5000
