@@ -265,7 +265,7 @@ def test_where_looks_at_every_cell_of_a_tile_and_says_partial_of_one_too_large_t
     assert last.tile(range(4, 5), range(6, 7)) is Tile.PARTIAL  # one batch row and head of several
     everywhere = Where(lambda b, h, i, j: i >= 0).bind(grid)
     assert everywhere.tile(range(5), range(7)) is Tile.FULL
-    monkeypatch.setattr(Where, "MOST_ASKED", 2 * 3 * 5 * 6)
+    monkeypatch.setattr(Where, "MAX_TILE_SCORES", 2 * 3 * 5 * 6)
     assert everywhere.tile(range(5), range(6)) is Tile.FULL
     assert everywhere.tile(range(5), range(7)) is Tile.PARTIAL
 

@@ -7,7 +7,6 @@ Biases add up: ``Alibi(8) + table``.
 """
 
 import math
-from collections.abc import Iterator
 from typing import ClassVar, NoReturn, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from regard.indexing import Indices, indices, lookup, pick
 from regard.masks import Mask
-from regard.rules import Rule, learned
+from regard.rules import Positioned, Rule, learned
 from regard.shapes import (
     Grid,
     Offset,
@@ -26,7 +25,6 @@ from regard.shapes import (
     how_to_plain,
     is_plain,
     kind,
-    position_of_query_0,
 )
 
 
@@ -131,10 +129,6 @@ class Sum(Bias):
     def of_positions(self) -> bool:
         return self.left.of_positions and self.right.of_positions
 
-    def leaves(self) -> Iterator[Bias]:
-        yield from self.left.leaves()
-        yield from self.right.leaves()
-
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.left.rule(batch, head, query, key) + self.right.rule(batch, head, query, key)
 
@@ -145,34 +139,7 @@ class Sum(Bias):
         return f"{self.left!r} + {self.right!r}"
 
 
-class _Relative(Bias):
-    """A bias that depends on ``key_position - query_position``."""
-
-    axes: ClassVar = {"offset": ("batch",)}
-
-    def __init__(self, offset: Offset = None) -> None:
-        self.offset = position_of_query_0(offset, type(self).__name__)
-
-    def _bound(self, grid: Grid) -> Self:
-        bound = super()._bound(grid)
-        if self.offset is None:
-            bound.offset = grid.key_len - grid.query_len
-        return bound
-
-    @property
-    def of_positions(self) -> bool:
-        return self.offset is None
-
-    def ahead(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """``key_position - query_position``."""
-        if isinstance(self.offset, Tensor) and self.offset.dim():
-            query = query + lookup(self.offset, batch)
-        elif self.offset is not None:
-            query = query + self.offset  # torch.jit.trace has lengths in tensors without axes
-        return key - query
-
-
-class Alibi(_Relative):
+class Alibi(Positioned, Bias):
     """Attention with linear biases: a fixed penalty on distance, steeper in some heads than in others.
 
         bias = -slope_h * |query_position - key_position|
@@ -216,13 +183,13 @@ class Alibi(_Relative):
         return bound
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return -lookup(self.slopes, head) * self.ahead(batch, query, key).abs()
+        return -lookup(self.slopes, head) * (key - self.position(batch, query)).abs()
 
     def __repr__(self) -> str:
         return f"Alibi({len(self.slopes)})"
 
 
-class RelativeBias(_Relative):
+class RelativeBias(Positioned, Bias):
     """T5's learned bias: one number per head and bucket of distance.
 
         bias = table[bucket(key_position - query_position), head]
@@ -267,7 +234,7 @@ class RelativeBias(_Relative):
         return super()._bound(grid)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return lookup(self.table, self._bucket(self.ahead(batch, query, key)), head)
+        return lookup(self.table, self._bucket(key - self.position(batch, query)), head)
 
     def _bucket(self, ahead: Tensor) -> Tensor:
         buckets = len(self.table)

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard import hints
 from regard.hints import hinted
 from regard.models import Decoder
-from regard.shapes import INTEGERS, ShapeError, is_number, is_plain, kind
+from regard.shapes import INTEGERS, ShapeError, check_whole, is_number, is_plain, kind
 
 
 @hinted(hints.GENERATION)
@@ -87,8 +87,7 @@ def generate(
     if not isinstance(model, Decoder):
         raise TypeError(f"generate: model must be a Decoder, got {kind(model)}{_as_decoder(model)}")
     text = _prompt(prompt, model.config.vocab_size)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ValueError(f"generate: count must be a whole number, 0 or more, got {kind(count)}")
+    check_whole("generate", "count", count, least=0)
     if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool)):
         raise TypeError(f"generate: end_id must be a token number or None, got {kind(end_id)}")
     _check_sampling("generate", temperature, top_k, top_p, generator)

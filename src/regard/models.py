@@ -121,9 +121,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "dim", "layers", "heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ModelConfig: {name} must be a whole number, 1 or more, got {value!r}")
+            check_whole("ModelConfig", name, getattr(self, name))
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"ModelConfig: heads must divide dim, got heads={self.heads}, dim={self.dim}")
         if self.positions not in ("learned", "sinusoidal", "rotary", "alibi", None):

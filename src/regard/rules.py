@@ -28,10 +28,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from regard.indexing import Indices, indices
-from regard.shapes import Grid, ShapeError
+from regard.indexing import Indices, indices, lookup
+from regard.shapes import Grid, Offset, ShapeError, check_offset
 
-LARGEST_COMPARED = 1 << 20
+MAX_COMPARED_NUMBERS = 1 << 20
 """Numbers in a tensor that is remembered with what was found out about it: a few per token, not per pair."""
 
 KINDS: "dict[str, type[Rule]]" = {}
@@ -122,9 +122,9 @@ class Rule:
         """`rule` for a rectangle: what it returns, with axes for batch and heads in front."""
         query, key = indices(queries)[:, None], indices(keys)[None, :]
         device = query.device
-        rows = self._size("batch") if self._batch is None else self._batch
+        batch_size = self._size("batch") if self._batch is None else self._batch
         heads = self._size("heads") if self._heads is None else self._heads
-        batch = torch.arange(self._first_batch, self._first_batch + rows, device=device)[:, None, None, None]
+        batch = torch.arange(self._first_batch, self._first_batch + batch_size, device=device)[:, None, None, None]
         head = torch.arange(heads, device=device)[None, :, None, None]
         said = self.rule(batch, head, query, key)
         return said.reshape((1,) * (4 - said.dim()) + said.shape) if said.dim() < 4 else said
@@ -158,17 +158,17 @@ class Rule:
     def for_batch(self, index: int) -> Any:
         """What it says in one batch row, for a call with batch=1. Bind it before use."""
 
-        def of_row(name: str, value: Any) -> Any:
+        def at_index(name: str, value: Any) -> Any:
             if isinstance(value, Rule):
                 return value.for_batch(index)
             if isinstance(value, (list, tuple)):
-                return [of_row(name, part) for part in value]
+                return [at_index(name, part) for part in value]
             axes = self.axes.get(name, ())
             if axes[:1] != ("batch",) or not isinstance(value, Tensor) or not value.dim() or value.shape[0] == 1:
                 return int(value) if axes == ("batch",) and isinstance(value, Tensor) else value
             return int(value[index]) if axes == ("batch",) else value[index : index + 1]
 
-        made = self._again({name: of_row(name, value) for name, value in self.arguments().items()})
+        made = self._again({name: at_index(name, value) for name, value in self.arguments().items()})
         return made._with(_batch=1, _heads=self._heads, _first_batch=self._first_batch + index)
 
     # --- as data ----------------------------------------------------------------------------------------------------
@@ -177,10 +177,6 @@ class Rule:
         """The masks and biases that it is made of."""
         for name in self.fields:
             yield from _rules_in(getattr(self, name, None))
-
-    def leaves(self) -> "Iterator[Any]":
-        """The masks or biases at the ends of the expression."""
-        yield self
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor in it changed, those of its parts too."""
@@ -220,6 +216,35 @@ class Rule:
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **attributes)
         return made
+
+
+class Positioned(Rule):
+    """A mask or bias that compares positions: query i stands at ``i + offset``, key j at j.
+
+    Args:
+        offset: position of query 0; default ``key_len - query_len``, settled when a call binds it.
+    """
+
+    axes: ClassVar = {"offset": ("batch",)}
+
+    def __init__(self, offset: Offset = None) -> None:
+        self.offset = check_offset(type(self).__name__, offset)
+
+    def _bound(self, grid: Grid) -> Self:
+        bound = super()._bound(grid)
+        if self.offset is None:
+            bound.offset = grid.key_len - grid.query_len
+        return bound
+
+    @property
+    def of_positions(self) -> bool:
+        return self.offset is None
+
+    def position(self, batch: Tensor, query: Tensor) -> Tensor:
+        """Positions of queries: those of each batch row where each has its offset."""
+        if isinstance(self.offset, Tensor) and self.offset.dim():
+            return query + lookup(self.offset, batch)
+        return query if self.offset is None else query + self.offset  # torch.jit.trace has lengths in tensors
 
 
 def check_data(owner: Rule, name: str, data: Tensor, axes: Sequence[str], grid: Grid) -> None:
@@ -393,7 +418,7 @@ def _comparable(value: Any) -> Hashable:
             raise _NotComparableError
         return structure
     if isinstance(value, Tensor):
-        if value.numel() > LARGEST_COMPARED or value.is_inference():
+        if value.numel() > MAX_COMPARED_NUMBERS or value.is_inference():
             raise _NotComparableError
         return _Same(value)
     if isinstance(value, (list, tuple)):

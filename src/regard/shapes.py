@@ -295,9 +295,9 @@ def positive(value: int, name: str, hint: str = "") -> int:
     return value
 
 
-def per_row(values: int | Iterable[int] | Tensor, name: str) -> Tensor:
+def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor) -> Tensor:
     """One int per batch row, as a 1-D int64 tensor."""
-    wanted = f"{name} must be an int, or one int per batch row, got"
+    wanted = f"{owner}: {name} must be an int, or one int per batch row, got"
     if isinstance(values, Tensor) and not is_plain(values):
         raise TypeError(f"{wanted} {kind(values)}{how_to_plain(values)}")
     if not isinstance(values, Iterable):
@@ -311,16 +311,16 @@ def per_row(values: int | Iterable[int] | Tensor, name: str) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def position_of_query_0(offset: Offset, owner: str) -> int | Tensor | None:
+def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
     """An offset as it was given, one per batch row as a tensor."""
     if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
         return offset
-    return per_row(offset, f"{owner}: offset")
+    return check_per_batch(owner, "offset", offset)
 
 
-def known(wrong: Tensor) -> bool:
-    """Whether data is wrong. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
-    return not tracing() and bool(wrong)
+def known_true(answer: Tensor) -> bool:
+    """Whether data is so. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
+    return not tracing() and bool(answer)
 
 
 def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str, by_axes: str) -> None:

@@ -36,7 +36,7 @@ class Mask(Rule):
     . . # #
     """
 
-    MOST_ASKED: ClassVar[int] = 1 << 22
+    MAX_TILE_SCORES: ClassVar[int] = 1 << 22
     """The most cells that `tile` looks at where there is no closed form: 4 MiB of bools."""
 
     _judges_rectangles: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class Mask(Rule):
         Without a closed form it looks at the cells, if they are few.
         """
         batch, heads = self._batch or 1, self._heads or 1
-        if batch * heads * len(rows) * len(columns) > self.MOST_ASKED:
+        if batch * heads * len(rows) * len(columns) > self.MAX_TILE_SCORES:
             return Tile.PARTIAL
         # where the call runs: a rule may look into tensors there
         return coverage_of(self.allowed(indices(rows, self._device), indices(columns, self._device)))
@@ -103,6 +103,10 @@ class Mask(Rule):
     def intersection(self, other: "Mask") -> "Mask | None":
         """One mask of this kind that is both, where there is one."""
         return None
+
+    def leaves(self) -> "Iterator[Mask]":
+        """The masks at the ends of the expression."""
+        yield self
 
     def breaks(self, query_len: int) -> set[int]:
         """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""

@@ -10,7 +10,17 @@ from torch import Tensor
 from regard.indexing import Indices, indices, lookup, pick
 from regard.masks.algebra import Mask, Tile, coverage_of, together
 from regard.masks.positional import first_keys
-from regard.shapes import INTEGERS, Grid, ShapeError, check_broadcast, how_to_plain, is_plain, kind, known, per_row
+from regard.shapes import (
+    INTEGERS,
+    Grid,
+    ShapeError,
+    check_broadcast,
+    check_per_batch,
+    how_to_plain,
+    is_plain,
+    kind,
+    known_true,
+)
 
 
 class Document(Mask):
@@ -134,8 +144,8 @@ class Padding(Mask):
                 "Padding: keys must be int [batch] (how many real keys each row begins with) or bool [batch, key_len] "
                 f"(True = real), got {kind(keys)}{usual}"
             )
-        self.keys = per_row(keys, "Padding: keys")
-        if known((self.keys < 0).any()):
+        self.keys = check_per_batch("Padding", "keys", keys)
+        if known_true((self.keys < 0).any()):
             raise ValueError(f"Padding: lengths must be 0 or more, got {self.keys.tolist()}")
 
     def _called(self, name: str) -> str:
@@ -143,7 +153,7 @@ class Padding(Mask):
 
     def _bound(self, grid: Grid) -> Self:
         bound = super()._bound(grid)
-        if self.keys.dtype != torch.bool and known((self.keys > grid.key_len).any()):
+        if self.keys.dtype != torch.bool and known_true((self.keys > grid.key_len).any()):
             raise ShapeError(f"Padding: a row has {int(self.keys.max())} real keys, but the scores are {grid}")
         return bound
 

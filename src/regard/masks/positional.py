@@ -5,38 +5,18 @@ last query on the last key; it is settled when a call binds the mask.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
+from regard import rules
 from regard.indexing import lookup
 from regard.masks.algebra import Mask, Tile, together
-from regard.shapes import Grid, Offset, check_whole, known, per_row, position_of_query_0
+from regard.shapes import Offset, check_per_batch, check_whole, known_true
 
 
-class Positioned(Mask):
+class Positioned(rules.Positioned, Mask):
     """A mask that compares positions: query i stands at ``i + offset``."""
-
-    axes: ClassVar = {"offset": ("batch",)}
-
-    def __init__(self, offset: Offset = None) -> None:
-        self.offset = position_of_query_0(offset, type(self).__name__)
-
-    def _bound(self, grid: Grid) -> Self:
-        bound = super()._bound(grid)
-        if self.offset is None:
-            bound.offset = grid.key_len - grid.query_len
-        return bound
-
-    @property
-    def of_positions(self) -> bool:
-        return self.offset is None
-
-    def position(self, batch: Tensor, query: Tensor) -> Tensor:
-        """Positions of queries: those of each batch row where each has its offset."""
-        if isinstance(self.offset, Tensor) and self.offset.dim():
-            return query + lookup(self.offset, batch)
-        return query if self.offset is None else query + self.offset  # torch.jit.trace has lengths in tensors
 
     def offsets(self) -> list[int]:
         """Every offset that a batch row has."""
@@ -238,8 +218,8 @@ class Prefix(Mask):
                 raise ValueError(f"Prefix: n must be 0 or more, got {n}")
             self.n: int | Tensor = n
         else:
-            self.n = per_row(n, "Prefix: n")
-            if known((self.n < 0).any()):
+            self.n = check_per_batch("Prefix", "n", n)
+            if known_true((self.n < 0).any()):
                 raise ValueError(f"Prefix: n must be 0 or more, got {self.n.tolist()}")
 
     @property
