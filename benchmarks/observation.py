@@ -1,11 +1,12 @@
 """What it costs to look: statistics of attention against one forward pass of it.
 
     python benchmarks/observation.py [--only WORD] [--repeats 5] [--length 8192] [--long 131072]
-                                     [--output benchmarks/results/observation.json]
+                                     [--output benchmarks/results/observation.json] [--set MAX_TILE_KEYS=1024 ...]
 
 Each ratio is a task's median time over that of one fused forward pass (`scaled_dot_product_attention`, is_causal) on
 the same tensors, run in turn, after one warm-up; float32, causal, heads of 64. "Once" tasks run alone in a process of
-their own, whose largest memory is told: with everything it loads, Python and torch too.
+their own, whose largest memory is told: with everything it loads, Python and torch too. `--set` gives constants of
+`regard.observation.tuning` another value, to find the best.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch import Tensor
 import regard
 from regard import Causal, Window
 from regard.bench import machine
-from regard.observation import Entropy, Image, Observation, Received, Top
+from regard.observation import Entropy, Image, Observation, Received, Top, tuning
 
 RESULTS = Path(__file__).parent / "results" / "observation.json"
 HEAD_DIM = 64
@@ -130,9 +131,18 @@ ONCE = {
 }
 
 
-def in_a_child(name: str, length: int) -> dict[str, object]:
+def tune(setting: str) -> str:
+    """NAME=VALUE: gives a constant another value."""
+    name, _, value = setting.partition("=")
+    if not name.isupper() or not hasattr(tuning, name):
+        raise argparse.ArgumentTypeError(f"regard.observation.tuning has no constant {name!r}")
+    setattr(tuning, name, type(getattr(tuning, name))(value))
+    return setting
+
+
+def in_a_child(name: str, length: int, settings: list[str]) -> dict[str, object]:
     """One task in a process of its own, and the most memory that it took."""
-    command = [sys.executable, __file__, "--child", name, "--long", str(length)]
+    command = [sys.executable, __file__, "--child", name, "--long", str(length), *(f"--set={s}" for s in settings)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {"task": name, "heads": 1, "length": length, **json.loads(answer)}
 
@@ -145,6 +155,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="of the tasks that are compared")
     parser.add_argument("--long", type=int, default=131072, help="of the tasks that run once")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--set", type=tune, action="append", default=[], metavar="NAME=VALUE", help="of the tuning")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -154,12 +165,14 @@ def main() -> None:
         print(json.dumps({**result, "peak_mib": round(peak / MIB)}))
         return
     # these first: a child's peak counts what its parent held when it was begun
-    once = [in_a_child(name, options.long) for name in ONCE if options.only in name]
+    once = [in_a_child(name, options.long, options.set) for name in ONCE if options.only in name]
     rows = ratios(options.heads, options.length, options.repeats, options.only)
     for row in rows:
         print(f"{row['task']:<42}{row['length']:>8}{row['ms']:>12} ms   x {row['times_fused']} of a forward pass")
     for row in once:
         print(f"{row['task']:<42}{', '.join(f'{k} {v}' for k, v in row.items() if k not in ('task', 'heads'))}")
+    if options.set:
+        return  # the results that are kept are those of the constants as they are
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps({"machine": machine(), "repeats": options.repeats, "rows": rows, "once": once}, indent=1) + "\n"

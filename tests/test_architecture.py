@@ -19,7 +19,7 @@ SOURCE = Path(regard.__file__).parent
 MAP = Path(__file__).parents[1] / "docs" / "how-the-pieces-fit.md"
 
 LONGEST = 500
-LONGER = {"kernels/tiled.py", "observation.py"}
+LONGER = {"kernels/tiled.py"}
 """Files with more lines than that, until they are folders."""
 
 UNDRAWN = {"regard.kernels"}

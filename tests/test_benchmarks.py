@@ -1,6 +1,7 @@
 """The benchmarks at tiny sizes: every row runs, all who appear in it do the same work, and the page tells what was
 measured and nothing else."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -389,6 +390,16 @@ def test_every_way_to_look_runs_and_is_compared_with_one_forward_pass() -> None:
     assert rows[0]["times_fused"] == 1.0
     assert len(rows) > 10
     assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_constant_of_tiles_is_given_another_value_for_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    observation = script("observation")
+    monkeypatch.setattr(observation.tuning, "MAX_TILE_KEYS", 7)
+    assert observation.tune("MAX_TILE_KEYS=64") == "MAX_TILE_KEYS=64"
+    assert observation.tuning.MAX_TILE_KEYS == 64
+    for wrong in ("MAX_KEYS=64", "__doc__=3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no constant"):
+            observation.tune(wrong)
 
 
 def test_a_recording_is_compared_with_weights_that_give_the_same_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import regard.hooks
-import regard.observation
 from cases import tensors
 from comparing import assert_close, assert_zero
 from naive import naive
@@ -16,7 +15,19 @@ from regard.generation import generate
 from regard.layers import FeedForward, MultiHeadAttention
 from regard.masks import Causal, Dense, Document, Padding
 from regard.models import Decoder, Encoder, ModelConfig
-from regard.observation import Attended, Distance, Entropy, Image, MaxScore, Received, Share, Spread, Top, observe
+from regard.observation import (
+    Attended,
+    Distance,
+    Entropy,
+    Image,
+    MaxScore,
+    Received,
+    Share,
+    Spread,
+    Top,
+    observe,
+    tuning,
+)
 from regard.recording import Ablate, HideKey, Replace, gather, intervene, record
 from regard.scores import Additive
 
@@ -35,11 +46,11 @@ STATISTICS = Entropy(), Received(), Top(4), Distance(), Image(5, "mean"), MaxSco
 def passes(request, monkeypatch):
     """Whether the output comes from the weights; as a number, how often attention is then called for each layer."""
     if request.param == "one pass, head by head":
-        monkeypatch.setattr(regard.observation, "CELLS", 5 * LENGTH)
-        monkeypatch.setattr(regard.observation, "ROWS", 3)
+        monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 5 * LENGTH)
+        monkeypatch.setattr(tuning, "TILE_QUERIES", 3)
     if request.param == "two passes":
-        monkeypatch.setattr(regard.observation, "ATTENDED", 4)
-    monkeypatch.setattr(regard.observation, "DEAREST", float("inf"))
+        monkeypatch.setattr(tuning, "MAX_ATTENDED_KEYS", 4)
+    monkeypatch.setattr(tuning, "MAX_WHOLE_ROW_COST", float("inf"))
     return int(request.param == "two passes")
 
 
@@ -120,13 +131,13 @@ def test_the_output_is_attention_s_and_lse_comes_along(name, monkeypatch):
     if "additive" in call:
         call["additive"] = Additive(torch.linspace(-1, 1, 6 * query.shape[-1], dtype=torch.float64).view(6, -1))
     for cells in (1 << 20, 40):
-        monkeypatch.setattr(regard.observation, "CELLS", cells)
-        monkeypatch.setattr(regard.observation, "DEAREST", float("inf"))
+        monkeypatch.setattr(tuning, "MAX_TILE_SCORES", cells)
+        monkeypatch.setattr(tuning, "MAX_WHOLE_ROW_COST", float("inf"))
         seen = observe(query, key, **call)
         output, (entropy,) = seen.attend(value, [Entropy()])
         exact, lse = regard.attention_with_lse(query, key, value, **call, kernel="reference")
         assert_close(output, exact)
-        assert_close(seen._lse, lse)
+        assert_close(seen.call.lse, lse)
         assert_close(entropy, observe(query, key, **call, lse=lse).entropy())
     if not call:
         assert_close(output, naive(query, key, value)[0])
@@ -219,7 +230,7 @@ def test_a_recording_around_it_is_told_lse(dropout):
     with torch.no_grad(), record(layer) as recording, gather(layer, Entropy()) as gathered:
         layer(x)
     seen = recording["attention"]
-    assert seen._lse is not None
+    assert seen.call.lse is not None
     assert_close(seen.lse, observe(seen.query, seen.key).lse)
     assert_close(gathered["attention"][0], seen.entropy())
 
@@ -277,7 +288,7 @@ def test_nothing_but_the_answers_is_kept():
 
 
 def test_a_batch_with_a_rule_of_heads_and_rows_in_parts(monkeypatch):
-    monkeypatch.setattr(regard.observation, "CELLS", 40)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 40)
     query, key, _ = (x.detach() for x in tensors())
     chosen = torch.rand(2, 6, 7, 11) < 0.5
 
@@ -307,7 +318,9 @@ def test_what_cannot_be_gathered_is_refused():
     model = decoder()
     with pytest.raises(TypeError, match=r"gather: expected statistics of regard\.observation.*; got none"):
         gather(model).__enter__()
-    with pytest.raises(TypeError, match=r"such as Entropy\(\), Top\(8\); got <class 'regard\.observation\.Entropy'>"):
+    with pytest.raises(
+        TypeError, match=r"such as Entropy\(\), Top\(8\); got <class 'regard\.observation\.measures\.Entropy'>"
+    ):
         gather(model, Entropy).__enter__()
     with pytest.raises(ValueError, match=r"gather: no layer layers\.7; there are: layers\.0, "):
         gather(model, Entropy(), layers="layers.7").__enter__()

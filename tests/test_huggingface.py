@@ -31,7 +31,7 @@ from regard import functional, hooks, huggingface
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
-from regard.observation import LARGEST
+from regard.observation import MAX_NUMBERS_AT_ONCE
 from regard.shapes import Grid, ShapeError
 
 regard.huggingface.register()
@@ -1058,7 +1058,7 @@ def test_many_weights_are_refused_with_advice_and_a_rectangle_is_given():
     length = 8209
     query, key = torch.randn(1, 1, length, 5), torch.randn(1, 1, length, 5)
     lazy = attend(Layer(), query, key, key, mask_for_transformers(1, length, length), output_attentions=True)[1]
-    assert lazy.numel() > LARGEST
+    assert lazy.numel() > MAX_NUMBERS_AT_ONCE
     for use in (lazy.dense, lambda: lazy.mean(), lambda: torch.stack([lazy])):
         with pytest.raises(ValueError, match=r"not made.*weights\[0, 3, -64:, -64:\].*entropy\(\)"):
             use()

@@ -22,7 +22,7 @@ from comparing import assert_close
 from regard.huggingface import LazyWeights, attend, mask_for_transformers
 from regard.huggingface import weights as module
 from regard.huggingface.parts import LazyGradient, Place
-from regard.observation import LARGEST
+from regard.observation import MAX_NUMBERS_AT_ONCE
 from test_huggingface import CAUSAL, ENCODERS, SEQ2SEQ, Layer, heads, pair, some_tokens, state, weights
 
 LONG = 8209  # of one head, more weights than are made at once
@@ -32,7 +32,7 @@ def long() -> tuple[LazyWeights, Tensor, Tensor]:
     query, key = torch.randn(1, 1, LONG, 5), torch.randn(1, 1, LONG, 5)
     lazy = attend(Layer(), query, key, key, mask_for_transformers(1, LONG, LONG), output_attentions=True)[1]
     assert isinstance(lazy, LazyWeights)
-    assert lazy.numel() > LARGEST
+    assert lazy.numel() > MAX_NUMBERS_AT_ONCE
     return lazy, query, key
 
 

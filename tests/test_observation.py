@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-import regard.observation
 from cases import BATCH, GRID, HEAD_DIM, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, biases, fixed_masks, tensors
 from comparing import assert_close, assert_zero
 from naive import naive
@@ -29,9 +28,11 @@ from regard.observation import (
     Top,
     Viewers,
     Visible,
-    _heads_of_a_tile,
     observe,
+    tile,
+    tuning,
 )
+from regard.observation.tiling import heads_of_a_tile
 from regard.scores import Additive
 from regard.shapes import ShapeError
 
@@ -63,10 +64,11 @@ every_call = pytest.mark.parametrize("name", CALLS)
 def _tiles(request, monkeypatch):
     """All 7 x 11 scores at once; at most 3 rows of some heads; and at most 7 x 4, where 2 keys may make a tile."""
     if request.param != "at once":
-        limits = {"CELLS": 3 * HEADS * 4 + 5, "COLUMNS": 4, "EDGE": 2, "DEAREST": math.inf}
-        limits |= {"WHOLE": 4} if request.param == "in tiles" else {"ROWS": 3}
+        limits = {"MAX_TILE_SCORES": 3 * HEADS * 4 + 5, "MAX_TILE_KEYS": 4, "MIN_TILE_KEYS": 2}
+        limits["MAX_WHOLE_ROW_COST"] = math.inf
+        limits |= {"MAX_WHOLE_ROW_KEYS": 4} if request.param == "in tiles" else {"TILE_QUERIES": 3}
         for name, value in limits.items():
-            monkeypatch.setattr(regard.observation, name, value)
+            monkeypatch.setattr(tuning, name, value)
 
 
 in_tiles = pytest.mark.usefixtures("_tiles")
@@ -450,7 +452,7 @@ def test_received_sums_to_the_queries_that_see_something_less_the_sink():
 
 @pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(100), Causal() & Document.from_lengths([311, 390])])
 def test_a_longer_text_in_float32(mask, monkeypatch):
-    monkeypatch.setattr(regard.observation, "CELLS", 1 << 15)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 15)
     query, key = 2 * torch.randn(1, 4, 701, 17), torch.randn(1, 2, 701, 17)
     observation = observe(query, key, mask=mask)
     entropies, received, top, picture = observation.gather(Entropy(), Received(), Top(8), Image(100, "mean"))
@@ -488,14 +490,14 @@ def test_no_more_than_cells_are_held_at_once(monkeypatch):
             largest.append(tile.weights.numel())
             return tile.weights.sum(-1)
 
-    monkeypatch.setattr(regard.observation, "CELLS", 1 << 15)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 15)
     query = torch.randn(3, 2, 301, 3)
     for key_len in (2, 301, 1301):
         observe(query, torch.randn(3, 1, key_len, 3), softcap=2.0).gather(Watch())
         assert max(largest) <= 1 << 15
         largest.clear()
     # 104 queries from anywhere could see two documents, 64 from a multiple of 64 see one
-    monkeypatch.setattr(regard.observation, "CELLS", 256 * 104)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 256 * 104)
     query = torch.randn(1, 1, 768, 3)
     observation = observe(query, query, mask=Document.from_lengths([256, 256, 256]))
     entropies, mass = observation.gather(Entropy(), Watch())
@@ -518,7 +520,7 @@ class Surprising(Mask):
 
 
 def test_a_mask_that_says_less_of_many_rows_than_of_few_costs_memory_and_no_answer(monkeypatch):
-    monkeypatch.setattr(regard.observation, "CELLS", 64 * 256)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 64 * 256)
     query = torch.randn(1, 1, 512, 3)
     found = observe(query, query, mask=Surprising()).gather(Entropy(), Received(), Top(2))
     expected = observe(query, query, mask=Surprising.window).gather(Entropy(), Received(), Top(2))
@@ -544,7 +546,7 @@ class Keep(Statistic):
 
 
 def test_a_statistic_from_elsewhere_may_keep_what_it_was_shown(monkeypatch):
-    monkeypatch.setattr(regard.observation, "CELLS", 3 * KEY_LEN)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 3 * KEY_LEN)
     for name in ("nothing", "softcap", "sink"):
         weights = seen(name).weights()
         for lse in (None, seen(name).lse):
@@ -562,13 +564,13 @@ def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_co
         computed.append(left.shape[1] * left.shape[2] * right.shape[3])
         return grouped_matmul(left, right, **more)
 
-    monkeypatch.setattr(regard.observation, "CELLS", 1 << 12)
-    monkeypatch.setattr(regard.observation, "grouped_matmul", counted)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 12)
+    monkeypatch.setattr(tile, "grouped_matmul", counted)
     query = torch.randn(1, 1, 2048, 3)
     sinks_and_window = Causal() & (Window(16) | Prefix(4))
     cases = (None, 2048, 1), (Causal(), 2048, 1), (None, 2047, 2), (sinks_and_window, 2048, 2), (Window(16), 300, 1)
     for mask, most, passes in cases:
-        monkeypatch.setattr(regard.observation, "WHOLE", most)
+        monkeypatch.setattr(tuning, "MAX_WHOLE_ROW_KEYS", most)
         observation = observe(query, query, mask=mask)
         computed.clear()
         found = observation.gather(Received(), Top(2))
@@ -603,7 +605,7 @@ def test_scores_far_from_0_do_not_overflow():
 def test_heads_go_together_in_whole_groups_or_in_equal_parts_of_one():
     for heads, group, most, together in ((12, 1, 4, 4), (12, 1, 5, 4), (12, 1, 8, 6), (32, 4, 6, 4), (32, 4, 9, 8),
                                          (32, 8, 6, 4), (6, 3, 2, 1), (32, 32, 31, 16), (7, 1, 3, 3)):  # fmt: skip
-        assert _heads_of_a_tile(heads, group, most) == together, (heads, group, most)
+        assert heads_of_a_tile(heads, group, most) == together, (heads, group, most)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Which queries and keys: ranges, slices and index tensors, and the data that stands at them."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,26 @@ def as_range(which: range | slice) -> range:
     if not isinstance(which, slice) or which.stop is None:
         raise TypeError(f"give a range, or a slice with a stop, got {which!r}")
     return range(which.start or 0, which.stop, which.step or 1)
+
+
+def overlap(one: range, other: range) -> range:
+    """What lies in both."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
+def hull(ranges: Sequence[range]) -> range:
+    """From the first to the last of all."""
+    return range(min(part.start for part in ranges), max(part.stop for part in ranges))
+
+
+def split_at(whole: range, origin: int, step: int) -> Iterator[range]:
+    """The parts of a range between multiples of `step` counted from an origin."""
+    start = whole.start
+    while start < whole.stop:
+        stop = min(whole.stop, start + step - (start - origin) % step)
+        yield range(start, stop)
+        start = stop
 
 
 def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tensor:

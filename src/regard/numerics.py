@@ -4,6 +4,7 @@ What stands here says nothing of masks, biases or kernels: tensors in, tensors o
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -89,3 +90,15 @@ def softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]
 def exp(x: Tensor) -> Tensor:
     """e^x as 2^(x log2 e): on a CPU torch's exp2 is many times faster than its exp, above all where x is -inf."""
     return (x * LOG2_E).exp2()
+
+
+def finite_lse(lse: Tensor) -> Tensor:
+    """What to subtract from scores: 0 in place of the -inf of a query that sees nothing, since -inf - -inf is NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off: the dtype of the query decides, and no score is rounded on the way."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -25,8 +25,8 @@ from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
 from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
 from regard.kernels import Call, gives_lse
-from regard.numerics import grouped_matmul, upcast
-from regard.observation import _of_heads, _unrounded
+from regard.numerics import grouped_matmul, upcast, without_autocast
+from regard.observation.selecting import kv_of_heads
 from regard.shapes import Grid
 
 
@@ -101,8 +101,8 @@ class OfOutput:
         if not place.cells():
             return self.gradient.new_zeros(place.sizes())
         batch, heads, queries, keys = (slice(side.start, side.stop) for side in place)
-        with torch.inference_mode(False), torch.no_grad(), _unrounded(self.grid.device):
-            value = _of_heads(self.value, self.grid.heads, place.heads)[batch, :, keys]
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(self.grid.device):
+            value = kv_of_heads(self.value, self.grid.heads, place.heads)[batch, :, keys]
             product = grouped_matmul(upcast(self.gradient[batch, heads, queries]), upcast(value).mT)
             return product if self.dropout is None else product * self._kept(place)
 
@@ -110,7 +110,7 @@ class OfOutput:
         """The gradients of weights and value, to be differentiated once more: by definition, with all weights."""
         dropped = weights.dense()
         gradient, value = upcast(self.gradient), upcast(self.value)
-        with _unrounded(self.grid.device):
+        with without_autocast(self.grid.device):
             product = grouped_matmul(gradient, value.mT)
             if self.dropout is not None:
                 kept = self._kept(weights.frame.whole())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from regard.observation import LARGEST
+from regard.observation import MAX_NUMBERS_AT_ONCE
 
 
 def _getter(name: str) -> Any:
@@ -62,10 +62,10 @@ class Lazy(Tensor):
         raise NotImplementedError
 
     def _check_size(self) -> None:
-        if self.numel() > LARGEST:
+        if self.numel() > MAX_NUMBERS_AT_ONCE:
             raise ValueError(
                 f"regard: {type(self).__name__} {list(self.shape)} stands for {self.numel():,} numbers, which are not "
-                f"made: more than {LARGEST:,}; {self._advice()}"
+                f"made: more than {MAX_NUMBERS_AT_ONCE:,}; {self._advice()}"
             )
 
     @classmethod

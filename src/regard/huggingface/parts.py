@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.huggingface.lazy import Lazy, _getter, _setter
-from regard.observation import _overlap
+from regard.indexing import overlap
 
 
 class Place(NamedTuple):
@@ -328,7 +328,7 @@ class OfPlace:
 
     def rectangle(self, place: Place) -> Tensor:
         made = self.numbers.new_zeros(place.sizes())
-        both = Place(*(_overlap(one, other) for one, other in zip(place, self.place, strict=True)))
+        both = Place(*(overlap(one, other) for one, other in zip(place, self.place, strict=True)))
         if both.cells():
             made[both.within(place)] = self.numbers[both.within(self.place)]
         return made

@@ -1,6 +1,7 @@
 """The weights of one layer's call, made when they are looked at."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from regard.functional import check_call
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.parts import Frame, LazyGradient, LazyParts, OfPlace, Place, Sum
+from regard.indexing import hull
 from regard.numerics import softmax
-from regard.observation import LARGEST, Observation, _hull
+from regard.observation import MAX_NUMBERS_AT_ONCE, Observation
 from regard.reference import all_weights
 from regard.scores import Scoring
 
@@ -197,7 +199,7 @@ class WeightsOfCall:
         seen = self._seen.get(place[:2])
         if seen is None:
             seen = _of_place(self.observation(), place)
-            seen.query, seen.key = seen.query.detach(), seen.key.detach()
+            seen.call = replace(seen.call, query=seen.query.detach(), key=seen.key.detach())
             if len(self._seen) == MOST:
                 self._seen.clear()
             self._seen[place[:2]] = seen
@@ -265,13 +267,13 @@ def _joined(gradient: Tensor) -> "list[OfPlace | WithInputs]":
     places = [term for term in terms if isinstance(term, OfPlace)]
     if len(places) < 2:
         return terms
-    hull = Place(*(_hull([term.place[axis] for term in places]) for axis in range(4)))
-    if hull.cells() > min(LARGEST, 4 * sum(term.place.cells() for term in places)):
+    around = Place(*(hull([term.place[axis] for term in places]) for axis in range(4)))
+    if around.cells() > min(MAX_NUMBERS_AT_ONCE, 4 * sum(term.place.cells() for term in places)):
         return terms
-    numbers = places[0].numbers.new_zeros(hull.sizes())
+    numbers = places[0].numbers.new_zeros(around.sizes())
     for term in places:
-        numbers[term.place.within(hull)] += term.numbers.to(numbers)
-    return [*(term for term in terms if not isinstance(term, OfPlace)), OfPlace(hull, numbers)]
+        numbers[term.place.within(around)] += term.numbers.to(numbers)
+    return [*(term for term in terms if not isinstance(term, OfPlace)), OfPlace(around, numbers)]
 
 
 def _through_softmax(
@@ -285,7 +287,7 @@ def _through_softmax(
         return found
     with torch.enable_grad():
         part = _of_place(seen, place)
-        if len(place.batch) * len(place.heads) * len(place.queries) * seen.grid.key_len <= LARGEST:
+        if len(place.batch) * len(place.heads) * len(place.queries) * seen.grid.key_len <= MAX_NUMBERS_AT_ONCE:
             weights = softmax(part.scores(place.queries), part.scoring.sink)[0]
             weights = weights[..., place.keys.start : place.keys.stop]
         else:

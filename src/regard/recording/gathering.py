@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from regard.hooks import Attend, Compute, Heads, Result, ScoringArguments, loses_gradients
 from regard.observation import Statistic, observe
+from regard.observation.statistic import check_statistics
 from regard.recording.watching import Place, find, watching
 from regard.shapes import as_bytes, held, several
 
@@ -59,8 +60,8 @@ def gather(
 
     `record` keeps query and key, for whatever may be asked later. This keeps the answers alone, so that memory grows
     with the number of layers by the answers only, and it is the faster way: on a CPU, where a tile holds all that its
-    queries see (up to `regard.observation.ATTENDED` keys), the layer's output comes from the same weights as its
-    statistics, one product for both. The output is then as exact as the kernel's, and rounded in another way.
+    queries see (up to `regard.observation.tuning.MAX_ATTENDED_KEYS`), the layer's output comes from the same weights as
+    its statistics, one product for both. The output is then as exact as the kernel's, and rounded in another way.
 
     Every call of a layer is taken for itself: while a model writes with a cache, a call has the new queries and all
     keys. Where gradients are recorded, the statistics have them: an entropy penalty on a whole model is one line, in
@@ -68,7 +69,7 @@ def gather(
 
     Args:
         model: as in `record`.
-        statistics: `Entropy`, `Received`, `Top` and the others of `regard.observation`, or your own.
+        statistics: `Entropy`, `Received`, `Top` and regard's others, or your own (`Statistic`).
         layers: as in `record`.
     Raises:
         TypeError: no statistic, or something else.
@@ -76,7 +77,7 @@ def gather(
         RuntimeError: a layer runs where statistics have no gradient though the model's output has one: under activation
             checkpointing with ``use_reentrant=True``. With ``use_reentrant=False`` they have it.
 
-    >>> from regard.observation import Entropy, Top
+    >>> from regard import Entropy, Top
     >>> layer = MultiHeadAttention(8, 2)
     >>> with gather(layer, Entropy(), Top(3)) as gathered:
     ...     output = layer(torch.randn(1, 5, 8))
@@ -84,10 +85,7 @@ def gather(
     >>> entropy.shape, top.keys.shape
     (torch.Size([1, 2, 5]), torch.Size([1, 2, 5, 3]))
     """
-    wrong = next((repr(other) for other in statistics if not isinstance(other, Statistic)), None)
-    if wrong is not None or not statistics:
-        got = "none" if wrong is None else wrong
-        raise TypeError(f"gather: expected statistics of regard.observation, such as Entropy(), Top(8); got {got}")
+    check_statistics(statistics)
     gathered = Gathered()
 
     def asked(heads: Heads, scoring: ScoringArguments, attend: Attend) -> tuple[Result, tuple[Any, ...]]:

@@ -2,8 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class Recorded(Observation):
     Attributes:
         value: [batch, kv_heads, key_len, value_dim], if recorded with ``values=True``; else None.
         tokens: int [batch, query_len], what stood at the queries, if that was seen; else None.
-        heads: which heads of the layer these are; `head` goes by these numbers.
         cross: whether the keys are another sequence's than the queries' (cross-attention).
         patches: rows and columns of an image whose patches are the last of the keys, if it is one; else None.
     """
@@ -47,25 +46,25 @@ class Recorded(Observation):
         patches: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(query, key, scoring, lse)
+        self.call = replace(self.call, head_numbers=heads)
         self.value, self.tokens, self.cross, self.patches = value, tokens, cross, patches
-        self.heads = tuple(range(scoring.grid.heads)) if heads is None else heads
 
-    def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> "Recorded":
+    def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> Self:
         """Some batch rows and heads; heads by their place here, as in any `Observation`."""
-        rows, heads = which if isinstance(which, tuple) else (which, slice(None))
+        rows, _ = which if isinstance(which, tuple) else (which, slice(None))
         one = super().__getitem__(which)
-        if one is self:
-            return self
-        value, tokens = self.value, self.tokens
-        if value is not None:  # chosen as the keys are
-            value = Observation(self.query, value, self.scoring)[which].key
-        if tokens is not None:
-            tokens = tokens[rows : rows + 1 or None] if isinstance(rows, int) else tokens[rows]
-        numbers = (self.heads[heads],) if isinstance(heads, int) else self.heads[heads]
-        return Recorded(
-            *(one.query, one.key, one.scoring, one._lse),
-            value=value, tokens=tokens, heads=numbers, cross=self.cross, patches=self.patches,
-        )  # fmt: skip
+        if one is not self:
+            if self.value is not None:  # chosen as the keys are
+                one.value = Observation(self.query, self.value, self.scoring)[which].key
+            if self.tokens is not None:
+                one.tokens = self.tokens[rows : rows + 1 or None] if isinstance(rows, int) else self.tokens[rows]
+        return one
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Which heads of the layer these are; `head` goes by these numbers."""
+        numbers = self.call.head_numbers
+        return tuple(range(self.grid.heads) if numbers is None else numbers)
 
     def __repr__(self) -> str:
         of = "cross-attention, " if self.cross else "image {} x {}, ".format(*self.patches) if self.patches else ""
@@ -75,7 +74,7 @@ class Recorded(Observation):
         more = {"values": self.value, "tokens": self.tokens}
         return super()._kept() | {name: tensor for name, tensor in more.items() if tensor is not None}
 
-    def head(self, head: int) -> "Recorded":
+    def head(self, head: int) -> Self:
         """One head alone, by its number in the layer."""
         if head not in self.heads:
             raise ValueError(f"recording: no head {head!r}; recorded are: {', '.join(map(str, self.heads))}")

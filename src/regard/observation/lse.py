@@ -1,0 +1,114 @@
+"""The log-sum-exp of a call's scores: by tiles, for any score, or from one fused call of attention."""
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels import Call, choose
+from regard.numerics import exp, finite_lse, upcast
+from regard.observation.observed import ObservedCall
+from regard.observation.statistic import PerQuery, Result, Statistic
+from regard.observation.streaming import stream
+from regard.observation.tile import ScoreTile, TileWithoutLse
+from regard.observation.tiling import plan_tiles
+
+
+def settled(call: ObservedCall, entropy_alone: bool = False) -> tuple[ObservedCall, Tensor | None]:
+    """A call with its lse, and its entropy where that came along: where a fused call gives both, and is better.
+
+    It is where nothing but the entropy is wanted, and where a gradient is, which attention's own backward pass gives at
+    less cost.
+    """
+    if call.knows_lse:
+        return call, None
+    entropy = None
+    if call.is_product and (entropy_alone or call.wants_grad):
+        lse, entropy = fused_lse(call)
+    else:
+        lse = streamed_lse(call, range(call.grid.query_len))
+    return replace(call, lse=lse), entropy
+
+
+def fused_lse(call: ObservedCall) -> tuple[Tensor, Tensor]:
+    """lse and entropy from one call of attention with the keys as values: H = lse - scale q . (sum_j w k_j)."""
+    query, key = upcast(call.query), upcast(call.key)
+    of_keys = Call(query, key, key, call.scoring, None, wants_lse=True)
+    attended, lse = choose(of_keys).run(of_keys)
+    assert lse is not None
+    # a query that sees nothing may hold NaN, which times 0 is NaN
+    query = query.masked_fill((attended.detach() == 0).all(-1, keepdim=True), 0.0)
+    entropy = finite_lse(lse) - call.scoring.scale * (query * attended).sum(-1)
+    sink = call.sink
+    if sink is not None:
+        entropy = entropy - (sink - finite_lse(lse)).exp() * sink
+    return lse, entropy.clamp(min=0.0)
+
+
+def streamed_lse(call: ObservedCall, queries: range) -> Tensor:
+    """lse of some queries, by tiles: [batch, heads, len(queries)]."""
+    with torch.no_grad():
+        lse = _one(replace(call, lse=None), _LogSumExp(queries))
+    if not call.wants_grad:
+        return lse
+    # log of a sum of 1 that has the gradient: sums need nothing kept for the backward pass, a running maximum does
+    known = replace(call, lse=F.pad(lse, (queries.start, call.grid.query_len - queries.stop)))
+    total = _one(known, _Total(queries))[:, :, queries.start : queries.stop]
+    sink = call.sink
+    if sink is not None:
+        total = total + (sink - finite_lse(lse)).exp()
+    return lse + total.masked_fill(lse == -math.inf, 1.0).log()
+
+
+class _LogSumExp(Statistic[Tensor]):
+    """lse of some queries, without gradient."""
+
+    keeps_tiles = False
+
+    def __init__(self, queries: range) -> None:
+        self.queries = queries
+
+    def start(self, call: ObservedCall) -> None:
+        super().start(call)
+        self.top = call.lse_of_empty
+        self.total = (self.top != -math.inf).to(self.top.dtype)
+
+    def area(self) -> tuple[range, range]:
+        return self.queries, range(self.call.grid.key_len)
+
+    def of(self, tile: ScoreTile) -> tuple[Tensor, Tensor]:
+        assert isinstance(tile, TileWithoutLse)
+        return tile.sums()
+
+    def add(self, tile: ScoreTile, part: tuple[Tensor, Tensor]) -> None:
+        at, (top, total) = tile.of_queries(), part
+        largest = torch.maximum(self.top[at], top)
+        shift = finite_lse(largest)
+        self.total[at] = self.total[at] * exp(self.top[at] - shift) + total * exp(top - shift)
+        self.top[at] = largest
+
+    def finish(self) -> Tensor:
+        lse = (finite_lse(self.top) + self.total.log()).masked_fill(self.total == 0, -math.inf)
+        return lse[:, :, self.queries.start : self.queries.stop]
+
+
+class _Total(PerQuery):
+    """The sum of each query's weights, for some queries: 1, with the gradient of lse."""
+
+    def __init__(self, queries: range) -> None:
+        self.queries = queries
+
+    def area(self) -> tuple[range, range]:
+        return self.queries, range(self.call.grid.key_len)
+
+    def of(self, tile: ScoreTile) -> Tensor:
+        return tile.weights.sum(-1)
+
+
+def _one(call: ObservedCall, statistic: Statistic[Result]) -> Result:
+    """One statistic of the call as it is."""
+    statistic.start(call)
+    stream(call, [statistic], plan_tiles(call, *statistic.area()))
+    return statistic.finish()

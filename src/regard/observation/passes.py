@@ -1,0 +1,60 @@
+"""Which passes answer some statistics: one where tiles bring lse, or lse first, and what comes along with it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from regard.indexing import hull
+from regard.observation import tuning
+from regard.observation.lse import settled
+from regard.observation.measures import Entropy
+from regard.observation.observed import ObservedCall
+from regard.observation.statistic import Statistic
+from regard.observation.streaming import Progress, silent, stream
+from regard.observation.tiling import TilePlan, plan_tiles, plan_whole_rows
+
+
+def gather(
+    call: ObservedCall, statistics: Sequence[Statistic[Any]], progress: Progress = silent, plan: TilePlan | None = None
+) -> tuple[tuple[Any, ...], Tensor | None]:
+    """The results of some statistics, and lse where it was needed.
+
+    Args:
+        plan: tiles that hold whole rows; None: what is best is found out.
+    """
+    entropy = None
+    needing = [statistic for statistic in statistics if statistic.needs_weights]
+    if needing and plan is None and not call.knows_lse:
+        entropy_alone = all(type(statistic) is Entropy for statistic in needing)
+        fused = entropy_alone and call.is_product
+        plan = whole_rows_for(call, statistics, tuning.MAX_TILE_KEYS if fused else tuning.MAX_WHOLE_ROW_KEYS)
+        if plan is None:
+            call, entropy = settled(call, entropy_alone)
+    lse = call.lse if plan is None else call.lse_of_empty
+    known = replace(call, lse=lse)  # what a pass brings is there when statistics finish
+    running = [copy.copy(statistic) for statistic in statistics]
+    along = [entropy is not None and type(statistic) is Entropy for statistic in statistics]  # with lse
+    asked = [statistic for statistic, came in zip(running, along, strict=True) if not came]
+    for statistic in asked:
+        statistic.start(known)
+    if not asked:
+        progress(call.grid.query_len, call.grid.query_len)
+    elif plan is None:
+        areas = [statistic.area() for statistic in asked]
+        others = [other for statistic in asked for other in statistic.others()]
+        queries, keys = (hull([area[axis] for area in areas]) for axis in (0, 1))
+        stream(call, asked, plan_tiles(call, queries, keys, others), progress)
+    else:
+        stream(replace(call, lse=None), asked, plan, progress, lse)
+    return tuple(entropy if came else one.finish() for one, came in zip(running, along, strict=True)), lse
+
+
+def whole_rows_for(call: ObservedCall, statistics: Sequence[Statistic[Any]], max_keys: int) -> TilePlan | None:
+    """Tiles that bring lse to statistics, of at most so many keys; None where a gradient is wanted, other calls are
+    looked at, or it is no gain."""
+    if call.wants_grad or any(statistic.others() for statistic in statistics):
+        return None
+    return plan_whole_rows(call, max_keys)

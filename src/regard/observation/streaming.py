@@ -1,0 +1,103 @@
+"""Shows every tile of a plan to some statistics, once forward, and once more for a backward pass.
+
+What tiles there are is decided elsewhere (`tiling`), and what is made of them by the statistics.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from regard.indexing import overlap
+from regard.observation.observed import ObservedCall
+from regard.observation.statistic import Statistic
+from regard.observation.tile import BUFFERS, ScoreTile, TileWithoutLse, tile_of
+from regard.observation.tiling import TilePlan
+
+Progress = Callable[[int, int], None]
+"""Called with the queries done and all there are."""
+
+
+def silent(done: int, all: int) -> None:
+    """Reports nothing."""
+
+
+def stream(
+    call: ObservedCall,
+    statistics: Sequence[Statistic[Any]],
+    plan: TilePlan,
+    progress: Progress = silent,
+    lse: Tensor | None = None,
+) -> None:
+    """Shows statistics that have been started the tiles that each of them wants, rows from the top, from left to right.
+
+    Args:
+        call: its lse is what tiles are told; None: they have none.
+        lse: where tiles that hold whole rows write what they bring.
+    """
+    areas = [statistic.area() for statistic in statistics]
+    others = (other for statistic in statistics for other in statistic.others())
+    differentiable = call.wants_grad or any(other.wants_grad for other in others)
+    memory = None
+    if not differentiable and not any(statistic.keeps_tiles for statistic in statistics):
+        memory = torch.empty(BUFFERS, plan.max_scores, dtype=call.dtype, device=call.grid.device)
+    done, total = 0, sum(len(queries) for _, _, rows in plan.strips for queries in rows)
+    for batch, mask, rows in plan.strips:
+        parts = [_Part(call, batch, heads, plan, rows) for heads in plan.heads] if rows else []
+        for number, queries in enumerate(rows):
+            for keys in plan.keys_of(mask, queries):
+                wanting = [
+                    statistic
+                    for statistic, area in zip(statistics, areas, strict=True)
+                    if overlap(queries, area[0]) and overlap(keys, area[1])
+                ]
+                for part in parts:
+                    tile = part.show(number, queries, keys, wanting, memory, differentiable)
+                    if lse is not None and isinstance(tile, TileWithoutLse):
+                        lse[tile.of_queries()] = tile.lse
+            done += len(queries)
+            progress(done, total)
+
+
+class _Part:
+    """The batch rows and heads of a call that stand in a tile together, in the pieces that tiles are made of."""
+
+    def __init__(self, call: ObservedCall, batch: slice, heads: slice, plan: TilePlan, rows: list[range]) -> None:
+        part = call.select(range(batch.start, batch.stop), range(heads.start, heads.stop))
+        keys = plan.keys
+        query, key, lse = part.folded(slice(rows[0].start, rows[-1].stop), slice(keys.start, keys.stop))
+        # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
+        down = [len(queries) for queries in rows]
+        self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
+        self.lse = None if lse is None else lse.split(down, dim=2)
+        self.scoring, self.is_folded = part.scoring, part.is_product
+        self.place, self.plan = part.place(batch, heads, rows[0], keys), plan
+
+    def show(
+        self, number: int, queries: range, keys: range, statistics: list[Statistic[Any]], memory: Tensor | None,
+        differentiable: bool,
+    ) -> ScoreTile:  # fmt: skip
+        """One tile; where a gradient is wanted, so that the backward pass makes it again."""
+        piece, first = divmod(keys.start - self.plan.keys.start, self.plan.step)
+        inside = slice(first, first + len(keys))
+        place = self.place._replace(queries=queries, keys=keys)
+        tensors = self.query[number], self.key[piece], None if self.lse is None else self.lse[number]
+
+        def made(query: Tensor, key: Tensor, lse: Tensor | None) -> ScoreTile:
+            return tile_of(place, self.scoring, query, key[:, :, inside], lse, folded=self.is_folded, memory=memory)
+
+        def parts(query: Tensor, key: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
+            tile = made(query, key, lse)
+            return tuple(statistic.of(tile) for statistic in statistics)
+
+        tile = made(*tensors)
+        if differentiable:
+            found = checkpoint(parts, *tensors, use_reentrant=False, preserve_rng_state=False)
+            for statistic, part in zip(statistics, found, strict=True):
+                statistic.add(tile, part)
+        else:
+            for statistic in statistics:
+                statistic.see(tile)
+        return tile

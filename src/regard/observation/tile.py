@@ -1,0 +1,302 @@
+"""One tile of a call: its scores and weights, made when a statistic asks for them. Other tiles are not known here.
+
+    exponents = log2(e) (score - shift),   powers = 2^exponents,   weights = powers / total
+
+With lse known, shift = lse and powers are the weights. Without, shift is the largest score and total the sum over all
+that is seen; for that a tile must hold all the keys that its queries see, and then it brings their lse.
+
+Where a score is a plain product, query and key come *folded*: q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so
+that q' . k' is the exponent (as long as lse is not known, the score), and weights cost one product and one exp2.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.masks import Tile
+from regard.numerics import LOG2_E, exp, finite_lse, grouped_matmul, zero_empty_queries, zero_unseen
+from regard.scores import Scoring
+
+LOG2_OF_ZERO = -1e4
+"""Stands for log2 of a weight of 0 in a product with that weight: 2^-10,000 is 0 in every dtype."""
+
+BUFFERS = 3
+"""Pieces of memory of a tile's size that a tile uses: for scores or exponents, for powers, for what is made of both."""
+
+
+class TilePlace(NamedTuple):
+    """Where a tile lies.
+
+    Attributes:
+        batch, heads: in the call that is asked: where its numbers go in a result.
+        queries, keys: which queries and keys.
+        batch_numbers, head_numbers: the numbers of these batch rows and heads in the call that was observed, which has
+            more of both where some were selected.
+    """
+
+    batch: slice
+    heads: slice
+    queries: range
+    keys: range
+    batch_numbers: Tensor
+    head_numbers: Tensor
+
+
+class ScoreTile(ABC):
+    """One tile of a call, as a statistic sees it: scores and weights of some queries and keys, made when asked for.
+
+    The next tile may take the memory of its tensors: what is kept of them has to be computed or copied, or the
+    statistic says that it `keeps_tiles`.
+
+    Attributes:
+        batch, heads: slices, which batch rows and heads of the call it belongs to.
+        queries, keys: ranges; its tensors are [batch, heads, len(queries), len(keys)].
+    """
+
+    def __init__(
+        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, *, folded: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            scoring: of these batch rows and heads.
+            query, key: of these queries and keys.
+            folded: whether scale and lse are in them (see above).
+            memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they take their own.
+        """
+        self.place, (self.batch, self.heads, self.queries, self.keys) = place, place[:4]
+        full = scoring.mask is None or scoring.mask.tile(self.queries, self.keys) is Tile.FULL
+        self._scoring = replace(scoring, mask=None) if full else scoring
+        self._query, self._key, self._folded, self._memory = query, key, folded, memory
+
+    @property
+    @abstractmethod
+    def scores(self) -> Tensor:
+        """Scores after scale, softcap, bias and mask; -inf where hidden."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Tensor:
+        """Weights; 0 where hidden."""
+
+    @property
+    @abstractmethod
+    def log2(self) -> Tensor:
+        """The binary logarithms of the weights; -inf where hidden."""
+
+    @property
+    @abstractmethod
+    def powers(self) -> Tensor:
+        """Weights times `total`, which costs less than weights."""
+
+    @property
+    @abstractmethod
+    def total(self) -> Tensor | None:
+        """What to divide powers by: [batch, heads, queries]; None for 1, which it is once weights were asked for."""
+
+    @abstractmethod
+    def negentropy(self) -> Tensor:
+        """The sum of weight log2(weight) of each query: [batch, heads, queries]."""
+
+    @cached_property
+    def allowed(self) -> Tensor | None:
+        """Who may attend to whom, broadcastable to the tile; None for everybody to everybody."""
+        return self._scoring.allowed(self.queries, self.keys)
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch row, head, query and key of every weight, as numbers in the call that was observed, also where some of
+        its batch rows and heads were selected: index tensors that broadcast to [batch, heads, queries, keys], as a
+        mask's `rule` takes them."""
+        device = self._query.device
+        query = torch.arange(self.queries.start, self.queries.stop, device=device)
+        key = torch.arange(self.keys.start, self.keys.stop, device=device)
+        batch, head = self.place.batch_numbers, self.place.head_numbers
+        return batch[:, None, None, None], head[:, None, None], query[:, None], key
+
+    def num_allowed(self, dim: int) -> Tensor:
+        """How many cells are allowed, along keys (-1) or queries (-2): int."""
+        shape = [self._query.shape[0], self._query.shape[1], len(self.queries), len(self.keys)]
+        if self.allowed is not None:
+            return self.allowed.expand(shape).sum(dim)
+        length = shape.pop(dim)
+        return torch.full(shape, length, device=self._query.device)
+
+    def of_queries(self) -> tuple[slice, slice, slice]:
+        """Where its queries stand in a tensor [batch, heads, query_len, *] of the whole call."""
+        return self.batch, self.heads, slice(self.queries.start, self.queries.stop)
+
+    def of_keys(self) -> tuple[slice, slice, slice]:
+        """Where its keys stand in a tensor [batch, heads, key_len, *] of the whole call."""
+        return self.batch, self.heads, slice(self.keys.start, self.keys.stop)
+
+    def rescaled(self, sums: Tensor) -> Tensor:
+        """Sums of powers per query as sums of weights: [batch, heads, queries, *]."""
+        return sums if self.total is None else sums / self.total.unflatten(-1, (-1, *[1] * (sums.dim() - 3)))
+
+    def _powers_times(self, exponents: Tensor) -> Tensor:
+        """The sum of powers times exponents of each query."""
+        powers = self.powers
+        if self.allowed is not None:
+            exponents = torch.clamp(exponents, min=LOG2_OF_ZERO, out=self._buffer(2))
+        return torch.mul(powers, exponents, out=self._buffer(2)).sum(-1)
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        """Scores where lse is not folded in; exponents may then take their place in memory."""
+        return self._product() if self._folded else self._scoring.tile(*self._shown(), self.queries, self.keys)
+
+    def _product(self) -> Tensor:
+        """What was folded into query and key; -inf where hidden."""
+        query, key = self._shown()
+        product = grouped_matmul(query, key.transpose(-2, -1), out=self._buffer(0))
+        return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
+
+    def _exponents(self, shift: Tensor) -> Tensor:
+        return torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._buffer(0))
+
+    def _buffer(self, number: int) -> Tensor | None:
+        """One piece of memory of the tile's size, where there is any of it."""
+        shape = *self._query.shape[:3], len(self.keys)
+        if self._memory is None or self._memory.shape[1] < math.prod(shape):
+            return None
+        return self._memory[number, : math.prod(shape)].view(shape)
+
+    def _shown(self) -> tuple[Tensor, Tensor]:
+        """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
+        if not (self._query.requires_grad or self._key.requires_grad):
+            return self._query, self._key
+        return zero_empty_queries(self._query, self.allowed), zero_unseen(self._key, self.allowed)
+
+
+class TileWithLse(ScoreTile):
+    """A tile whose queries' lse is known: any keys."""
+
+    def __init__(
+        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor, *, folded: bool = False,
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Args: lse: finite, 0 for a query that sees nothing. The rest as in `ScoreTile`."""
+        super().__init__(place, scoring, query, key, folded=folded, memory=memory)
+        self._lse = lse
+
+    @property
+    def scores(self) -> Tensor:
+        return self.log2 / LOG2_E + self._lse[..., None] if self._folded else self._scores
+
+    @cached_property
+    def log2(self) -> Tensor:
+        return self._product() if self._folded else self._exponents(self._lse)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return torch.exp2(self.log2, out=self._buffer(1))
+
+    @property
+    def powers(self) -> Tensor:
+        return self.weights
+
+    @property
+    def total(self) -> None:
+        return None
+
+    def negentropy(self) -> Tensor:
+        return self._powers_times(self.log2)
+
+
+class _Softmax(NamedTuple):
+    """What a tile without lse comes to: `seen` is the sum of powers, `total` with the sink and 1 where nothing is seen;
+    all but exponents and powers are [batch, heads, queries]."""
+
+    largest: Tensor
+    exponents: Tensor
+    powers: Tensor
+    seen: Tensor
+    total: Tensor
+    lse: Tensor
+
+
+class TileWithoutLse(ScoreTile):
+    """A tile whose queries' lse is not known: of its weights can only be asked where it holds all that they see.
+
+    Powers become weights, in their place, when these are first asked for.
+    """
+
+    _are_weights = False
+
+    @cached_property
+    def _softmax(self) -> _Softmax:
+        largest = self._scores.amax(-1)
+        sink = self._scoring.sink
+        if sink is not None:
+            largest = torch.maximum(largest, sink[:, None].to(largest))
+        largest = finite_lse(largest)
+        exponents = self._exponents(largest)
+        powers = torch.exp2(exponents, out=self._buffer(1))
+        seen = total = powers.sum(-1)
+        if sink is not None:
+            total = total + exp(sink[:, None].to(total) - largest)
+        lse = largest + total.log()
+        return _Softmax(largest, exponents, powers, seen, total.masked_fill(total == 0, 1.0), lse)
+
+    @property
+    def scores(self) -> Tensor:
+        if "_softmax" not in vars(self):
+            return self._scores
+        known = self._softmax
+        shift = known.largest + known.total.log() if self._are_weights else known.largest
+        return known.exponents / LOG2_E + shift[..., None]
+
+    @property
+    def powers(self) -> Tensor:
+        return self._softmax.powers
+
+    @property
+    def total(self) -> Tensor | None:
+        return None if self._are_weights else self._softmax.total
+
+    @property
+    def log2(self) -> Tensor:
+        self._normalise()
+        return self._softmax.exponents
+
+    @property
+    def weights(self) -> Tensor:
+        self._normalise()
+        return self._softmax.powers
+
+    def negentropy(self) -> Tensor:
+        sums = self._powers_times(self._softmax.exponents)
+        if self._are_weights:
+            return sums
+        return (sums - self._softmax.total.log2() * self._softmax.seen) / self._softmax.total
+
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of its queries' scores and sink, -inf where there is nothing: [batch, heads, queries]."""
+        return self._softmax.lse
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The largest score of each query, or of its sink, and the sum of exp(score - largest) over its keys; -inf and
+        0 where nothing is seen."""
+        return self._softmax.largest.masked_fill(self._softmax.seen == 0, -math.inf), self._softmax.seen
+
+    def _normalise(self) -> None:
+        if not self._are_weights:
+            self._softmax.exponents.sub_(self._softmax.total.log2()[..., None])
+            self._softmax.powers.div_(self._softmax.total[..., None])
+            self._are_weights = True
+
+
+def tile_of(
+    place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor | None, **how: Any
+) -> ScoreTile:
+    """A tile with lse, or without where it is None; further arguments as in `ScoreTile`."""
+    if lse is None:
+        return TileWithoutLse(place, scoring, query, key, **how)
+    return TileWithLse(place, scoring, query, key, lse, **how)

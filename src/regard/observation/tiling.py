@@ -1,0 +1,147 @@
+"""Which tiles a pass goes through: the keys that are seen, cut so that a tile fits the cache and skips what is hidden.
+
+Only the mask and the sizes of a call decide; no score is computed here.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+from regard.indexing import hull, split_at
+from regard.masks import Mask
+from regard.masks.planning import by_batch, visible
+from regard.observation import tuning
+from regard.observation.observed import ObservedCall
+
+
+class TilePlan(NamedTuple):
+    """The tiles of a rectangle of a call."""
+
+    keys: range
+    """All keys of the rectangle."""
+    step: int
+    """Keys are split at multiples of it, counted from the first."""
+    heads: list[slice]
+    """Which heads stand in a tile together."""
+    strips: list[tuple[slice, Mask, list[range]]]
+    """Batch rows that stand in a tile together, their mask, and the queries that do."""
+    max_scores: int
+    """Scores in the largest tile, or more."""
+    whole_rows: bool
+    """Whether a tile goes from the first to the last key that its queries see, and so brings their lse."""
+
+    def keys_of(self, mask: Mask, queries: range) -> Iterable[range]:
+        """The keys of some queries' tiles, from left to right."""
+        tiles = _visible_keys(mask, queries, self.keys, self.step)
+        if not self.whole_rows:
+            return tiles
+        seen = [*tiles]
+        return [hull(seen)] if seen else ()
+
+
+def plan_whole_rows(call: ObservedCall, max_keys: int) -> TilePlan | None:
+    """Tiles that hold all that their queries see, and so bring lse; None where lse is better had beforehand.
+
+    Args:
+        max_keys: most keys in a tile.
+    """
+    queries, keys = range(call.grid.query_len), range(call.grid.key_len)
+    widest = in_tiles = visible_scores = 0
+    for _, mask in _masks(call, ()):
+        for start in reversed(range(0, len(queries), tuning.TILE_QUERIES)):  # the last see most under a causal mask
+            some = range(start, min(start + tuning.TILE_QUERIES, len(queries)))
+            tiles = [*_visible_keys(mask, some, keys, max(1, len(keys)))]
+            wide = len(hull(tiles)) if tiles else 0
+            if wide > max_keys:
+                return None
+            widest, in_tiles = max(widest, wide), in_tiles + wide * len(some)
+            visible_scores += sum(map(len, tiles)) * len(some)
+    if in_tiles > tuning.MAX_WHOLE_ROW_COST * visible_scores:
+        return None
+    return plan_tiles(call, queries, keys, whole_rows_of=max(1, widest))
+
+
+def plan_tiles(
+    call: ObservedCall,
+    queries: range,
+    keys: range,
+    others: Sequence[ObservedCall] = (),
+    whole_rows_of: int | None = None,
+) -> TilePlan:
+    """The tiles of a rectangle.
+
+    Args:
+        others: calls whose visible keys must not be skipped either.
+        whole_rows_of: the most keys between the first and the last that `TILE_QUERIES` queries see, for tiles that hold
+            all of that; None: tiles that skip what is hidden.
+    """
+    batch, heads, device = call.grid.batch, call.grid.heads, call.grid.device
+    max_scores = tuning.MAX_TILE_SCORES if device.type == "cpu" else tuning.MAX_TILE_SCORES_ON_GPU
+    widest = whole_rows_of
+    if widest is None:
+        wide = tuning.MAX_TILE_KEYS // (1 if batch * heads >= tuning.MIN_HEADS_OF_WIDE_TILES else 2)
+        widest = max(1, min(wide, len(keys), max(tuning.MIN_TILE_KEYS, max_scores // tuning.MIN_TILE_KEYS)))
+    max_heads = max(1, max_scores // (widest * max(1, min(tuning.TILE_QUERIES, len(queries)))))
+    masks = _masks(call, others)
+    if len(masks) == 1 < batch and batch * heads > max_heads:  # tiles of all batch rows would be too flat
+        masks = [(slice(index, index + 1), masks[0][1]) for index in range(batch)]
+    num_batch = batch if len(masks) == 1 else 1
+    group = heads // call.key.shape[1]
+    num_heads = heads if num_batch * heads <= max_heads else heads_of_a_tile(heads, group, max_heads)
+    num_queries = max(1, min(len(queries), max_scores // (widest * num_batch * num_heads)))
+    if whole_rows_of is not None and whole_rows_of < len(keys):  # more queries together would see more keys
+        most = min(num_queries, tuning.TILE_QUERIES)
+        num_queries = max(count for count in range(1, most + 1) if tuning.TILE_QUERIES % count == 0)
+    step = widest if whole_rows_of is None else max(1, len(keys))
+    strips = []
+    for some, mask in masks:
+        height = _height(mask, queries, keys, num_queries, step, num_batch * num_heads)
+        strips.append((some, mask, [*split_at(queries, queries.start, height)]))
+    in_heads = [slice(start, min(start + num_heads, heads)) for start in range(0, heads, num_heads)]
+    largest = num_batch * num_heads * num_queries * widest
+    return TilePlan(keys, step, in_heads, strips, largest, whole_rows_of is not None)
+
+
+def heads_of_a_tile(heads: int, group: int, most: int) -> int:
+    """How many heads go together: whole groups that share a kv head, as many in one tile as in the next, or an equal
+    part of one group."""
+    if most < group:
+        return max(count for count in range(1, most + 1) if group % count == 0)
+    kv_heads = heads // group
+    tiles = -(-kv_heads // (most // group))
+    return -(-kv_heads // tiles) * group
+
+
+def _masks(call: ObservedCall, others: Sequence[ObservedCall]) -> list[tuple[slice, Mask]]:
+    """The mask of a call and of others: of all batch rows, or of each where they see different keys."""
+    mask = reduce(or_, (seen.scoring.mask_or_everything for seen in (call, *others)))
+    found = by_batch(mask, call.grid)
+    return [(slice(0, call.grid.batch) if n is None else slice(n, n + 1), part) for n, part in found.items()]
+
+
+def _visible_keys(mask: Mask, queries: range, keys: range, step: int) -> Iterator[range]:
+    """The keys that some of the queries may see, from left to right, split at every `step` from the first."""
+    pending: range | None = None
+    for found, _ in visible(mask, queries, keys, tuning.MIN_TILE_KEYS):
+        if pending is not None and found.start == pending.stop:
+            pending = range(pending.start, found.stop)
+            continue
+        if pending is not None:
+            yield from split_at(pending, keys.start, step)
+        pending = found
+    if pending is not None:
+        yield from split_at(pending, keys.start, step)
+
+
+def _height(mask: Mask, queries: range, keys: range, most: int, step: int, heads: int) -> int:
+    """Queries in a tile, for the least cost: higher tiles are fewer, and hold more that is hidden where the keys that
+    are seen move on with the queries. Judged by the middle of the queries."""
+
+    def cost(height: int) -> float:
+        middle = queries.start + max(0, len(queries) - height) // 2
+        tiles = [*_visible_keys(mask, range(middle, min(middle + height, queries.stop)), keys, step)]
+        return sum(map(len, tiles)) + len(tiles) * tuning.TILE_OVERHEAD_SCORES / (heads * height)
+
+    halves = [most >> n for n in range(most.bit_length())]
+    return min((height for height in halves if height == most or height >= tuning.MIN_TILE_KEYS), key=cost)
