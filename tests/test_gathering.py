@@ -14,7 +14,7 @@ from regard.cache import LayerCache
 from regard.generation import generate
 from regard.layers import FeedForward, MultiHeadAttention
 from regard.masks import Causal, Dense, Document, Padding
-from regard.models import Decoder, Encoder, ModelConfig
+from regard.models import Encoder, ModelConfig
 from regard.observation import (
     Attended,
     Distance,
@@ -30,8 +30,8 @@ from regard.observation import (
 )
 from regard.recording import Ablate, HideKey, Replace, gather, intervene, record
 from regard.scores import Additive
+from small import LENGTH, VOCAB, decoder, spread, text
 
-VOCAB, LENGTH = 29, 11
 PARTS = {
     "plain": {},
     "grouped": {"kv_heads": 2},
@@ -65,23 +65,6 @@ def attended(monkeypatch):
 
     monkeypatch.setattr(regard.hooks, "attention_and_perhaps_lse", counted)
     return calls
-
-
-def spread(model):
-    """Weights large enough that attention is far from even, in float64."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.dim() > 1 else 1.0))
-    return model.double()
-
-
-def decoder(**parts):
-    sizes = {"vocab_size": VOCAB, "context_length": 13, "dim": 24, "layers": 3, "heads": 6, "hidden_dim": 17}
-    return spread(Decoder(ModelConfig(**sizes | parts))).eval()
-
-
-def text(batch=2, length=LENGTH):
-    return torch.randint(VOCAB, (batch, length))
 
 
 def flat(result):

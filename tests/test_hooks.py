@@ -20,24 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from comparing import assert_close
 from regard import hooks
 from regard.hooks import hooked
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder
 from regard.observation import Entropy
 from regard.recording import Ablate, HideKey, Scale, gather, intervene, record
-
-VOCAB, LENGTH = 29, 11
-
-
-def decoder(layers=3, **parts):
-    sizes = {"vocab_size": VOCAB, "context_length": 13, "dim": 24, "layers": layers, "heads": 6, "hidden_dim": 17}
-    model = Decoder(ModelConfig(**sizes | parts))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.dim() > 1 else 1.0))
-    return model.double().eval()
-
-
-def text(batch=2, length=LENGTH):
-    return torch.randint(VOCAB, (batch, length))
+from small import VOCAB, decoder, text
 
 
 def llama():

@@ -39,7 +39,7 @@ from regard.generation import generate
 from regard.hooks import Heads
 from regard.layers import FeedForward, MultiHeadAttention
 from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
-from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, ModelConfig
+from regard.models import Classifier, Decoder, Encoder, EncoderDecoder
 from regard.observation import Observation, observe
 from regard.recording import (
     Ablate,
@@ -58,27 +58,7 @@ from regard.recording.summary import LOCAL, kind_of, seen_before, summarise
 from regard.recording.views import HeadsMask, HiddenKey, PiecesMask
 from regard.scores import Additive
 from regard.shapes import Grid, ShapeError
-
-VOCAB, LENGTH = 29, 11
-
-
-def config(**changes):
-    return ModelConfig(
-        **{"vocab_size": VOCAB, "context_length": 13, "dim": 24, "layers": 3, "heads": 6, "hidden_dim": 17} | changes
-    )
-
-
-def spread(model):
-    """Weights large enough that attention is far from even, in float64."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.dim() > 1 else 1.0))
-    return model.double()
-
-
-def text(batch=2, length=LENGTH):
-    return torch.randint(VOCAB, (batch, length))
-
+from small import LENGTH, VOCAB, config, looking_at, spread, text
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
@@ -270,18 +250,6 @@ TOKENS = torch.tensor([[7, 1, 2, 3, 1, 2, 3, 1], [7, 4, 4, 5, 6, 4, 5, 8]])
 """Earlier occurrences: in the first row from place 4 on, in the second at places 2, 5 and 6."""
 
 
-def looking_at(*targets, batch=2):
-    """An observation whose heads put all weight on one key each: targets[head][query], or None to look evenly."""
-    length = len(targets[0])
-    query = torch.zeros(batch, len(targets), length, length, dtype=torch.float64)
-    for head, keys in enumerate(targets):
-        for place, key in enumerate(keys):
-            if key is not None:
-                query[:, head, place, key] = 1000.0
-    key = torch.eye(length, dtype=torch.float64).expand(batch, len(targets), -1, -1)
-    return observe(query, key, mask=Causal(), scale=1.0)
-
-
 def test_heads_by_hand():
     heads = {
         "previous token": [0, 0, 1, 2, 3, 4, 5, 6],
@@ -290,7 +258,7 @@ def test_heads_by_hand():
         "induction": [0, 0, 0, 0, 2, 3, 4, 5],  # what followed the last 1, 2, 3, 1 of the first row
         "even": [None] * 8,
     }
-    summary = summarise("layers.4", looking_at(*heads.values(), batch=1), TOKENS[:1])
+    summary = summarise("layers.4", looking_at(*heads.values(), mask=Causal()), TOKENS[:1])
     assert [s.kind for s in summary] == list(heads)
     assert [(s.layer, s.head) for s in summary] == [("layers.4", head) for head in range(5)]
     previous, first, same, induction, even = summary
@@ -360,7 +328,7 @@ def test_shares_of_any_weights_counted_one_by_one():
 
 
 def test_a_text_without_repetition_has_no_share_of_induction():
-    (summary,) = summarise("layers.0", looking_at([None] * 8, batch=1), torch.arange(8)[None])
+    (summary,) = summarise("layers.0", looking_at([None] * 8, mask=Causal()), torch.arange(8)[None])
     assert summary.shares["induction"] == 0
 
 
@@ -450,7 +418,7 @@ def test_a_head_that_stays_in_its_document_by_hand():
         "even": [None] * 8,
         "half": [0, 0, 0, 0, 4, 1, 5, 2],
     }
-    summary = summarise("layers.0", looking_at(*heads.values(), batch=1), torch.arange(8)[None], documents)
+    summary = summarise("layers.0", looking_at(*heads.values(), mask=Causal()), torch.arange(8)[None], documents)
     # queries 4 to 7 could see the first document; even attention puts 1/5, 2/6, 3/7, 4/8 on their own
     even = [1 / 5, 2 / 6, 3 / 7, 4 / 8]
     rest = sum(1 - share for share in even)
@@ -483,7 +451,7 @@ def test_a_head_is_called_by_its_document_if_nothing_narrower_fits(shares, sprea
 
 def test_a_summary_is_a_table_with_a_score_for_every_head():
     heads = {"previous token": [0, 0, 1, 2, 3, 4, 5, 6], "even": [None] * 8}
-    summary = Summary(summarise("a<b", looking_at(*heads.values(), batch=1), TOKENS[:1]))
+    summary = Summary(summarise("a<b", looking_at(*heads.values(), mask=Causal()), TOKENS[:1]))
     assert [s.score for s in summary] == pytest.approx([1, 1])
     mixed = summary[0]._replace(kind="mixed", spread=0.3)
     assert mixed.score == pytest.approx(0.7)

@@ -11,16 +11,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from regard.masks import Chunk, Document, Padding, Prefix, Strided, Where, Window
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder
 from regard.recording import load_recording, record
+from small import VOCAB, config
 
-VOCAB = 29
 TOKENS = torch.randint(VOCAB, (2, 7))
 
 
 def decoder(**parts):
-    sizes = {"vocab_size": VOCAB, "context_length": 13, "dim": 24, "layers": 2, "heads": 6, "hidden_dim": 17}
-    return Decoder(ModelConfig(**sizes | parts))
+    return Decoder(config(layers=2, **parts))
 
 
 def in_pieces(model):

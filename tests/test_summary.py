@@ -8,33 +8,12 @@ from torch import nn
 import regard
 from comparing import assert_close
 from regard.masks import Causal, Padding
-from regard.models import Decoder, EncoderDecoder, ModelConfig
+from regard.models import Decoder, EncoderDecoder
 from regard.observation import observe
-from regard.recording import Recorded, load_recording, record
+from regard.recording import load_recording, record
 from regard.recording.kinds import LOCAL, image
 from regard.recording.summary import summarise
-
-VOCAB = 29
-
-
-def looking_at(*targets, key_len=None, mask=None, **reads):
-    """What heads saw that put all weight on one key each: targets[head][query], or None to look evenly."""
-    length = len(targets[0])
-    key_len = length if key_len is None else key_len
-    query = torch.zeros(1, len(targets), length, key_len, dtype=torch.float64)
-    for head, keys in enumerate(targets):
-        for place, key in enumerate(keys):
-            if key is not None:
-                query[:, head, place, key] = 1000.0
-    key = torch.eye(key_len, dtype=torch.float64).expand(1, len(targets), -1, -1)
-    seen = observe(query, key, mask=mask, scale=1.0)
-    return Recorded(seen.query, seen.key, seen.scoring, **reads)
-
-
-def config(**changes):
-    sizes = {"vocab_size": VOCAB, "context_length": 13, "dim": 24, "layers": 2, "heads": 6, "hidden_dim": 17}
-    return ModelConfig(**sizes | changes)
-
+from small import VOCAB, config, looking_at
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
@@ -135,7 +114,7 @@ def test_shares_beyond_even_counted_one_by_one():
 
 
 def test_an_encoder_decoder_has_three_tables_and_its_cross_attention_is_not_taken_for_a_text():
-    model = EncoderDecoder(config())
+    model = EncoderDecoder(config(layers=2))
     source, target = torch.randint(VOCAB, (2, 2, 9))  # of one length, so that shapes tell nothing
     with torch.no_grad(), record(model) as recording:
         model(source, target)
@@ -150,7 +129,7 @@ def test_an_encoder_decoder_has_three_tables_and_its_cross_attention_is_not_take
     assert "decoder.layers.*.cross: another sequence\nlayer" in str(summary)
     assert summary._repr_html_().count("<table>") == 3
     assert recording.summary(target) == summary  # a text of the decoder's shape is the encoder's too
-    short = Decoder(config())
+    short = Decoder(config(layers=2))
     with torch.no_grad(), record(short) as alone:
         short(target)
     assert str(alone.summary()).startswith("layer  ")
@@ -161,7 +140,7 @@ class Writer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.model = Decoder(config(), cross=True)
+        self.model = Decoder(config(layers=2), cross=True)
 
     def forward(self, tokens, context, cache, context_cache):
         return self.model(tokens, context=context, cache=cache, context_cache=context_cache)
