@@ -672,6 +672,24 @@ def test_a_text_given_as_vectors_has_not_the_tokens_of_the_one_before():
     assert torch.equal(recording.calls(0)[0].tokens, tokens)
 
 
+class Masked(nn.Module):
+    """Reads tokens behind a mask of them, which has their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(VOCAB, 24), MultiHeadAttention(24, 6)
+
+    def forward(self, real, words):
+        return self.attention(self.embed(words), mask=Padding(real))
+
+
+def test_a_bool_tensor_is_a_mask_and_not_taken_for_tokens():
+    model, tokens = Masked(), text()
+    with record(model) as recording:
+        model(tokens > 3, tokens)
+    assert torch.equal(recording.tokens, tokens)
+
+
 # --- a text in pieces -------------------------------------------------------------------------------------------------
 
 PRESETS = [

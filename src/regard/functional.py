@@ -94,7 +94,7 @@ def attention(
     call = check_call(
         "attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
     )
-    return _run(call, kernel)[0]
+    return run(call, kernel)[0]
 
 
 @hinted(hints.ATTENTION)
@@ -126,7 +126,7 @@ def attention_with_lse(
     call = check_call(
         "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
     )
-    output, lse = _run(call, kernel)
+    output, lse = run(call, kernel)
     assert lse is not None  # the call wants it, and a kernel that has none says that it cannot
     return AttentionOutput(output, lse)
 
@@ -146,7 +146,7 @@ def attention_and_perhaps_lse(
 ) -> tuple[Tensor, Tensor | None]:
     """`attention`, to the bit, and lse where the same kernel has it on the way; for those who look, not in the way."""
     call = check_call("attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, None, False)
-    return _run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
+    return run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
 
 
 def check_call(
@@ -237,7 +237,8 @@ class Checked:
         return _compute(Call(query, key, value, self.scoring), self.kernel)[0]
 
 
-def _run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
+    """Output and lse (None where the call does not want it) of a call that was checked, by the kernel of that name."""
     return _compute(call, choose(call, name))
 
 

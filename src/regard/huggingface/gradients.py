@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.functional import _run, check_call
+from regard.functional import check_call, run
 from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
 from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
@@ -44,7 +44,7 @@ class ComputeByWeights(Compute):
             weights, lse = weights_of(call.query, call.key, call.scoring), None
             output = _Output.apply(weights, call.value, call)  # type: ignore[no-untyped-call]
         else:
-            output, lse = _run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
+            output, lse = run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
             weights = weights_of(call.query, call.key, call.scoring, lse, "activation checkpointing computes it twice")
         self._made.append((heads, scoring, weights))
         return output, lse
@@ -64,7 +64,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: LazyWeights, value: Tensor, call: Call) -> Tensor:
         with torch.enable_grad():
-            output, _ = _run(call, "auto")
+            output, _ = run(call, "auto")
         ctx.scoring, ctx.dropout = call.scoring, call.dropout
         ctx.save_for_backward(weights, call.query, call.key, value, output)
         return output.detach()
@@ -78,7 +78,7 @@ class _Output(torch.autograd.Function):
             return *of_weights.twice(weights), None
         if output.grad_fn is None:  # hooks on saved tensors have taken it away
             with torch.enable_grad():
-                output, _ = _run(Call(query, key, value, scoring, dropout), "auto")
+                output, _ = run(Call(query, key, value, scoring, dropout), "auto")
         inputs = value, query, key, *(() if scoring.sink is None else (scoring.sink,)), *scoring.learned()
         wanted = [n for n, tensor in enumerate(inputs) if tensor.requires_grad]
         given = torch.autograd.grad(output, [inputs[n] for n in wanted], gradient, retain_graph=True, allow_unused=True)
