@@ -1316,7 +1316,7 @@ def test_what_keeps_transformers_from_being_imported_is_told_and_is_not_its_age(
 
 def test_the_package_asks_for_the_transformers_that_register_asks_for():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    oldest = ".".join(map(str, huggingface.OLDEST))
+    oldest = ".".join(map(str, huggingface.OLDEST_VERSION))
     assert f'hf = ["transformers>={oldest}"]' in text
 
 

@@ -17,7 +17,7 @@ from regard.biases import Alibi
 from regard.functional import attention
 from regard.layers import (
     ACTIVATIONS,
-    GATED,
+    GATED_ACTIVATIONS,
     Block,
     FeedForward,
     MultiHeadAttention,
@@ -417,7 +417,7 @@ def test_feed_forward_of_every_activation(activation, bias):
     def map_(linear, given):
         return given @ linear.weight.T + (0 if linear.bias is None else linear.bias)
 
-    if activation in GATED:
+    if activation in GATED_ACTIVATIONS:
         hidden = activations(map_(layer.gate, x))[{"swiglu": "silu", "geglu": "gelu"}[activation]] * map_(
             layer.input, x
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import regard
 from comparing import assert_close, assert_zero
-from regard.layers import GATED, Block, MultiHeadAttention
+from regard.layers import GATED_ACTIVATIONS, Block, MultiHeadAttention
 from regard.layouts import (
     ARCHITECTURES,
     LAYOUTS,
@@ -736,7 +736,7 @@ def test_a_model_class_of_ones_own_is_an_entry_of_the_table_of_architectures(mon
 
 TABLES = {
     **{name: getattr(torch_nn, name) for name in ("TORCH_ATTENTION", "TORCH_ENCODER_LAYER", "TORCH_DECODER_LAYER")},
-    **{name: getattr(layer_layouts, name) for name in ("FUSED", "ANNOTATED")},
+    **{name: getattr(layer_layouts, name) for name in ("FUSED_ATTENTION", "ANNOTATED_ATTENTION")},
     "GPT": gpt_layout.GPT,
     **{name: getattr(transformers, name) for name in ("LLAMA", "BERT", "BERT_MASKED", "BERT_CLASSIFIER")},
 }
@@ -750,7 +750,7 @@ def test_every_row_of_a_table_keeps_its_stars(table):
 
 
 def test_every_activation_of_a_table_is_one_of_regards():
-    assert set(transformers.GATED_ACTIVATIONS.values()) == GATED
-    assert not set(transformers.PLAIN_ACTIVATIONS.values()) & GATED
+    assert set(transformers.GATED_ACTIVATIONS.values()) == GATED_ACTIVATIONS
+    assert not set(transformers.PLAIN_ACTIVATIONS.values()) & GATED_ACTIVATIONS
     for activation in {*transformers.PLAIN_ACTIVATIONS.values(), *torch_nn.TORCH_ACTIVATIONS.values()}:
         assert activation in regard.layers.ACTIVATIONS

@@ -233,7 +233,7 @@ def test_a_loop_computes_hardly_more_than_all_at_once(made, loop):
 
 
 def test_what_is_kept_for_loops_has_a_bound(monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 5000)
+    monkeypatch.setattr(module, "MAX_KEPT_WEIGHTS", 5000)
     lazy = weights(37, 37)
     whole = lazy.dense()
     for row in range(2):

@@ -215,7 +215,7 @@ def test_a_recording_with_it_is_saved_and_loaded_as_the_class_it_is(tmp_path):
     assert loaded["attention"].scoring.mask == recording["attention"].scoring.mask
     assert isinstance(next(iter(loaded["attention"].scoring.mask.leaves())), Mask)
     assert torch.equal(loaded["attention"].weights(), recording["attention"].weights())
-    kinds = regard.rules.KINDS
+    kinds = regard.rules.RULE_KINDS
     known = kinds.pop(EveryBlock.kind)
     try:
         with pytest.raises(ValueError, match="no mask or bias 'test_open_masks:EveryBlock'; import test_open_masks"):
@@ -322,7 +322,7 @@ def test_what_two_parts_of_a_bias_share_gets_its_gradient_once():
 
 
 def test_every_kind_of_regards_own_declares_its_data():
-    own = {kind for kind in regard.rules.KINDS.values() if kind.__module__.startswith("regard.")}
+    own = {kind for kind in regard.rules.RULE_KINDS.values() if kind.__module__.startswith("regard.")}
     assert {"Band", "Document", "Alibi", "RelativeBias", "Given"} <= {kind.__name__ for kind in own}
     for kind in own:
         assert issubclass(kind, Rule)

@@ -94,7 +94,7 @@ def test_tokens_are_written_as_they_are():
 
 
 def test_a_long_text_is_drawn_pooled_and_no_lone_weight_is_lost(monkeypatch):
-    monkeypatch.setattr(plots, "CELLS", 16)
+    monkeypatch.setattr(plots, "MAX_SIDE_CELLS", 16)
     length, place = 1000, (777, 123)
     query = torch.zeros(1, 1, length, 2)
     query[..., place[0], 0] = 50.0

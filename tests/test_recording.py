@@ -54,7 +54,7 @@ from regard.recording import (
     record,
 )
 from regard.recording.file import FORMAT
-from regard.recording.summary import LOCAL, kind_of, seen_before, summarise
+from regard.recording.summary import LOCAL_DISTANCE, kind_of, seen_before, summarise
 from regard.recording.views import HeadsMask, HiddenKey, PiecesMask
 from regard.scores import Additive
 from regard.shapes import Grid, ShapeError
@@ -318,7 +318,7 @@ def test_shares_of_any_weights_counted_one_by_one():
                     "first token": [0],
                     "same token": [j for j in range(i + 1) if row[j] == row[i]],
                     "induction": [j for j in range(1, i + 1) if row[j - 1] == row[i]],
-                    "local": [j for j in range(12) if abs(i - j) < LOCAL],
+                    "local": [j for j in range(12) if abs(i - j) < LOCAL_DISTANCE],
                 }
                 for kind, keys in found.items():
                     if i > 0 if kind != "induction" else row[i] in row[:i]:
@@ -1043,7 +1043,7 @@ def test_steps_without_values_say_how_to_have_them(monkeypatch):
     shown = recording[0].head(2).steps()
     assert shown.names == ["query", "key", "score", "scale", "mask", "softmax"]
     assert shown["softmax"].note.endswith("record(model, values=True) shows the output as well")
-    monkeypatch.setattr(sys.modules["regard.stepwise"], "LARGEST", 100)
+    monkeypatch.setattr(sys.modules["regard.stepwise"], "MAX_SHOWN_SCORES", 100)
     with pytest.raises(ValueError, match="242 scores are too many to show; give query=i"):
         recording[0].head(2).steps()
     assert recording[0].head(2).steps(query=3)["softmax"].tensor.shape == (2, 1, 1, 11)
@@ -1219,7 +1219,7 @@ def test_a_rule_that_is_a_function_is_written_out_cell_by_cell_up_to_a_size(tmp_
         loaded = load_recording(tmp_path / "run")
         assert torch.equal(loaded["attention"].weights(), recording["attention"].weights())
         assert torch.equal(loaded["attention"].lse, recording["attention"].lse)
-    monkeypatch.setattr(sys.modules["regard.recording.file"], "LARGEST", QUERY_LEN * KEY_LEN)
+    monkeypatch.setattr(sys.modules["regard.recording.file"], "MAX_WRITTEN_SCORES", QUERY_LEN * KEY_LEN)
     recorded(Odd()).save(tmp_path / "run")
     before = (tmp_path / "run").read_bytes()
     says = r"attention: Where\(<lambda>\) is a function, which no file can hold, and has 924 cells.*Causal\(\), Window"

@@ -357,7 +357,7 @@ def test_a_query_that_sees_one_key_is_not_called_saturated():
 
 
 def test_too_many_scores_to_show_are_refused_and_a_single_query_is_not(monkeypatch):
-    monkeypatch.setattr(sys.modules["regard.stepwise"], "LARGEST", BATCH * HEADS * LENGTH * LENGTH - 1)
+    monkeypatch.setattr(sys.modules["regard.stepwise"], "MAX_SHOWN_SCORES", BATCH * HEADS * LENGTH * LENGTH - 1)
     layer, x = attention(), tokens()
     with pytest.raises(ValueError, match="steps: 588 scores are too many to show; give query=i to see one token's"):
         steps(layer, x)

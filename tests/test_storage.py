@@ -14,7 +14,7 @@ from regard import storage
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    drawn = {str(dtype): (torch.rand(7, 3) * 2).to(dtype) for dtype in storage.NAMES}
+    drawn = {str(dtype): (torch.rand(7, 3) * 2).to(dtype) for dtype in storage.DTYPE_NAMES}
     return {"ten": torch.rand(5), "é": torch.rand(()), "empty": torch.rand(0, 4), **drawn}
 
 

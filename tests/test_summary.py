@@ -11,7 +11,7 @@ from regard.masks import Causal, Padding
 from regard.models import Decoder, EncoderDecoder
 from regard.observation import observe
 from regard.recording import load_recording, record
-from regard.recording.kinds import LOCAL, image
+from regard.recording.kinds import LOCAL_DISTANCE, image
 from regard.recording.summary import summarise
 from small import VOCAB, config, looking_at
 
@@ -94,7 +94,7 @@ def test_shares_beyond_even_counted_one_by_one():
         "next": lambda i, j: j == i + 1,
         "first": lambda i, j: j == 0,
         "same": lambda i, j: j == i,
-        "local": lambda i, j: abs(i - j) < LOCAL,
+        "local": lambda i, j: abs(i - j) < LOCAL_DISTANCE,
     }
     for s in summarise("a", seen):
         for kind, rule in rules.items():

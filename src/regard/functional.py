@@ -24,10 +24,10 @@ from regard.shapes import (
     ShapeError,
     as_bytes,
     check_attention,
+    check_whole,
     is_number,
     is_plain,
     kind,
-    positive,
     shape_error,
 )
 
@@ -345,7 +345,7 @@ def plan(
     """
     generator = torch.Generator()  # nothing is dropped here, so torch's own generator stays where it is
     call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
-    positive(tile_size, "plan: tile_size")
+    check_whole("plan", "tile_size", tile_size)
     chosen = choose(call, kernel)
     grid = call.scoring.grid
     others = {k.name: k.cannot(call) or f"it can, but {_drawback(k, call, chosen)}" for k in KERNELS if k is not chosen}

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard import hints
 from regard.hints import hinted
 from regard.models import Decoder
-from regard.shapes import INTEGERS, ShapeError, check_whole, is_number, is_plain, kind
+from regard.shapes import INTEGER_DTYPES, ShapeError, check_whole, is_number, is_plain, kind
 
 
 @hinted(hints.GENERATION)
@@ -133,7 +133,7 @@ def _prompt(prompt: object, vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         raise TypeError(f"{wanted} {kind(prompt)}; encode it first, with the tokenizer of the model")
     if isinstance(prompt, Tensor):
-        whole = is_plain(prompt) and prompt.dtype in INTEGERS
+        whole = is_plain(prompt) and prompt.dtype in INTEGER_DTYPES
         if not whole or prompt.dim() != 1:
             row = "; one row at a time: tokens[0]" if whole and prompt.dim() == 2 else ""
             raise TypeError(f"{wanted} {kind(prompt)}{row}")

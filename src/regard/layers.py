@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
 }
-GATED = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 
 
 @hinted(hints.LAYER)
@@ -372,7 +372,7 @@ class FeedForward(nn.Module):
         check_rate("FeedForward", "output_dropout", output_dropout)
         self.activation, self.dropout, self.output_dropout = activation, dropout, output_dropout
         self.input = nn.Linear(dim, hidden_dim, bias=bias)
-        self.gate = nn.Linear(dim, hidden_dim, bias=bias) if activation in GATED else None
+        self.gate = nn.Linear(dim, hidden_dim, bias=bias) if activation in GATED_ACTIVATIONS else None
         self.output = nn.Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = "Blues"
-CELLS = 512
+MAX_SIDE_CELLS = 512
 """Cells on a side of a heat map; a longer text is drawn pooled, each cell the largest weight it stands for."""
 
-LABELLED = 48
+MAX_LABELLED_TOKENS = 48
 """Most tokens that are written beside a picture."""
 
-ARCS = 128
+MAX_ARC_TOKENS = 128
 """Most tokens that arcs are drawn between."""
 
 
@@ -49,7 +49,7 @@ def heat_map(
     _check("heat_map", seen, row, one_head=True)
     axes = _axes(axes, 6.0, 5.0)
     query_len, key_len = seen.grid.query_len, seen.grid.key_len
-    drawn = _image(axes, _weights(seen, CELLS)[row, 0], query_len, key_len, CELLS)
+    drawn = _image(axes, _weights(seen, MAX_SIDE_CELLS)[row, 0], query_len, key_len, MAX_SIDE_CELLS)
     axes.set(xlabel="key", ylabel="query")
     if labels is not None:
         _label(axes.xaxis, labels, key_len)
@@ -116,7 +116,7 @@ def arcs(
         seen: one head of self-attention.
         row: of the batch.
         labels: the tokens of the whole text.
-        places: which part of the text to draw; None: all of it, up to `ARCS` tokens.
+        places: which part of the text to draw; None: all of it, up to `MAX_ARC_TOKENS` tokens.
         least: the smallest weight that is drawn.
     Raises:
         ImportError: matplotlib is missing.
@@ -128,9 +128,9 @@ def arcs(
     if seen.grid.query_len != length:
         raise ValueError(f"plots.arcs: draws a text that attends to itself, got the scores {seen.grid}")
     part = range(length) if places is None else as_range(places)
-    if not 0 <= part.start < part.stop <= length or part.step != 1 or len(part) > ARCS:
+    if not 0 <= part.start < part.stop <= length or part.step != 1 or len(part) > MAX_ARC_TOKENS:
         raise ValueError(
-            f"plots.arcs: places must lie in 0 to {length}, {ARCS} at most, got {part.start} to {part.stop}; "
+            f"plots.arcs: places must lie in 0 to {length}, {MAX_ARC_TOKENS} at most, got {part.start} to {part.stop}; "
             "choose some, places=slice(0, 64)"
         )
     if not is_number(least):
@@ -235,7 +235,7 @@ def _check_labels(function: str, labels: Sequence[str], length: int) -> None:
 
 def _label(axis: Any, labels: Sequence[str], length: int) -> None:
     _check_labels("heat_map", labels, length)
-    if length <= LABELLED:
+    if length <= MAX_LABELLED_TOKENS:
         turned = 90 if axis.axis_name == "x" else 0
         axis.set_ticks(range(length), [_plain(label) for label in labels], rotation=turned, fontsize=7)
         axis.set_tick_params(length=0)

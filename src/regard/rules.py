@@ -34,7 +34,7 @@ from regard.shapes import Grid, Offset, ShapeError, check_offset
 MAX_COMPARED_NUMBERS = 1 << 20
 """Numbers in a tensor that is remembered with what was found out about it: a few per token, not per pair."""
 
-KINDS: "dict[str, type[Rule]]" = {}
+RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by the name under which it is written down: regard's own by their class, others with
 their module."""
 
@@ -73,7 +73,7 @@ class Rule:
                 )
         own = cls.__module__.partition(".")[0] == "regard"
         cls.kind = cls.__name__ if own else f"{cls.__module__}:{cls.__qualname__}"
-        KINDS[cls.kind] = cls
+        RULE_KINDS[cls.kind] = cls
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """What it says of each query and key: index tensors that broadcast against each other, and so does the answer.
@@ -286,7 +286,7 @@ def same(one: Any, other: Any) -> bool:
 def is_data(value: Any) -> bool:
     """Whether it is made of numbers and tensors alone, so that it can be written down and read again."""
     if isinstance(value, Rule):
-        return KINDS.get(value.kind) is type(value) and all(is_data(part) for part in value.arguments().values())
+        return RULE_KINDS.get(value.kind) is type(value) and all(is_data(part) for part in value.arguments().values())
     if isinstance(value, (list, tuple)):
         return all(is_data(part) for part in value)
     return value is None or isinstance(value, (bool, int, float, str, Tensor))
@@ -298,11 +298,11 @@ def kind_called(name: str) -> "type[Rule]":
     Raises:
         ValueError: there is none; one of somebody's own has to be defined, by importing its module, before it is read.
     """
-    if name not in KINDS:
+    if name not in RULE_KINDS:
         module, own, _ = name.partition(":")
         hint = f"; import {module}, which defines it, first" if own else ""
         raise ValueError(f"there is no mask or bias {name!r}{hint}")
-    return KINDS[name]
+    return RULE_KINDS[name]
 
 
 def spell(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:

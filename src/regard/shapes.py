@@ -61,14 +61,12 @@ CACHE: Table = {
     "value": ("batch", "kv_heads", "length", "value_dim"),
 }
 
-MOST_HEADS = 256
+MAX_HEADS = 256
 """No model known has more heads; a call with more of them than that, and few queries, has its axes swapped."""
 
-STRIDED = torch.strided
+FLOATING_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
-FLOATING = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-
-INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 # Mistakes in a call of attention that are common enough to be named: the axis that disagrees -> what probably happened.
 _HINTS = {
@@ -240,7 +238,7 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
             "the layout is [batch, heads, length, head_dim]; was length put before heads? x.transpose(1, 2)",
         )
     dtype, device = query.dtype, query.device
-    if dtype not in FLOATING or key.dtype != dtype or value.dtype != dtype:
+    if dtype not in FLOATING_DTYPES or key.dtype != dtype or value.dtype != dtype:
         raise TypeError(
             f"{function}: query, key and value must share one of float64, float32, bfloat16, float16, "
             f"got {query.dtype}, {key.dtype}, {value.dtype}"
@@ -249,7 +247,7 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
         raise ValueError(
             f"{function}: query, key and value must be on one device, got {query.device}, {key.device}, {value.device}"
         )
-    if heads > MOST_HEADS and kv_heads > MOST_HEADS and heads > 4 * max(query_len, key_len) > 4:
+    if heads > MAX_HEADS and kv_heads > MAX_HEADS and heads > 4 * max(query_len, key_len) > 4:
         warnings.warn(
             f"{function}: {heads} heads of {query_len} queries and {key_len} keys look like [batch, length, heads, "
             "head_dim]; the layout is [batch, heads, length, head_dim]: x.transpose(1, 2)",
@@ -263,7 +261,7 @@ def _fit(query: object, key: object, value: object) -> bool:
     """Whether three tensors fit each other, as `check` would say: asked at every call, so without a table."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
-    if not (query.layout is key.layout is value.layout is STRIDED):
+    if not (query.layout is key.layout is value.layout is torch.strided):
         return False
     if query.is_nested or key.is_nested or value.is_nested:  # of which one layout is called strided too
         return False
@@ -286,13 +284,6 @@ def _size_hint(axis: str, tensors: Mapping[str, Tensor]) -> str | None:
 
 Offset = int | Sequence[int] | Tensor | None
 """Position of query 0: an int, one int per batch row, or None for ``key_len - query_len``."""
-
-
-def positive(value: int, name: str, hint: str = "") -> int:
-    """An int of 1 or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}" + (f"; {hint}" if hint else ""))
-    return value
 
 
 def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor) -> Tensor:
@@ -335,10 +326,10 @@ def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str,
     """
     fits = all(size in (1, wanted) for size, wanted in zip(data.shape, grid[:4], strict=True))
     given = list(data.shape[4 - axes :])
-    by_row = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
+    by_batch_row = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
     if axes == 3:
-        by_row = by_row and given[1] in (1, grid.query_len)
-    if fits and not by_row:
+        by_batch_row = by_batch_row and given[1] in (1, grid.query_len)
+    if fits and not by_batch_row:
         return
     counted = "[query_len, key_len]" if axes == 2 else "[heads, query_len, key_len]"
     meant = "[batch, key_len]" if axes == 2 else "[batch, query_len, key_len]"
@@ -349,7 +340,7 @@ def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str,
             f"{what} {given} may be {counted} or {meant}: both fit the scores {grid}; "
             f"say which, {by_count} or {by_batch}"
         )
-    hint = f"; if it is {meant}: {by_batch}" if by_row else ""
+    hint = f"; if it is {meant}: {by_batch}" if by_batch_row else ""
     raise ShapeError(f"{what} {given} does not broadcast to the scores {grid}{hint}")
 
 
@@ -373,12 +364,12 @@ def as_bytes(count: float) -> str:
     return f"{count:.1f} {unit}"
 
 
-def held(tensors: Iterable[Tensor | None]) -> int:
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """The bytes that tensors hold together, those that share memory once."""
     found = {(t.device, t.untyped_storage()._cdata): t for t in tensors if t is not None and t.numel()}
     return sum(t.untyped_storage().nbytes() for t in found.values())
 
 
-def several(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """ "1 layer", "2 layers"."""
     return f"{count:,} {what}{'s' * (count != 1)}"

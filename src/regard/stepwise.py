@@ -24,10 +24,10 @@ from regard.numerics import grouped_matmul, softmax, upcast, zero_unseen
 from regard.scores import Scoring
 from regard.shapes import Grid
 
-LARGEST = 1 << 24
+MAX_SHOWN_SCORES = 1 << 24
 """Most scores that are shown at once; for more, ask for single queries."""
 
-SATURATED = 0.999
+SATURATED_WEIGHT = 0.999
 """A softmax row is saturated when one of several keys has more than this weight: its gradient is almost gone."""
 
 
@@ -194,7 +194,7 @@ def attention_steps(query: Tensor, key: Tensor, value: Tensor | None, scoring: S
 def check_size(grid: Grid, rows: range) -> None:
     """Refuses what is too much to show at once."""
     cells = grid.batch * grid.heads * len(rows) * grid.key_len
-    if cells > LARGEST:
+    if cells > MAX_SHOWN_SCORES:
         raise ValueError(f"steps: {cells:,} scores are too many to show; give query=i to see one token's")
 
 
@@ -284,14 +284,15 @@ def _saturation(scores: Tensor, weights: Tensor) -> str:
     several = (scores > -math.inf).sum(-1) > 1
     if not several.any():
         return ""
-    full = (weights.amax(-1) > SATURATED) & several
+    full = (weights.amax(-1) > SATURATED_WEIGHT) & several
     share = float(full.sum() / several.sum())
     if share < 0.5:
         return ""
     largest = float(scores[scores > -math.inf].abs().max())
     return (
-        f"saturated: {share:.0%} of the queries put more than {SATURATED} of their weight on one key (largest score "
-        f"{largest:.3g}); almost no gradient passes. Are the scores scaled by 1/sqrt(head_dim), the weights small?"
+        f"saturated: {share:.0%} of the queries put more than {SATURATED_WEIGHT} of their weight on one key (largest "
+        f"score {largest:.3g}); almost no gradient passes. "
+        "Are the scores scaled by 1/sqrt(head_dim), the weights small?"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -33,7 +33,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
         begin: bytes; the first tensor begins at a multiple of it.
 
     Raises:
-        TypeError: a tensor's dtype is not one of `NAMES`.
+        TypeError: a tensor's dtype is not one of `DTYPE_NAMES`.
         OSError: there is no room, or no permission; what was there before is still there.
 
     >>> from safetensors import safe_open
@@ -46,8 +46,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
     if sys.byteorder != "little":
         raise NotImplementedError("storage: the format is little-endian, and this machine is not")
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES:
-            raise TypeError(f"storage: {name} is of {tensor.dtype}; there are {', '.join(map(str, NAMES))}")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"storage: {name} is of {tensor.dtype}; there are {', '.join(map(str, DTYPE_NAMES))}")
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with replacing(path) as new, new.open("wb") as file:
         file.write(_head(ordered, metadata, begin))
@@ -87,7 +87,7 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], begin: int
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % begin)

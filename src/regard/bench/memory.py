@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.bench.peer import peers, work
 from regard.bench.task import Task, tasks
+from regard.shapes import bytes_of
 
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention")
 """What takes long to load; the processes that measure memory find it there."""
@@ -98,10 +99,6 @@ def _most_held() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if platform.system() == "Darwin" else most * 1024
-
-
-def bytes_of(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def in_one_line(error: Exception) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from regard.bench.memory import bytes_of, in_one_line, memory_of
+from regard.bench.memory import in_one_line, memory_of
 from regard.bench.peer import Results, difference, peers, work
 from regard.bench.task import Task, name_of
 from regard.functional import plan
+from regard.shapes import bytes_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """How far two results may be apart, as a share of the largest number in them."""

@@ -87,13 +87,13 @@ def _made(node: ast.Call) -> "Mask":
 def _kind(name: str) -> "type[Mask] | None":
     """The class of that name: one of regard's, one that is defined, or one that a package brings."""
     from regard import masks
-    from regard.rules import KINDS
+    from regard.rules import RULE_KINDS
 
     if name in MASKS:
         regards: type[Mask] = getattr(masks, name)
         return regards
     if not any(entry.name == name for entry in entry_points(group=BROUGHT)):
-        own = (kind for kind in reversed(KINDS.values()) if not kind.__module__.startswith("regard."))
+        own = (kind for kind in reversed(RULE_KINDS.values()) if not kind.__module__.startswith("regard."))
         return next((kind for kind in own if kind.__name__ == name and issubclass(kind, masks.Mask)), None)
     (entry,) = entry_points(group=BROUGHT, name=name)
     brought: type[Mask] = entry.load()

@@ -34,7 +34,7 @@ NAME = "regard"
 """What to pass as ``attn_implementation``."""
 
 
-OLDEST = (5, 4)
+OLDEST_VERSION = (5, 4)
 """The first transformers that hands masks over as they are understood here."""
 
 
@@ -61,7 +61,7 @@ def register() -> None:
 
 
 def _needed() -> str:
-    return f"regard.huggingface needs transformers, {'.'.join(map(str, OLDEST))} or newer: {how('hf')}"
+    return f"regard.huggingface needs transformers, {'.'.join(map(str, OLDEST_VERSION))} or newer: {how('hf')}"
 
 
 def _version(package: str = "transformers") -> str:
@@ -81,7 +81,7 @@ def _why_not(error: BaseException) -> str:
     missing = isinstance(cause, ModuleNotFoundError) and (cause.name or "").split(".")[0] == "transformers"
     if not there or missing:
         return f"{_needed()} ({error})"
-    if tuple(map(int, there.split(".")[:2])) < OLDEST:
+    if tuple(map(int, there.split(".")[:2])) < OLDEST_VERSION:
         return f"{_needed()} (there is {there})"
     told = (
         f"regard.huggingface: transformers {there} is installed and cannot be imported: {type(cause).__name__}: {cause}"

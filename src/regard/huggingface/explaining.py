@@ -10,7 +10,7 @@ from functools import wraps
 from types import FrameType, TracebackType
 from typing import Any, cast
 
-MADE = "from_pretrained", "_from_config"
+CONSTRUCTORS = "from_pretrained", "_from_config"
 """The ways in which a model is made; both of a class."""
 
 
@@ -20,7 +20,7 @@ class NotOnInterfaceError(ValueError):
 
 def explain(models: Any, name: str) -> None:
     """Has the ways to make a model say what to write instead of a name that it does not know; once."""
-    for way in MADE:
+    for way in CONSTRUCTORS:
         plain = vars(models)[way].__func__
         if not hasattr(plain, "__regard__"):
             setattr(models, way, classmethod(_explained(plain, name)))

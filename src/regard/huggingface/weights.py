@@ -16,13 +16,13 @@ from regard.observation import MAX_NUMBERS_AT_ONCE, Observation
 from regard.reference import all_weights
 from regard.scores import Scoring
 
-BLOCK = 1 << 18
+MAX_UNASKED_WEIGHTS = 1 << 18
 """Most weights that are made on the chance that they are looked at next: about as many as take the time of a call."""
 
-KEPT = 1 << 22
+MAX_KEPT_WEIGHTS = 1 << 22
 """Most weights of a call that are kept once they were looked at in parts: 16 MiB in float32."""
 
-MOST = 256
+MAX_KEPT_LSE_ROWS = 256
 """Most batch rows and heads of a call whose log-sum-exp is kept apart from that of others."""
 
 
@@ -114,7 +114,7 @@ class WeightsOfCall:
     """Makes the weights of a call, any rectangle of them, and keeps some of those that it made.
 
     Who looks at one row is likely to look at its neighbour. So the rows that are made grow, four times with each look,
-    and are kept for the next one, up to `KEPT` weights of a call.
+    and are kept for the next one, up to `MAX_KEPT_WEIGHTS` weights of a call.
     """
 
     def __init__(self, query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None, differentiable: bool) -> None:
@@ -181,13 +181,13 @@ class WeightsOfCall:
     def _most(self, place: Place) -> int:
         """How many queries' weights may be made at once and kept: so many that there is room for every head's."""
         cells = len(place.batch) * len(place.heads)
-        share = KEPT * cells // max(1, self.grid.batch * self.grid.heads)
-        return int(min(BLOCK, share) // max(1, cells * self.grid.key_len))
+        share = MAX_KEPT_WEIGHTS * cells // max(1, self.grid.batch * self.grid.heads)
+        return int(min(MAX_UNASKED_WEIGHTS, share) // max(1, cells * self.grid.key_len))
 
     def _keep(self, block: Place, numbers: Tensor) -> None:
         self._blocks.pop(block[:2], None)
         self._blocks[block[:2]] = block, numbers
-        while len(self._blocks) > 1 and sum(kept.numel() for _, kept in list(self._blocks.values())) > KEPT:
+        while len(self._blocks) > 1 and sum(kept.numel() for _, kept in list(self._blocks.values())) > MAX_KEPT_WEIGHTS:
             self._blocks.pop(next(iter(self._blocks)), None)
 
     def _made(self, place: Place) -> Tensor:
@@ -200,7 +200,7 @@ class WeightsOfCall:
         if seen is None:
             seen = _of_place(self.observation(), place)
             seen.call = replace(seen.call, query=seen.query.detach(), key=seen.key.detach())
-            if len(self._seen) == MOST:
+            if len(self._seen) == MAX_KEPT_LSE_ROWS:
                 self._seen.clear()
             self._seen[place[:2]] = seen
         if len(place.queries) == self.grid.query_len:

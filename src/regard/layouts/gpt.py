@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.layers import Activation
-from regard.layouts.layers import FUSED, upright
+from regard.layouts.layers import FUSED_ATTENTION, upright
 from regard.layouts.renaming import LAYOUTS, Names, Renamed, match, within
 from regard.models import Decoder, ModelConfig
 
@@ -16,7 +16,7 @@ GPT: Names = {
     "wte.weight": "embedding.weight",
     "wpe.weight": "positions.weight",
     "h.*.ln_1.*": "layers.*.attention_norm.*",
-    **within("h.*.attn.", "layers.*.attention.", FUSED),
+    **within("h.*.attn.", "layers.*.attention.", FUSED_ATTENTION),
     "h.*.ln_2.*": "layers.*.feed_forward_norm.*",
     "h.*.mlp.c_fc.*": "layers.*.feed_forward.input.*",
     "h.*.mlp.c_proj.*": "layers.*.feed_forward.output.*",

@@ -13,13 +13,13 @@ from regard.masks import Causal
 from regard.shapes import Table as Shapes
 from regard.shapes import check, shape_error
 
-FUSED: Names = {
+FUSED_ATTENTION: Names = {
     "c_attn.*": "{query,key,value}.*",
     "c_proj.*": "output.*",
     "bias": STORED_MASK,
     "masked_bias": STORED_MASK,
 }
-ANNOTATED: Names = {
+ANNOTATED_ATTENTION: Names = {
     "linears.0.*": "query.*",
     "linears.1.*": "key.*",
     "linears.2.*": "value.*",
@@ -31,7 +31,7 @@ LAYOUTS |= {
     "from_heads": "one attention layer with a matrix per head",
 }
 
-PER_HEAD: Shapes = {
+PER_HEAD_SHAPES: Shapes = {
     "query": ("heads", "dim", "head_dim"),
     "key": ("kv_heads", "key_input", "head_dim"),
     "value": ("kv_heads", "value_input", "value_dim"),
@@ -62,7 +62,7 @@ def from_fused(state_dict: Mapping[str, Tensor], *, heads: int, prefix: str = ""
     >>> from_fused(linear, heads=2)(torch.randn(1, 5, 16)).shape
     torch.Size([1, 5, 16])
     """
-    tensors = Renamed("from_fused", FUSED, upright(below(state_dict, prefix)))
+    tensors = Renamed("from_fused", FUSED_ATTENTION, upright(below(state_dict, prefix)))
     return tensors.fill(partial(_make_attention, tensors, heads, mask=Causal()))
 
 
@@ -90,7 +90,7 @@ def from_annotated(state_dict: Mapping[str, Tensor], *, heads: int, prefix: str 
       (output): Linear(in_features=16, out_features=16, bias=False)
     )
     """
-    tensors = Renamed("from_annotated", ANNOTATED, below(state_dict, prefix))
+    tensors = Renamed("from_annotated", ANNOTATED_ATTENTION, below(state_dict, prefix))
     return tensors.fill(partial(_make_attention, tensors, heads))
 
 
@@ -125,13 +125,13 @@ def from_heads(
     given = {"query": query, "key": key, "value": value, "output": output}
     constants = {"query": query_bias, "key": key_bias, "value": value_bias}
     present = {f"{name}_bias": c for name, c in (*constants.items(), ("output", output_bias)) if c is not None}
-    sizes = check("from_heads", PER_HEAD, **given, **present)
+    sizes = check("from_heads", PER_HEAD_SHAPES, **given, **present)
     heads, kv_heads, joined = sizes["heads"], sizes["kv_heads"], sizes["heads"] * sizes["value_dim"]
     if heads % max(1, kv_heads):
-        raise shape_error("from_heads", f"kv_heads={kv_heads} must divide heads={heads}", PER_HEAD, given)
+        raise shape_error("from_heads", f"kv_heads={kv_heads} must divide heads={heads}", PER_HEAD_SHAPES, given)
     if sizes["joined"] != joined:
         what = f"output must have heads * value_dim = {joined} rows, got {sizes['joined']}"
-        raise shape_error("from_heads", what, PER_HEAD, given)
+        raise shape_error("from_heads", what, PER_HEAD_SHAPES, given)
 
     tensors = Renamed("from_heads", {}, {})
     tensors["output.weight"] = output.T

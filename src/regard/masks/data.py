@@ -11,7 +11,7 @@ from regard.indexing import Indices, indices, lookup, pick
 from regard.masks.algebra import Mask, Tile, coverage_of, together
 from regard.masks.positional import first_keys
 from regard.shapes import (
-    INTEGERS,
+    INTEGER_DTYPES,
     Grid,
     ShapeError,
     check_broadcast,
@@ -105,10 +105,10 @@ class Document(Mask):
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
             return Tile.FULL
-        # ranges that overlap may still share no id, so ask the ids themselves, but only in those rows
+        # ranges that overlap may still share no id, so ask the ids themselves, but only in those batch rows
         overlap = ((query_low <= key_high) & (key_low <= query_high)).expand(max(len(queries), len(keys)))
-        for row in overlap.nonzero()[:, 0].tolist():
-            if bool(torch.isin(queries[row % len(queries)], keys[row % len(keys)]).any()):
+        for index in overlap.nonzero()[:, 0].tolist():
+            if bool(torch.isin(queries[index % len(queries)], keys[index % len(keys)]).any()):
                 return Tile.PARTIAL
         return Tile.EMPTY
 
@@ -260,7 +260,7 @@ class Where(Mask):
 
 
 def _ids(ids: Tensor, name: str) -> Tensor:
-    if not is_plain(ids) or ids.dtype not in INTEGERS or ids.dim() not in (1, 2):
+    if not is_plain(ids) or ids.dtype not in INTEGER_DTYPES or ids.dim() not in (1, 2):
         got = f"{ids.dtype} {list(ids.shape)}" if is_plain(ids) else type(ids).__name__
         raise TypeError(
             f"Document: {name} must be an int tensor [batch, length] or [length], got {got}{how_to_plain(ids)}"

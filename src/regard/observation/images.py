@@ -11,7 +11,7 @@ from regard.observation.observed import ObservedCall
 from regard.observation.spans import Span, refuse_many, span_of
 from regard.observation.statistic import Statistic
 from regard.observation.tile import ScoreTile
-from regard.shapes import positive
+from regard.shapes import check_whole
 
 
 class Image(Statistic[Tensor]):
@@ -24,7 +24,7 @@ class Image(Statistic[Tensor]):
     ) -> None:
         if pool not in ("max", "mean"):
             raise ValueError(f'Observation.image: pool must be "max" or "mean", got {pool!r}')
-        self.size, self.pool = positive(size, "Observation.image: size"), pool
+        self.size, self.pool = check_whole("Observation.image", "size", size), pool
         self.queries, self.keys = queries, keys
 
     def start(self, call: ObservedCall) -> None:

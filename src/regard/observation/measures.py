@@ -16,7 +16,7 @@ from regard.observation.observed import ObservedCall
 from regard.observation.selecting import kv_of_heads
 from regard.observation.statistic import PerKey, PerQuery, Statistic
 from regard.observation.tile import ScoreTile
-from regard.shapes import INTEGERS, ShapeError, check_whole, is_number, is_plain, kind
+from regard.shapes import INTEGER_DTYPES, ShapeError, check_whole, is_number, is_plain, kind
 
 
 class Entropy(PerQuery):
@@ -108,7 +108,7 @@ class Mass(PerQuery):
     """See `Observation.mass`."""
 
     def __init__(self, groups: Tensor) -> None:
-        if not is_plain(groups) or groups.dtype not in INTEGERS:
+        if not is_plain(groups) or groups.dtype not in INTEGER_DTYPES:
             raise TypeError(f"Observation.mass: groups must be an int tensor [batch, key_len], got {kind(groups)}")
         self.groups = groups
 

@@ -42,7 +42,7 @@ from regard.observation.spans import Selection, Span, chosen_of, refuse_many, sp
 from regard.observation.statistic import Result, Statistic, check_statistics
 from regard.observation.streaming import Progress, silent
 from regard.scores import Additive, Scoring
-from regard.shapes import Grid, ShapeError, as_bytes, check_floating, held, kind
+from regard.shapes import Grid, ShapeError, as_bytes, bytes_of, check_floating, kind
 
 
 class Observation:
@@ -75,7 +75,7 @@ class Observation:
         kept = self._kept()
         parts = [str(self.grid), *([] if self.scoring.mask is None else [repr(self.scoring.mask)])]
         parts += [name for name in kept if name not in ("query", "key")]
-        return f"<{type(self).__name__} {', '.join(parts)}, {as_bytes(held(kept.values()))}>"
+        return f"<{type(self).__name__} {', '.join(parts)}, {as_bytes(bytes_of(kept.values()))}>"
 
     def _kept(self) -> dict[str, Tensor]:
         """The tensors that are kept, by name."""

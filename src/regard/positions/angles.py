@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from regard.shapes import INTEGERS, check_whole
+from regard.shapes import INTEGER_DTYPES, check_whole
 
 # Rows that a table gains at least when it has to grow, so that a token-by-token loop grows it seldom.
 MIN_GROWTH_ROWS = 64
@@ -46,7 +46,7 @@ def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None
     if not isinstance(offset, Tensor):
         first = check_whole(owner, "offset", offset, least=0)
         return first, first + length
-    if offset.dtype not in INTEGERS:
+    if offset.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{owner}: offset must be an int or an int tensor [batch], got a tensor of {offset.dtype}")
     if offset.dim() != 1 or batch not in (None, len(offset)):
         expected = "[batch]" if batch is None else f"[batch={batch}]"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.masks import Dense, Mask
-from regard.recording.texts import ALIGNMENT, Piece, Text, aligned
+from regard.recording.texts import ALIGN_BYTES, Piece, Text, aligned
 from regard.recording.views import HeadsBias, HeadsMask
 from regard.rules import is_data, kind_called
 from regard.scores import Scoring
@@ -22,15 +22,15 @@ from regard.storage import save
 
 FORMAT = "regard.recording.1"
 
-LARGEST = 1 << 26
+MAX_WRITTEN_SCORES = 1 << 26
 """Most cells of a mask or bias that is a function which `Recording.save` writes out: 64 MiB of bools."""
 
 
 class Store:
     """Tensors on their way into a file, each of them once, and masks and biases as plain data.
 
-    In the file, each tensor begins at a multiple of `ALIGNMENT`, so that it can be used where it lies: those of another
-    size than a multiple of it are filled up with zeros, and their shapes are kept beside them.
+    In the file, each tensor begins at a multiple of `ALIGN_BYTES`, so that it can be used where it lies: those of
+    another size than a multiple of it are filled up with zeros, and their shapes are kept beside them.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Store:
         if place not in self._names:
             name = str(len(self.tensors))
             alone = tensor.detach().cpu().contiguous()
-            surplus = -alone.nbytes % ALIGNMENT
+            surplus = -alone.nbytes % ALIGN_BYTES
             if surplus:
                 self.shapes[name] = list(alone.shape)
                 alone = torch.cat([alone.flatten(), alone.new_zeros(surplus // alone.element_size())])
@@ -82,11 +82,11 @@ def _written_out(part: Mask | Bias, grid: Grid, layer: str) -> Dense | Given:
             torch.arange(grid.key_len, device=grid.device),
         )
         count = cells.shape[0] * cells.shape[1] * grid.query_len * grid.key_len
-        if count > LARGEST:
+        if count > MAX_WRITTEN_SCORES:
             raise ValueError(
                 f"recording.save: {layer}: {part!r} is a function, which no file can hold, and has {count:,} cells, "
-                f"too many to write them out (up to {LARGEST:,}); make it of regard's own masks (Causal(), Window(w), "
-                "Document(ids), ... with & | ~) and biases, or record a shorter text"
+                f"too many to write them out (up to {MAX_WRITTEN_SCORES:,}); make it of regard's own masks (Causal(), "
+                "Window(w), Document(ids), ... with & | ~) and biases, or record a shorter text"
             )
         rows.append(cells.expand(*cells.shape[:2], -1, grid.key_len))
     whole = torch.cat(rows, dim=2)
@@ -130,7 +130,7 @@ def write(path: str | os.PathLike[str], model: str, texts: Mapping[str, list[Tex
     store = Store()
     layers = {name: [_data_of(text, name, store) for text in of_layer] for name, of_layer in texts.items()}
     header = {"model": model, "layers": layers, "shapes": store.shapes}
-    save(Path(path), store.tensors, {"format": FORMAT, "recording": json.dumps(header)}, begin=ALIGNMENT)
+    save(Path(path), store.tensors, {"format": FORMAT, "recording": json.dumps(header)}, begin=ALIGN_BYTES)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:

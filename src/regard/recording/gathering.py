@@ -10,7 +10,7 @@ from regard.hooks import Attend, Compute, Heads, Result, ScoringArguments, loses
 from regard.observation import Statistic, observe
 from regard.observation.statistic import check_statistics
 from regard.recording.watching import Place, find, watching
-from regard.shapes import as_bytes, held, several
+from regard.shapes import as_bytes, bytes_of, plural
 
 
 class Gathered(Mapping[str, tuple[Any, ...]]):
@@ -36,10 +36,10 @@ class Gathered(Mapping[str, tuple[Any, ...]]):
 
     def __repr__(self) -> str:
         calls = [results for of_layer in self._calls.values() for results in of_layer]
-        parts = [several(len(self), "layer")]
+        parts = [plural(len(self), "layer")]
         if calls:
-            parts += [several(len(calls), "call"), several(len(calls[0]), "statistic")]
-            parts.append(as_bytes(held(tensor for results in calls for tensor in _tensors(results))))
+            parts += [plural(len(calls), "call"), plural(len(calls[0]), "statistic")]
+            parts.append(as_bytes(bytes_of(tensor for results in calls for tensor in _tensors(results))))
         return f"<Gathered: {', '.join(parts)}>"
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOCAL = 8
+LOCAL_DISTANCE = 8
 """Nearer than this is local."""
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -46,7 +46,7 @@ def sequence() -> Kinds:
     next        j = i + 1
     first       j = 0
     same        j = i
-    local       |i - j| < LOCAL                (wide)
+    local       |i - j| < LOCAL_DISTANCE                (wide)
     """
     return Kinds(
         "sequence",
@@ -55,7 +55,7 @@ def sequence() -> Kinds:
             "next": lambda i, j: j == i + 1,
             "first": lambda i, j: (j == 0) & (i >= 0),
             "same": lambda i, j: j == i,
-            "local": lambda i, j: (i - j).abs() < LOCAL,
+            "local": lambda i, j: (i - j).abs() < LOCAL_DISTANCE,
         },
         frozenset({"local"}),
         0,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
 
-NAMES = ("tokens", "input_ids")
+TOKEN_NAMES = ("tokens", "input_ids")
 """What the argument is called that holds the tokens."""
 
-OTHERS = ("key", "key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
+CONTEXT_NAMES = ("key", "key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
 """What the argument of an attention layer is called that holds the states of another sequence."""
 
-SPECIAL = 64
+MAX_SPECIAL_TOKENS = 64
 """Most tokens of an image that stand before its patches: CLS, registers."""
 
 _CALL = nn.Module._call_impl.__code__
@@ -67,7 +67,7 @@ class Reading:
                         config = _patched(module) if config is None else config
                     if searching:
                         of_call = code is _CALL
-                        tokens = self._of_call(module, given) if of_call else _first(given.get(n) for n in NAMES)
+                        tokens = self._of_call(module, given) if of_call else _first(given.get(n) for n in TOKEN_NAMES)
                         searching = tokens is None and not (of_call and _reads_no_tokens(module))
                     if code is _CALL and module is self._model:
                         break
@@ -93,7 +93,9 @@ class Reading:
     def _of_call(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
         args, named = given["args"], given["kwargs"]
         places = _places(type(module).forward)
-        found = [named.get(name, args[at] if at < len(args) else None) for name, at in places.items() if name in NAMES]
+        found = [
+            named.get(name, args[at] if at < len(args) else None) for name, at in places.items() if name in TOKEN_NAMES
+        ]
         return _first([*found, *args] if module is self._model else found)
 
 
@@ -108,7 +110,7 @@ def _cannot_be_ids(tensor: Tensor) -> bool:
 def _is_given_tokens(code: CodeType) -> bool:
     """Whether it is the code of a method that has an argument for them."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return arguments[:1] == ("self",) and any(name in arguments for name in NAMES)
+    return arguments[:1] == ("self",) and any(name in arguments for name in TOKEN_NAMES)
 
 
 @lru_cache(1024)
@@ -118,20 +120,20 @@ def _places(forward: Callable[..., Any]) -> dict[str, int]:
         arguments = list(inspect.signature(forward).parameters)[1:]
     except (TypeError, ValueError):  # it does not tell
         return {}
-    return {name: at for at, name in enumerate(arguments) if name in NAMES + OTHERS}
+    return {name: at for at, name in enumerate(arguments) if name in TOKEN_NAMES + CONTEXT_NAMES}
 
 
 def _reads_no_tokens(module: nn.Module) -> bool:
     """Whether a part of a model says that it reads something else: an image's pixels, a sound's features."""
     main = getattr(module, "main_input_name", None)
-    return isinstance(main, str) and main not in NAMES
+    return isinstance(main, str) and main not in TOKEN_NAMES
 
 
 def _has_other_keys(layer: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether an attention layer was given another sequence's states beside its own."""
     args, named = given["args"], given["kwargs"]
     for name, at in _places(type(layer).forward).items():
-        if name in OTHERS and (name != "key" or isinstance(layer, MultiHeadAttention)):
+        if name in CONTEXT_NAMES and (name != "key" or isinstance(layer, MultiHeadAttention)):
             other = named.get(name, args[at] if at < len(args) else None)
             if isinstance(other, Tensor) and other is not (args[0] if args else None):
                 return True
@@ -162,7 +164,7 @@ def _grid(pixels: tuple[int, int], config: Any, length: int) -> tuple[int, int] 
         return None
     height, width = (size, size) if isinstance(size, int) else (size[-2], size[-1]) if len(size) > 1 else (size[0],) * 2
     rows, columns = pixels[0] // height, pixels[1] // width
-    if rows * columns and 0 <= length - rows * columns <= SPECIAL:
+    if rows * columns and 0 <= length - rows * columns <= MAX_SPECIAL_TOKENS:
         return rows, columns
     window = getattr(config, "window_size", None)
     if isinstance(window, int) and window * window == length:  # attention inside of squares (Swin)

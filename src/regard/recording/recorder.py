@@ -16,7 +16,7 @@ from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
 from regard.recording.views import HeadsBias, HeadsMask
 from regard.recording.watching import Place, checked, find, named, watching
-from regard.shapes import as_bytes, held, several
+from regard.shapes import as_bytes, bytes_of, plural
 
 
 class Recording(Mapping[str, Recorded]):
@@ -111,7 +111,7 @@ class Recording(Mapping[str, Recorded]):
         what a score was, the model's name and the tokens.
 
         lse is computed for what is written, one pass over the scores. A mask or bias that is a function is written out
-        cell by cell, up to `LARGEST` cells.
+        cell by cell, up to `MAX_WRITTEN_SCORES` cells.
 
         Raises:
             ValueError: nothing was recorded, or a mask that is a function is too large.
@@ -123,15 +123,15 @@ class Recording(Mapping[str, Recorded]):
     def __repr__(self) -> str:
         of = f" of {self.model}" if self.model else ""
         texts = [text for of_layer in self._texts.values() for text in of_layer]
-        parts = [several(len(self), "layer")]
+        parts = [plural(len(self), "layer")]
         if texts:
-            parts.append(several(sum(len(text.pieces) for text in texts), "call"))
+            parts.append(plural(sum(len(text.pieces) for text in texts), "call"))
             heads = sorted({text.queries[0].shape[1] for text in texts})
-            parts.append(several(heads[-1], "head") if len(heads) == 1 else f"{heads[0]} to {heads[-1]} heads")
+            parts.append(plural(heads[-1], "head") if len(heads) == 1 else f"{heads[0]} to {heads[-1]} heads")
             if self.tokens is not None:
                 rows, length = self.tokens.shape
-                parts.append(several(length, "token") + (f" in {rows} rows" if rows > 1 else ""))
-            parts.append(as_bytes(held(tensor for text in texts for tensor in text.held())))
+                parts.append(plural(length, "token") + (f" in {rows} rows" if rows > 1 else ""))
+            parts.append(as_bytes(bytes_of(tensor for text in texts for tensor in text.held())))
         return f"<Recording{of}: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:

@@ -8,7 +8,7 @@ usually where a head rests that has found nothing, its sink (Xiao et al. 2023).
     first token      weight on the first token
     same token       weight on the query's own place and on earlier places with the same token
     induction        weight on tokens that follow an earlier occurrence of the query's token (Olsson et al. 2022)
-    local            weight on tokens nearer than `LOCAL`, the query's own included
+    local            weight on tokens nearer than `LOCAL_DISTANCE`, the query's own included
     document         weight on the query's own document, where it could go to others, beyond what even attention would
                      put there: sum(weight - even) / sum(1 - even); 0 as if there were no documents, 1 never outside
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from regard.masks import Document
 from regard.observation import Distance, Entropy, Observation, Share, Visible
-from regard.recording.kinds import LOCAL, Kinds, another, beyond_even, image, sequence
+from regard.recording.kinds import LOCAL_DISTANCE, Kinds, another, beyond_even, image, sequence
 from regard.recording.texts import Recorded
 from regard.shapes import ShapeError
 
@@ -182,7 +182,7 @@ def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | 
         lambda query, key: key == 0,
         lambda query, key: equal(query, key) & (key <= query),
         after_same,
-        lambda query, key: (query - key).abs() < LOCAL,
+        lambda query, key: (query - key).abs() < LOCAL_DISTANCE,
     ]
     if documents is not None:
         ids = documents.to(device)

@@ -18,7 +18,7 @@ from regard.scores import Additive, Scoring
 from regard.shapes import Grid
 from regard.stepwise import Step, Steps, attention_steps, check_size
 
-ALIGNMENT = 64
+ALIGN_BYTES = 64
 """Bytes; where torch's own memory begins on a CPU."""
 
 
@@ -339,7 +339,7 @@ def aligned(tensor: Tensor) -> Tensor:
     """A tensor in one piece of memory that begins where torch would let it begin: how a product is rounded depends on
     both."""
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+    return tensor.clone() if tensor.data_ptr() % ALIGN_BYTES else tensor
 
 
 def _same_memory(old: Tensor, new: Tensor) -> bool:

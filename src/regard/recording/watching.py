@@ -11,7 +11,7 @@ from regard.layers import MultiHeadAttention
 
 T = TypeVar("T")
 
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Where torch.compile, FSDP and a checkpoint wrapper keep the module that they were put around."""
 
 
@@ -107,7 +107,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module that torch.compile, DataParallel, DistributedDataParallel, FSDP, a checkpoint wrapper or peft was put
     around; itself where there is none."""
     while True:
-        inside = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        inside = next((module._modules[name] for name in WRAPPER_ATTRIBUTES if name in module._modules), None)
         if inside is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             inside = module.module
         if inside is None and callable(getattr(type(module), "get_base_model", None)):
