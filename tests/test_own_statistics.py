@@ -47,7 +47,6 @@ class Farthest(Statistic):
         self.above = above
 
     def start(self, call):
-        super().start(call)
         self.found = call.zeros(call.grid.query_len, dtype=torch.int64)
 
     def of(self, tile):
@@ -55,7 +54,7 @@ class Farthest(Statistic):
         return ((tile.weights.detach() > self.above) * (query - key).abs()).amax(-1)
 
     def add(self, tile, part):
-        at = tile.batch, tile.heads, slice(tile.queries.start, tile.queries.stop)
+        at = tile.of_queries()
         self.found[at] = torch.maximum(self.found[at], part)
 
     def finish(self):
@@ -203,6 +202,102 @@ def test_the_model_of_transformers_is_asked_too():
         outputs = made(IDS, attention_mask=padding, output_attentions=True)
     for weights, (own,) in zip(outputs.attentions, gathered.values(), strict=True):
         assert_close(own, by_head(torch.as_tensor(weights[:, :, :, :])), tolerance=1e-6)
+
+
+class ByDistance(PerKey):
+    """How much weight each key gets from queries so many tokens behind it, for the first distances."""
+
+    extra = (3,)
+
+    def of(self, tile):
+        _, _, query, key = tile.indices
+        return torch.stack([(tile.weights * (query - key == far)).sum(-2) for far in range(3)], dim=-1)
+
+
+class MeanScore(PerQuery):
+    """The mean of the scores that a query has: of scores alone, so that no weight is computed for it."""
+
+    needs_weights = False
+
+    def of(self, tile):
+        allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool) if tile.allowed is None else tile.allowed
+        return torch.where(allowed, tile.scores, 0.0).sum(-1)
+
+    def finish(self):
+        return self.total / self.call.grid.key_len
+
+
+class Moments(Statistic):
+    """Sums of weights and of their squares, as a pair of tensors that a tile gives."""
+
+    keeps_tiles = False
+
+    def start(self, call):
+        self.sums = [call.zero_sums(call.grid.query_len) for _ in range(2)]
+
+    def of(self, tile):
+        return tile.weights.sum(-1), tile.weights.square().sum(-1)
+
+    def add(self, tile, part):
+        for total, one in zip(self.sums, part, strict=True):
+            total[tile.of_queries()] += one
+
+    def finish(self):
+        return tuple(self.sums)
+
+
+@in_tiles
+@pytest.mark.parametrize("name", CALLS)
+def test_further_axes_scores_alone_and_pairs(name):
+    query, key = (x.requires_grad_() for x in tensors())
+    seen = regard.observe(query, key, **CALLS[name])
+    with torch.no_grad():
+        weights, scores = seen.weights(), seen.scores()
+    back = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    by_distance = torch.stack([(weights * (back == far)).sum(-2) for far in range(3)], dim=-1)
+    mean = torch.where(scores > -math.inf, scores, 0.0).sum(-1) / LENGTH
+    for again in (seen, regard.observe(query, key, **CALLS[name], lse=seen.lse.detach())):
+        for graph in (True, False):
+            with torch.set_grad_enabled(graph):
+                found = again.gather(ByDistance(), MeanScore(), Moments())
+                alone = again.ask(MeanScore())
+            assert_close(found[0].detach(), by_distance)
+            assert_close(found[1].detach(), mean)
+            assert_close(alone.detach(), mean)
+            assert_close(found[2][0].detach(), weights.sum(-1))
+            assert_close(found[2][1].detach(), weights.square().sum(-1))
+            if graph:
+                gradients = torch.autograd.grad(alone.sum() + found[2][1].sum(), (query, key))
+                assert all(bool(g.isfinite().all()) and float(g.abs().max()) > 0 for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_and_under_autocast(dtype):
+    query, key = tensors()
+    exact = by_head(regard.observe(query.to(dtype).double(), key.to(dtype).double()).weights())
+    found = regard.observe(query.to(dtype), key.to(dtype)).ask(SameToken(IDS, FAVOUR.float()))
+    assert found.dtype == torch.float32
+    assert_close(found.double(), exact, tolerance=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = regard.observe(query.float(), key.float()).ask(SameToken(IDS, FAVOUR.float()))
+    assert_close(found.double(), by_head(regard.observe(query, key).weights()), tolerance=1e-5)
+
+
+def test_a_part_of_another_shape_is_refused_in_words():
+    class OverQueries(PerQuery):
+        def of(self, tile):
+            return tile.weights[..., :3].sum(-2)
+
+    class OverHeads(PerKey):
+        def of(self, tile):
+            return tile.weights.sum((1, 2))
+
+    seen = regard.observe(*tensors())
+    told = r"OverQueries\.of: a part must be \[batch=2, heads=6, rows=13\], got \[2, 6, 3\]"
+    with pytest.raises(regard.ShapeError, match=told):
+        seen.ask(OverQueries())
+    with pytest.raises(regard.ShapeError, match=r"must be \[batch=2, heads=6, columns=13\], got \[2, 13\]"):
+        seen.ask(OverHeads())
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

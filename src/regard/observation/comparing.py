@@ -40,7 +40,6 @@ class Compare(Statistic[Comparison]):
         self.other = other
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         if self.other.call.grid != call.grid:
             raise ShapeError(
                 f"Observation.compare: both must have the same scores, got {call.grid} and {self.other.call.grid}; "
@@ -49,7 +48,7 @@ class Compare(Statistic[Comparison]):
         self.with_lse, self.parts = self.other.settled(), dict[tuple[int, int], ObservedCall]()
         self.sums = PerQuery()
         self.sums.extra = (5,)
-        self.sums.start(call)
+        self.sums = self.sums.begun(call)
 
     def others(self) -> tuple[ObservedCall, ...]:
         return (self.other.call,)

@@ -1,6 +1,5 @@
 """The statistics that draw: the weights, or a rectangle of them, as a picture of few pixels. Nothing but pooling."""
 
-import copy
 from typing import Literal
 
 import torch
@@ -28,7 +27,6 @@ class Image(Statistic[Tensor]):
         self.queries, self.keys = queries, keys
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         self.spans = span_of(self.queries, call.grid.query_len), span_of(self.keys, call.grid.key_len)
         self.steps = tuple(max(1, -(-len(span) // self.size)) for span in self.spans)
         rows, columns = (-(-len(span) // step) for span, step in zip(self.spans, self.steps, strict=True))
@@ -80,9 +78,7 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
         self.finest = Image(size, pool)
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
-        self.finest = copy.copy(self.finest)
-        self.finest.start(call)
+        self.finest = self.finest.begun(call)
 
     def of(self, tile: ScoreTile) -> Tensor:
         return self.finest.of(tile)
@@ -100,7 +96,7 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
 
 
 def _pooled(pixels: Tensor, first: int, step: int, dim: int, pool: str) -> Tensor:
-    """The largest or the sum of every `step` neighbours along -2 or -1, counted from `first` places after a border."""
+    """The largest or the sum of every `step` neighbours along -2 or -1, counted from `first` pixels after a border."""
     if step == 1 or not pixels.shape[dim]:
         return pixels
     reduce = torch.amax if pool == "max" else torch.sum

@@ -71,7 +71,6 @@ class _LogSumExp(Statistic[Tensor]):
         self.queries = queries
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         self.top = call.lse_of_empty
         self.total = (self.top != -math.inf).to(self.top.dtype)
 
@@ -109,6 +108,6 @@ class _Total(PerQuery):
 
 def _one(call: ObservedCall, statistic: Statistic[Result]) -> Result:
     """One statistic of the call as it is."""
-    statistic.start(call)
-    stream(call, [statistic], plan_tiles(call, *statistic.area()))
-    return statistic.finish()
+    begun = statistic.begun(call)
+    stream(call, [begun], plan_tiles(call, *begun.area()))
+    return begun.finish()

@@ -150,7 +150,6 @@ class Spread(Statistic[Distances]):
         self.given = edges
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         edges = _doubling(call.grid.key_len, call.grid.query_len) if self.given is None else self.given
         if not (is_plain(edges) and not edges.is_complex()) and (
             not isinstance(edges, Sequence) or not all(map(is_number, edges))
@@ -194,7 +193,6 @@ class MaxScore(Statistic[Tensor]):
     keeps_tiles = False
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         self.largest = call.zeros(call.grid.query_len) - torch.inf
 
     def of(self, tile: ScoreTile) -> Tensor:
@@ -224,7 +222,6 @@ class Top(Statistic[Largest]):
         self.count = count
 
     def start(self, call: ObservedCall) -> None:
-        super().start(call)
         check_whole("Observation.top", "count", self.count, least=-sys.maxsize)
         if not 1 <= self.count <= call.grid.key_len:
             raise ValueError(f"Observation.top: count must be 1 to key_len={call.grid.key_len}, got {self.count}")

@@ -122,16 +122,16 @@ class ObservedCall:
         if len(batch) == whole.batch and len(heads) == whole.heads:
             return self
         of_batch, of_heads = slice(batch.start, batch.stop), slice(heads.start, heads.stop)
-        mask, bias, rows = scoring.mask, scoring.bias, batch
+        mask, bias, inside = scoring.mask, scoring.bias, batch
         if len(batch) == 1 < whole.batch:
-            whole, rows = whole._replace(batch=1), range(1)
+            whole, inside = whole._replace(batch=1), range(1)
             mask = None if mask is None else mask.for_batch(batch.start).bind(whole)
             bias = None if bias is None else bias.for_batch(batch.start).bind(whole)
         selected = replace(
             scoring,
             grid=whole._replace(batch=len(batch), heads=len(heads)),
-            mask=None if mask is None else selected_mask(mask, whole, rows, heads),
-            bias=None if bias is None else selected_bias(bias, whole, rows, heads),
+            mask=None if mask is None else selected_mask(mask, whole, inside, heads),
+            bias=None if bias is None else selected_bias(bias, whole, inside, heads),
             sink=None if scoring.sink is None else scoring.sink[of_heads],
             additive=None if scoring.additive is None else Additive(scoring.additive.v[of_heads]),
         )

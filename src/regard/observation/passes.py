@@ -1,6 +1,5 @@
 """Which passes answer some statistics: one where tiles bring lse, or lse first, and what comes along with it."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,11 +34,8 @@ def gather(
             call, entropy = settled(call, entropy_alone)
     lse = call.lse if plan is None else call.lse_of_empty
     known = replace(call, lse=lse)  # what a pass brings is there when statistics finish
-    running = [copy.copy(statistic) for statistic in statistics]
     along = [entropy is not None and type(statistic) is Entropy for statistic in statistics]  # with lse
-    asked = [statistic for statistic, came in zip(running, along, strict=True) if not came]
-    for statistic in asked:
-        statistic.start(known)
+    asked = [statistic.begun(known) for statistic, came in zip(statistics, along, strict=True) if not came]
     if not asked:
         progress(call.grid.query_len, call.grid.query_len)
     elif plan is None:
@@ -49,7 +45,8 @@ def gather(
         stream(call, asked, plan_tiles(call, queries, keys, others), progress)
     else:
         stream(replace(call, lse=None), asked, plan, progress, lse)
-    return tuple(entropy if came else one.finish() for one, came in zip(running, along, strict=True)), lse
+    results = (statistic.finish() for statistic in asked)
+    return tuple(entropy if came else next(results) for came in along), lse
 
 
 def whole_rows_for(call: ObservedCall, statistics: Sequence[Statistic[Any]], max_keys: int) -> TilePlan | None:

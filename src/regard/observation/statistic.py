@@ -1,13 +1,15 @@
 """What a statistic is: the class to derive from, for regard's own and for yours. Single statistics stand elsewhere."""
 
+import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from regard.observation.observed import ObservedCall
 from regard.observation.tile import ScoreTile
+from regard.shapes import Grid, ShapeError
 
 Result = TypeVar("Result")
 
@@ -47,9 +49,15 @@ class Statistic(Generic[Result]):
         if "keeps_tiles" not in own and ("add" in own or "see" in own):
             cls.keeps_tiles = True
 
+    def begun(self, call: ObservedCall) -> Self:
+        """A copy that has started, so that one object may be asked many times, of many calls."""
+        begun = copy.copy(self)
+        begun.call = call
+        begun.start(call)
+        return begun
+
     def start(self, call: ObservedCall) -> None:
-        """Before the first tile. A statistic is copied before it starts, so one object may be asked many times."""
-        self.call = call
+        """Before the first tile: makes what it holds."""
 
     def area(self) -> tuple[range, range]:
         """The queries and keys that it wants to see (after `start`): all, unless said otherwise."""
@@ -85,7 +93,37 @@ def check_statistics(statistics: Sequence[object]) -> None:
         raise TypeError(f"gather: expected statistics of regard.observation, such as Entropy(), Top(8); got {got}")
 
 
-class PerQuery(Statistic[Tensor]):
+class _Sums(Statistic[Tensor]):
+    """Parts added up where a tile's queries, or its keys, stand in the result."""
+
+    keeps_tiles = False
+    extra: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def start(self, call: ObservedCall) -> None:
+        self.total = call.zero_sums(self._length(call.grid), *self.extra, dtype=self.dtype)
+
+    def add(self, tile: ScoreTile, part: Tensor) -> None:
+        into = self.total[self._place(tile)]
+        if part.shape != into.shape:
+            batch, heads, length = into.shape[:3]
+            axes = f"{batch=}, {heads=}, {self._axis}={length}{''.join(f', {size}' for size in self.extra)}"
+            raise ShapeError(f"{type(self).__name__}.of: a part must be [{axes}], got {list(part.shape)}")
+        into += part
+
+    def finish(self) -> Tensor:
+        return self.total
+
+    _axis: ClassVar[str]
+
+    def _length(self, grid: Grid) -> int:
+        raise NotImplementedError
+
+    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
+        raise NotImplementedError
+
+
+class PerQuery(_Sums):
     """A sum for each query: ``of`` gives [batch, heads, rows, *extra], the result is [batch, heads, query_len, *extra].
 
     Attributes:
@@ -93,37 +131,25 @@ class PerQuery(Statistic[Tensor]):
         dtype: of the result; None: that of scores.
     """
 
-    keeps_tiles = False
-    extra: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    _axis = "rows"
 
-    def start(self, call: ObservedCall) -> None:
-        super().start(call)
-        self.total = call.zero_sums(call.grid.query_len, *self.extra, dtype=self.dtype)
+    def _length(self, grid: Grid) -> int:
+        return grid.query_len
 
-    def add(self, tile: ScoreTile, part: Tensor) -> None:
-        self.total[tile.of_queries()] += part
-
-    def finish(self) -> Tensor:
-        return self.total
+    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
+        return tile.of_queries()
 
 
-class PerKey(Statistic[Tensor]):
-    """A sum for each key: ``of`` gives [batch, heads, columns], the result is [batch, heads, key_len].
+class PerKey(_Sums):
+    """A sum for each key: ``of`` gives [batch, heads, columns, *extra], the result is [batch, heads, key_len, *extra].
 
-    Attributes:
-        dtype: of the result; None: that of scores.
+    Attributes: as of `PerQuery`.
     """
 
-    keeps_tiles = False
-    dtype: torch.dtype | None = None
+    _axis = "columns"
 
-    def start(self, call: ObservedCall) -> None:
-        super().start(call)
-        self.total = call.zero_sums(call.grid.key_len, dtype=self.dtype)
+    def _length(self, grid: Grid) -> int:
+        return grid.key_len
 
-    def add(self, tile: ScoreTile, part: Tensor) -> None:
-        self.total[tile.of_keys()] += part
-
-    def finish(self) -> Tensor:
-        return self.total
+    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
+        return tile.of_keys()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.indexing import overlap
+from regard.indexing import hull, overlap
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import Statistic
 from regard.observation.tile import BUFFERS, ScoreTile, TileWithoutLse, tile_of
-from regard.observation.tiling import TilePlan
+from regard.observation.tiling import BatchPlan, TilePlan
 
 Progress = Callable[[int, int], None]
 """Called with the queries done and all there are."""
@@ -43,11 +43,11 @@ def stream(
     memory = None
     if not differentiable and not any(statistic.keeps_tiles for statistic in statistics):
         memory = torch.empty(BUFFERS, plan.max_scores, dtype=call.dtype, device=call.grid.device)
-    done, total = 0, sum(len(queries) for _, _, rows in plan.strips for queries in rows)
-    for batch, mask, rows in plan.strips:
-        parts = [_Part(call, batch, heads, plan, rows) for heads in plan.heads] if rows else []
-        for number, queries in enumerate(rows):
-            for keys in plan.keys_of(mask, queries):
+    done, total = 0, sum(len(queries) for group in plan.batches for queries in group.queries)
+    for group in plan.batches:
+        parts = [_Part(call, group, heads, plan) for heads in plan.heads] if group.queries else []
+        for number, queries in enumerate(group.queries):
+            for keys in plan.keys_of(group.mask, queries):
                 wanting = [
                     statistic
                     for statistic, area in zip(statistics, areas, strict=True)
@@ -64,16 +64,16 @@ def stream(
 class _Part:
     """The batch rows and heads of a call that stand in a tile together, in the pieces that tiles are made of."""
 
-    def __init__(self, call: ObservedCall, batch: slice, heads: slice, plan: TilePlan, rows: list[range]) -> None:
-        part = call.select(range(batch.start, batch.stop), range(heads.start, heads.stop))
-        keys = plan.keys
-        query, key, lse = part.folded(slice(rows[0].start, rows[-1].stop), slice(keys.start, keys.stop))
+    def __init__(self, call: ObservedCall, group: BatchPlan, heads: slice, plan: TilePlan) -> None:
+        part = call.select(range(group.batch.start, group.batch.stop), range(heads.start, heads.stop))
+        queries, keys = hull(group.queries), plan.keys
+        query, key, lse = part.folded(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
         # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
-        down = [len(queries) for queries in rows]
+        down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
         self.lse = None if lse is None else lse.split(down, dim=2)
         self.scoring, self.is_folded = part.scoring, part.is_product
-        self.place, self.plan = part.place(batch, heads, rows[0], keys), plan
+        self.place, self.plan = part.place(group.batch, heads, queries, keys), plan
 
     def show(
         self, number: int, queries: range, keys: range, statistics: list[Statistic[Any]], memory: Tensor | None,

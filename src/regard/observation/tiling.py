@@ -15,6 +15,14 @@ from regard.observation import tuning
 from regard.observation.observed import ObservedCall
 
 
+class BatchPlan(NamedTuple):
+    """Batch rows that stand in a tile together, their mask, and the queries of each row of tiles."""
+
+    batch: slice
+    mask: Mask
+    queries: list[range]
+
+
 class TilePlan(NamedTuple):
     """The tiles of a rectangle of a call."""
 
@@ -24,8 +32,7 @@ class TilePlan(NamedTuple):
     """Keys are split at multiples of it, counted from the first."""
     heads: list[slice]
     """Which heads stand in a tile together."""
-    strips: list[tuple[slice, Mask, list[range]]]
-    """Batch rows that stand in a tile together, their mask, and the queries that do."""
+    batches: list[BatchPlan]
     max_scores: int
     """Scores in the largest tile, or more."""
     whole_rows: bool
@@ -94,13 +101,13 @@ def plan_tiles(
         most = min(num_queries, tuning.TILE_QUERIES)
         num_queries = max(count for count in range(1, most + 1) if tuning.TILE_QUERIES % count == 0)
     step = widest if whole_rows_of is None else max(1, len(keys))
-    strips = []
+    batches = []
     for some, mask in masks:
         height = _height(mask, queries, keys, num_queries, step, num_batch * num_heads)
-        strips.append((some, mask, [*split_at(queries, queries.start, height)]))
+        batches.append(BatchPlan(some, mask, [*split_at(queries, queries.start, height)]))
     in_heads = [slice(start, min(start + num_heads, heads)) for start in range(0, heads, num_heads)]
     largest = num_batch * num_heads * num_queries * widest
-    return TilePlan(keys, step, in_heads, strips, largest, whole_rows_of is not None)
+    return TilePlan(keys, step, in_heads, batches, largest, whole_rows_of is not None)
 
 
 def heads_of_a_tile(heads: int, group: int, most: int) -> int:
