@@ -23,7 +23,7 @@ class SameToken(PerQuery):
 
     def of(self, tile):
         batch, head, query, key = tile.indices
-        same = self.ids[batch, query] == self.ids[batch, key]
+        same = self.ids[batch, query + self.call.behind] == self.ids[batch, key]
         return (tile.weights * same * self.favour[head]).sum(-1)
 
 
@@ -174,6 +174,23 @@ def test_of_a_model_while_it_runs_and_of_its_recording(graph):
     if graph:
         gathered["layers.1"][0].sum().backward()
         assert float(made.layers[0].attention.query.weight.grad.abs().max()) > 0
+
+
+def test_of_a_text_that_is_read_in_pieces_with_a_cache():
+    made = model()
+    with torch.no_grad():
+        with regard.record(made) as whole:
+            made(IDS)
+        cache = made.cache()
+        with regard.gather(made, SameToken(IDS)) as gathered, regard.record(made) as recording:
+            for piece in IDS.split([4, 1, 7, 1], dim=1):
+                made(piece, cache=cache)
+    for name, seen in whole.items():
+        expected = by_head(seen.weights())
+        assert_close(torch.cat([own for (own,) in gathered.calls(name)], dim=2), expected, name)
+        assert_close(recording[name].ask(SameToken(IDS)), expected, name)
+        pieces = [call.ask(SameToken(IDS)) for call in recording.calls(name)]
+        assert_close(torch.cat(pieces, dim=2), expected, name)
 
 
 def test_of_a_recording_of_some_heads_by_their_numbers_in_the_layer(tmp_path):
