@@ -27,7 +27,7 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
 
 look: $(VENV)/.installed ## what each head attends to in FILE=...
-	$(BIN)/regard look $(FILE) --terminal
+	$(BIN)/regard look $(FILE)
 
 WORKERS ?= 2
 

@@ -1,5 +1,6 @@
 """The command line as a user meets it: what it prints, and what it says to bad input."""
 
+import io
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +333,7 @@ BAD = {
     "not UTF-8": (["look", "{tmp}/latin.txt"], "expected UTF-8"),
     "an enormous file": (["look", "{tmp}/enormous.txt"], "expected at most 16,777,216 bytes"),
     "an empty text": (["look", " "], "text: empty"),
+    "no text at all": (["look", ""], "text: empty"),
     "an unknown model": (["look", "hello", "--model", "gpt17"], "no model 'gpt17'"),
     "a damaged model": (["look", "hello", "--model", "{tmp}/damaged"], "not a whole safetensors file"),
     "a foreign model": (["look", "hello", "--model", "{tmp}/foreign"], "not a regard model"),
@@ -338,7 +341,7 @@ BAD = {
     "a layer out of range": (["look", "hello", "--layer", "2"], "--layer must be 0 to 1, got 2"),
     "a head out of range": (["explain", "hello", "--head", "-1"], "--head must be 0 to 2, got -1"),
     "a start out of range": (["look", "hello", "--start", "400"], "--start must be 0 to"),
-    "a query that is no token": (["look", "hello", "--query", "xyz"], "no token of the text is or ends 'xyz'"),
+    "a query that is no token": (["look", "hello", "--query", "xyz"], "--query: the text has no 'xyz'"),
     "a query that is several": (["look", "a cat, a dog", "--query", "a"], "tokens end 'a'; say which by its number"),
     "a head to take away, half said": (
         ["look", "hello", "--without", "5"],
@@ -385,6 +388,64 @@ def test_bad_input_is_one_clear_message_and_exit_code_2(
     assert "Traceback" not in run.err
     assert words in " ".join(run.err.split())
     assert len(run.err.splitlines()) <= 24
+
+
+ESCAPE, SHOWN = "\x1b[31mred", ("␛[31mred", r"\x1b[31mred")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["look", f"{ESCAPE}.txt"],
+        ["look", "a cat", "--query", ESCAPE],
+        ["look", "a cat", f"--{ESCAPE}"],
+        ["look", "a cat", ESCAPE],
+        ["generate", "a", "--model", ESCAPE],
+        ["train", "{tmp}/run", "--data", f"{{tmp}}/{ESCAPE}"],
+        ["train", f"{{tmp}}/{ESCAPE}", "--resume"],
+        ["bench", "--rows", ESCAPE],
+        ["plan", "--mask", f"{ESCAPE}()"],
+        [ESCAPE],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_message_shows_what_a_terminal_would_obey_and_does_not_send_it(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(capsys, *(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert run.code == 2
+    assert "\x1b" not in run.err
+    assert any(shown in run.err for shown in SHOWN), run.err
+
+
+def test_what_training_tells_of_names_is_shown_and_not_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(9):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"{number}: {TEXT}" * 9)
+    sizes = ("--steps", 1, "--dim", 8, "--layers", 1, "--heads", 2, "--context-length", 8, "--vocab-size", 257)
+    run = Run(capsys, "train", tmp_path / ESCAPE, "--data", tmp_path / "texts", *sizes, "--precision", "no")
+    assert run.code == 0, run.err
+    assert f"written: {tmp_path / ESCAPE}".replace("\x1b", "␛") in run.err
+    assert "\x1b" not in run.err
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_lines_that_are_wider_than_the_terminal_are_broken_between_words(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    from regard.cli import console
+
+    paper = io.StringIO()
+    terminal = Console(file=paper, force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr(console, "open_console", lambda: terminal)
+    said = "kernel  strips: the first\n        not dense: it can, but it would hold 67,108,864 numbers of a square\n"
+    console.print_plain(said, hang=8)
+    lines = paper.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(paper.getvalue().split()) == " ".join(said.split())
+    assert all(line.startswith(("kernel", "  ")) for line in lines)
 
 
 def test_plan_prints_what_regard_plan_says_of_the_same_call(capsys: pytest.CaptureFixture[str]) -> None:
@@ -565,7 +626,25 @@ def test_a_quick_bench_has_every_kind_of_row_once() -> None:
     assert not any(task.sweep for task, _ in few)
 
 
-@pytest.mark.parametrize("command", ["look", "explain", "generate", "train", "plan", "bench"])
+COMMANDS = ["look", "explain", "generate", "train", "plan", "bench"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 110])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_fills_its_lines_at_any_width(
+    command: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = Run(capsys, command, "--help").out
+    usage, *words = "\n".join(line.strip() for line in out.split("Examples")[0].strip().splitlines()).split("\n\n")
+    assert usage.startswith(f"Usage: regard {command} [OPTIONS]")
+    assert len(words) >= 2
+    for paragraph in words:
+        for line, after in pairwise(paragraph.strip().splitlines()):
+            assert len(line) + 1 + len(after.split()[0]) > width - 2, line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, command, "--help")
     assert run.code == 0

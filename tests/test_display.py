@@ -219,9 +219,9 @@ def test_a_token_is_found_by_its_text(bundled):
     for words, said in {
         "cat": r"2 tokens end 'cat'; say which by its number\n +3 .*c\[at\] sat on.*\n +13 .*",
         "at": "4 tokens end 'at'",
-        "dog": "no token of the text is or ends 'dog'; --tokens lists them",
+        "dog": "the text has no 'dog'; --tokens lists them",
         "BECAUSE": "near it: 'because'",
-        "": "no token",
+        "": "the text has no ''; --tokens lists them",
     }.items():
         with pytest.raises(ValueError, match=said):
             find_token(script, 0, count, words)

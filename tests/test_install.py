@@ -17,7 +17,6 @@ import sys
 import tomllib
 import venv
 from importlib.metadata import PackageNotFoundError, distribution
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -148,23 +147,15 @@ def environment(wheel: Path, extras: str) -> Path:
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
     """A folder with the files that the README's commands name."""
-    notes = (ROOT / "docs" / "conventions.md").read_text(encoding="utf-8")
-    (tmp_path / "notes.txt").write_text(notes[:4000], encoding="utf-8")
-    (tmp_path / "letters").mkdir()
-    for number in range(8):
-        (tmp_path / "letters" / f"{number}.md").write_text(notes[number * 1000 : (number + 1) * 1000], encoding="utf-8")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("README.md", "examples", "docs"):
+        (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
 def shortened(command: str) -> list[str]:
     """A command as the README has it, with less to do where it would take minutes."""
     words = shlex.split(re.sub(r"--steps \d+", "--steps 2", command))
-    if words[0] == "bench":
-        words = [f"{word}N=512, float32" if before == "--rows" else word for before, word in pairwise(["", *words])]
-        words += ["--quick", "--repeats", "1"]
-    return words
+    return [*words, "--rows", "window*N=512", "--repeats", "1"] if words[0] == "bench" else words
 
 
 def blocks(text: str) -> list[str]:

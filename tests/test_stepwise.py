@@ -316,15 +316,15 @@ def test_a_small_tensor_is_printed_whole_and_a_large_one_by_its_corner_and_range
     assert lines == ["(0, 0)", " 0 1", " 2 3", " 4 5", "(0, 1)", "  6  7", "  8  9", " 10 11"]
     lines = numbers(torch.arange(90.0).view(1, 9, 10))
     assert lines[0] == "  0  1  2  3  4  5  6  7 ..."
-    assert lines[-2:] == [" ... 1 more rows", "from 0 to 89"]
+    assert lines[-2:] == [" ... 1 more rows", "90 numbers, 0 to 89"]
     assert len(lines) == 10
     lines = numbers(torch.arange(10.0).view(10, 1, 1))
-    assert lines[-2:] == ["... 2 more", "from 0 to 9"]
+    assert lines[-2:] == ["... 2 more", "10 numbers, 0 to 9"]
     assert lines[:2] == ["(0)", " 0"]
     masked = torch.full((1, 9, 2), -math.inf)
     assert numbers(masked)[-1] == " ... 1 more rows"
     masked[0, 0] = 2.5
-    assert numbers(masked)[-1] == "from 2.5 to 2.5"
+    assert numbers(masked)[-1] == "18 numbers, 2.5 to 2.5"
 
 
 # --- 6: saturation ----------------------------------------------------------------------------------------------------

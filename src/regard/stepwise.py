@@ -336,7 +336,8 @@ def numbers(tensor: Tensor, *, widest: int = 8, tallest: int = 8) -> list[str]:
     if rows > tallest or columns > widest or len(matrix) > tallest:
         finite = tensor[tensor.isfinite()].float()
         if finite.numel():
-            lines.append(f"from {format_number(float(finite.min()))} to {format_number(float(finite.max()))}")
+            least, most = format_number(float(finite.min())), format_number(float(finite.max()))
+            lines.append(f"{tensor.numel():,} numbers, {least} to {most}")
     return lines
 
 

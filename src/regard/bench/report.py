@@ -143,19 +143,20 @@ def shown(row: dict[str, Any]) -> str:
     ...                        "torch": {"ms": 28.0, "spread": [1.9, 2.1], "form": "is_causal"}},
     ...              "not_measured": {"formula": "too large"}, "memory_not_measured": {}}))
     causal, N=1024, float32: regard takes its kernel 'dense'
-      regard                     14.000 ms     1.00  0.98-1.03          3.0 MiB
-      torch                      28.000 ms     2.00  1.90-2.10                   is_causal
+      regard                     14.000 ms     1.00  0.98-1.03            3.0 MiB
+      torch                      28.000 ms     2.00  1.90-2.10                     is_causal
       formula                not measured: too large
       others took 30% of the processors meanwhile
     """
     lines = [f"{row['task']}, N={row['length']}, {row['dtype']}: regard takes its kernel {row['kernel']!r}"]
     ours = row["peers"]["regard"]["ms"]
+    room = 16 if any("memory_mib" in entry for entry in row["peers"].values()) else 0
     for name, entry in row["peers"].items():
-        memory = f"{entry['memory_mib']:>12,.1f} MiB" if "memory_mib" in entry else " " * 16
+        memory = f"{entry['memory_mib']:>12,.1f} MiB" if "memory_mib" in entry else ""
         note = entry.get("form", f"compiled in {entry['compile_s']} s" if "compile_s" in entry else "")
         spread = "{:.2f}-{:.2f}".format(*entry["spread"]) if "spread" in entry else ""
-        times = f"{entry['ms']:>11,.3f} ms{entry['ms'] / ours:>9,.2f}  {spread:<10}"
-        lines.append(f"  {name:<22}{times}{memory}  {note}".rstrip())
+        times = f"{entry['ms']:>11,.3f} ms{entry['ms'] / ours:>9,.2f}  {spread:<12}"
+        lines.append(f"  {name:<22}{times}{memory:<{room}}  {note}".rstrip())
     lines += [f"  {name:<23}not measured: {why}" for name, why in row["not_measured"].items()]
     lines += [f"  {name:<23}memory not measured: {why}" for name, why in row["memory_not_measured"].items()]
     if (row.get("others") or 0.0) > BUSY_SHARE:

@@ -1,18 +1,27 @@
 """The commands put together, and how they end: bad input is one message and exit code 2."""
 
+import inspect
 import os
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import regard
+from regard.cli.console import open_console, tell
 from regard.cli.generate import generate
 from regard.cli.look import explain, look
 from regard.cli.measure import bench, plan
 from regard.cli.train import train
+from regard.display.letters import obeyed_by_none
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring's paragraphs, each in one line, as a help of any width wants them; lines of examples stay."""
+    return "\n\n".join(
+        part if part.startswith(" ") else part.replace("\n", " ") for part in inspect.cleandoc(text).split("\n\n")
+    )
+
 
 app = typer.Typer(
     name="regard",
@@ -23,7 +32,7 @@ app = typer.Typer(
 )
 
 for command in (look, explain, generate, train, plan, bench):
-    app.command()(command)
+    app.command(help=_paragraphs(command.__doc__ or ""))(command)
 
 
 def _version(wanted: bool) -> None:
@@ -35,7 +44,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and that is all.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Look into attention: what each head of a language model attends to, and why."""
@@ -43,21 +52,22 @@ def options(
 
 def run() -> None:
     """Runs the command that was typed; bad input is one message and exit code 2."""
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True)
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="regard")
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:  # the reader, head or less, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:
-        console.print(f"regard: {error}", style="red", markup=False, soft_wrap=True)
+        tell(console, f"regard: {error}", style="red")
         sys.exit(2)
     except Exception as error:
-        show: Callable[[], None] | None = getattr(error, "show", None)  # usage errors of the command line library
-        if show is None:
+        usage: Any = error  # an error of the command line library, which shows itself
+        if not hasattr(usage, "show"):
             raise
-        show()
+        usage.message = obeyed_by_none(usage.message)
+        usage.show()
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -5,6 +5,7 @@ import sys
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.text import Text
 
 WIDTH = 80
 """Cells of a line where nothing says how many there are."""
@@ -29,6 +30,26 @@ def _width(stream: TextIO) -> int | None:
         return WIDTH
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")  # then the console does not look
     return columns if dumb and columns else None if columns else WIDTH
+
+
+def tell(console: Console, words: str, style: str | None = None) -> None:
+    """Words in lines of their own length, with nothing in them that a terminal would obey, whoever wrote them."""
+    from regard.display.letters import obeyed_by_none
+
+    console.print(obeyed_by_none(words), style=style, markup=False, soft_wrap=True)
+
+
+def print_plain(words: str, *, hang: int) -> None:
+    """Lines on standard output: as they are in a file, broken between words and `hang` cells in on a terminal."""
+    console = open_console()
+    if not console.is_terminal:
+        print(words, flush=True)
+        return
+    from regard.display.paper import flowed
+
+    for line in words.splitlines():
+        for part in flowed(console, Text(line), console.width, hang=hang if console.width >= 2 * hang else 2):
+            console.print(part, no_wrap=True, overflow="ignore", crop=False)
 
 
 def progress_bar(console: Console, *extra: str, transient: bool = False) -> Any:

@@ -26,10 +26,12 @@ def generate(
 ) -> None:
     """Let a language model go on with a text.
 
+    The bundled model writes what looks like Python's standard library. It stops at --count tokens, or where it expects
+    a text to end.
+
     [bold]Examples[/bold]
 
-      regard generate "def main():" --count 60 --seed 1
-
+      regard generate "def main(" --count 60 --seed 5
       regard generate "import os, sys" --temperature 0 --count 40
     """
     import torch

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from regard.cli.console import open_console, tell
 from regard.extras import need
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def read_text_argument(text: str) -> tuple[str, str]:
 
 def _names_a_file(text: str) -> bool:
     """A path that exists, or one word that looks like a path."""
+    if not text:  # which Path takes for the folder that one is in
+        return False
     try:
         if Path(text).exists():
             return True
@@ -49,5 +52,5 @@ def load_model(name: str) -> "Loaded":
     loaded = load(name)
     if loaded.unfinished is not None:
         step, steps = loaded.unfinished
-        print(f"{name}: its training is at step {step:,} of {steps:,}", file=sys.stderr)
+        tell(open_console(stderr=True), f"{name}: its training is at step {step:,} of {steps:,}")
     return loaded

@@ -43,7 +43,6 @@ def look(
     tokens: Annotated[bool, typer.Option("--tokens", help="List the tokens with their numbers, and no more.")] = False,
     theme: ThemeOption = "auto",
     as_json: JsonOption = False,
-    terminal: Annotated[bool, typer.Option("--terminal", help="Show it here, in the terminal (the default).")] = True,
 ) -> None:
     """What each head of a language model attends to in a text.
 
@@ -54,20 +53,15 @@ def look(
     [bold]Examples[/bold]
 
       regard look examples/library_desk.py
-
       regard look "self.quillback = quillback; self.quill" --without 5.0,5.3
-
       regard look "the cat sat on the mat because the cat was tired" --query mat
-
       regard look examples/library_desk.py --layer 3 --head 1 --query 200
-
       cat notes.txt | regard look - --json
     """
     from regard.display.data import look_as_data, tokens_as_data
     from regard.display.page import print_look, print_tokens
     from regard.display.paper import Paper
 
-    del terminal  # the only view so far
     view = _view(text, load_model(model), layer, head, query, start, without=without or [], overview=not tokens)
     if as_json:
         data = {"tokens": tokens_as_data(view)} if tokens else look_as_data(view)
@@ -80,7 +74,10 @@ def look(
 
 def explain(
     text: Annotated[
-        str | None, typer.Argument(metavar='[FILE|"TEXT"]', help="As in regard look; or --example.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar='FILE|"TEXT"', help="A text file, the text itself in quotes, or - for standard input; or --example."
+        ),
     ] = None,
     example: Annotated[
         Literal["three-tokens"] | None,
@@ -96,13 +93,14 @@ def explain(
 ) -> None:
     """How one head comes to its output, step by step, with the real numbers.
 
+    For one token of a text: its query, its score with every key, the weights that softmax makes of them, and the
+    weighted sum of the values, each with its formula.
+
     [bold]Examples[/bold]
 
       regard explain --example three-tokens
-
       regard explain examples/library_desk.py --layer 3 --head 1 --query 200
-
-      regard explain "the cat sat on the mat because the cat was tired" --query mat
+      regard explain "the cat sat on the mat" --query mat
     """
     from regard.display.data import steps_as_data, three_tokens_as_data
     from regard.display.explained import explain_token, print_explained, print_three_tokens

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from regard.cli.console import open_console
+from regard.cli.console import open_console, print_plain, tell
 from regard.cli.mask_expression import read_mask
 from regard.cli.options import JsonOption
 
@@ -20,36 +20,47 @@ def plan(
         typer.Option(
             "--mask",
             metavar="MASK",
-            help='Who may attend to whom, with & | ~: "Causal() & Window(256)". Default: everybody to everybody.',
+            help='Which keys a query may attend to, with & | ~: "Causal() & Window(256)". Default: all of them.',
         ),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=1, help="Keys, and queries.")] = 1024,
+    length: Annotated[int, typer.Option("--length", min=1, help="Number of keys, and of queries.")] = 1024,
     query_len: Annotated[
-        int | None, typer.Option("--query-len", min=1, help="Queries, where they are fewer: the last of the text.")
+        int | None, typer.Option("--query-len", min=1, help="Number of queries, the last of the text. Default: length.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1)] = 1,
-    heads: Annotated[int, typer.Option("--heads", min=1)] = 12,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", min=1, help="Default: as many as heads.")] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 64,
-    value_dim: Annotated[int | None, typer.Option("--value-dim", min=1, help="Default: head_dim.")] = None,
-    dtype: Annotated[Literal["float64", "float32", "bfloat16", "float16"], typer.Option("--dtype")] = "float32",
-    softcap: Annotated[float | None, typer.Option("--softcap", help="Default: none.")] = None,
-    dropout: Annotated[float, typer.Option("--dropout", help="Probability that a weight is dropped.")] = 0.0,
-    lse: Annotated[bool, typer.Option("--lse", help="Of attention_with_lse.")] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Of a call that wants gradients.")] = False,
-    kernel: Annotated[str, typer.Option("--kernel", help="One that is asked for by name.")] = "auto",
-    tile_size: Annotated[int, typer.Option("--tile-size", min=1, help="Of the tiles that are counted.")] = 128,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in the call.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 12,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", min=1, help="Key and value heads. Default: as many as heads.")
+    ] = None,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Size of one query or key.")] = 64,
+    value_dim: Annotated[
+        int | None, typer.Option("--value-dim", min=1, help="Size of one value. Default: head-dim.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"],
+        typer.Option("--dtype", metavar="DTYPE", help="float64, float32, bfloat16 or float16."),
+    ] = "float32",
+    softcap: Annotated[
+        float | None, typer.Option("--softcap", help="Bound on the scores: c * tanh(score / c). Default: none.")
+    ] = None,
+    dropout: Annotated[float, typer.Option("--dropout", help="Share of the weights that is dropped.")] = 0.0,
+    lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False,
+    kernel: Annotated[str, typer.Option("--kernel", metavar="NAME", help="This kernel and no other.")] = "auto",
+    tile_size: Annotated[
+        int, typer.Option("--tile-size", min=1, help="Side of the squares that are counted as tiles.")
+    ] = 128,
     as_json: JsonOption = False,
 ) -> None:
     """Which kernel a call of attention would take, why, and what it costs. Nothing is computed.
 
+    Tiles are squares of the matrix of scores: an empty one is hidden by the mask and skipped, a full one needs no mask.
+
     [bold]Examples[/bold]
 
       regard plan --length 8192 --mask "Causal() & Window(256)"
-
-      regard plan --length 4096 --mask "Causal() & Document.from_lengths(\\[512] * 8)" --backward
-
-      regard plan --length 32768 --query-len 1 --heads 32 --kv-heads 8 --head-dim 128 --mask "Causal()" --dtype bfloat16
+      regard plan --length 4096 --mask "Document.from_lengths(\\[512] * 8)"
+      regard plan --length 32768 --query-len 1 --heads 32 --kv-heads 8
     """
     import torch
 
@@ -74,7 +85,7 @@ def plan(
     if as_json:
         print(json.dumps(asdict(answer) | {"tiles": {tile.value: count for tile, count in answer.tiles.items()}}))
     else:
-        print(answer)
+        print_plain(str(answer), hang=8)
 
 
 def bench(
@@ -84,31 +95,32 @@ def bench(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="About a minute: an eighth of every length, no memory, nothing to compile."),
+        typer.Option(
+            "--quick",
+            help="About a minute: an eighth of every length, no memory, nothing that has to be compiled first.",
+        ),
     ] = False,
     repeats: Annotated[
         int | None, typer.Option("--repeats", min=1, help="Calls whose median is taken. Default: 15; 5 if --quick.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Processor threads; default: torch's.")
+        int | None, typer.Option("--threads", min=1, help="CPU threads. Default: torch's choice.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Keep the numbers as JSON, row by row.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What attention costs beside the other ways to compute it, on this machine: time and memory.
+    """Time and memory of attention beside other ways to compute it, on this machine.
 
-    All of them do the same work on the same tensors, in turn, and a result that differs is told. The second number is
-    how many times regard's time they take, the third between what this lay in half of the repeats. Ctrl-C stops;
-    --output keeps the rows that are done, and --json prints them.
+    All of them do the same work on the same tensors, in turn, and a result that differs is told. A row has the median
+    time, how many times regard's time that is, the range of this in the middle half of the repeats, and the memory.
+    Without --quick every row takes minutes. Ctrl-C stops; --output keeps the rows that are done, --json prints them.
 
     [bold]Examples[/bold]
 
       regard bench --quick
-
       regard bench --rows "window*float32"
-
       regard bench --rows decode --threads 2 --output decode.json
     """
     import torch
@@ -123,6 +135,8 @@ def bench(
         raise ValueError(f"--output: {output} is a folder; give a file")
     console = open_console(stderr=True)
     kept: dict[str, Any] = {}
+    if not as_json:
+        tell(console, "median time, times regard's, range of that in the middle half of the repeats")
     try:
         # plain lines: a table as wide as a terminal would have to cut the reasons
         with console.status("") as status:
@@ -132,7 +146,7 @@ def bench(
                 shrink=shrink,
                 quick=quick,
                 output=output,
-                show=lambda row: None if as_json else print(row, flush=True),
+                show=lambda row: None if as_json else print_plain(row, hang=25),
                 watch=status.update if console.is_terminal else _each_row(console),
                 keep=kept.update,
             )
@@ -141,7 +155,7 @@ def bench(
             print(json.dumps(kept), flush=True)
         note = benchmark.busy(kept) if kept.get("rows") else None
         if note is not None:
-            console.print(f"note: {note}", markup=False, soft_wrap=True)
+            tell(console, f"note: {note}")
     if kept["failed"]:
         raise RuntimeError(f"bench: {len(kept['failed'])} of {len(which)} rows failed: {kept['failed'][0]['why']}")
 
@@ -154,7 +168,7 @@ def _each_row(console: Console) -> Callable[[str], None]:
         nonlocal last
         title = doing.rpartition("; ")[0]
         if title != last:
-            console.print(title, markup=False, soft_wrap=True)
+            tell(console, title)
         last = title
 
     return watch

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from regard.cli.console import open_console, progress_bar
+from regard.cli.console import open_console, progress_bar, tell
 from regard.extras import need
 from regard.training.report import Listener, Report
 from regard.training.settings import Recipe
@@ -22,6 +22,7 @@ LINE_EVERY = 30
 
 
 def train(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write the model in.")],
     data: Annotated[
         str | None,
@@ -50,7 +51,7 @@ def train(
             help="Share of the sequences, 0 to 1, replaced by repeated random tokens, which teach copying. Default: 0.",
         ),
     ] = None,
-    begin: Annotated[
+    start_from: Annotated[
         str | None,
         typer.Option(
             "--from",
@@ -192,48 +193,23 @@ def train(
 ) -> None:
     """Train a language model on texts of your own, or on Python's standard library.
 
-    The model can be used while it is being trained. Ctrl-C finishes the step,
-    saves and stops; --resume goes on.
+    The model can be used while it is being trained. Ctrl-C finishes the step, saves and stops; --resume goes on.
 
-    At the end the model is measured on texts held out from training (about one
-    file in twenty, or the end of a single file), in bits per byte; what xz -9e
-    needs for the same texts stands beside it. Loss, learning rate and speed of
+    At the end the model is measured on texts held out from training (about one file in twenty, or the end of a single
+    file), in bits per byte; what xz -9e needs for the same texts stands beside it. Loss, learning rate and speed of
     every step are in FOLDER/metrics.jsonl.
 
     [bold]Examples[/bold]
 
       regard train runs/mine --steps 200
-
       regard train runs/mine --resume --steps 400
-
       regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
-
       regard train runs/more --from stdlib --data docs --steps 100
-
       regard look README.md --model runs/mine
     """
     need("regard train", "train", "accelerate", "tokenizers")
-    options: dict[str, Any] = {
-        "data": data,
-        "pattern": pattern,
-        "repeats": repeats,
-        "start_from": begin,
-        "vocab_size": vocab_size,
-        "context_length": context_length,
-        "dim": dim,
-        "layers": layers,
-        "heads": heads,
-        "hidden_dim": hidden_dim,
-        "steps": steps,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "seed": seed,
-        "precision": precision,
-        "threads": threads,
-        "save_every": save_every,
-        "save_minutes": save_minutes,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in context.params.items() if value is not None}
+    del given["folder"], given["resume"]
     recipe = None if resume else Recipe(**given)
 
     from regard.training import run
@@ -250,7 +226,7 @@ def train(
                     measures = run.begin(folder, recipe, command=command, listener=screen)
         except (KeyboardInterrupt, SystemExit):
             with contextlib.suppress(OSError):  # the terminal has gone
-                console.print(_how_to_go_on(folder), soft_wrap=True)
+                tell(console, _how_to_go_on(folder))
             raise
     if measures is None:
         return
@@ -259,7 +235,7 @@ def train(
         f"{measures.xz_joined:.3f} joined)\n"
         f"random tokens, then again: loss {measures.copy_first:.2f}, then {measures.copy_second:.2f}"
     )
-    console.print(f"written: {folder}; look at it: regard look FILE --model {shlex.quote(str(folder))}", soft_wrap=True)
+    tell(console, f"written: {folder}; look at it: regard look FILE --model {shlex.quote(str(folder))}")
 
 
 def _how_to_go_on(folder: Path) -> str:
@@ -298,7 +274,7 @@ class Screen(Listener):
 
     def note(self, text: str) -> None:
         self._close()
-        self.console.print(text, soft_wrap=True, markup=False)
+        tell(self.console, text)
 
     def progress(self, work: str, done: int, total: int) -> None:
         self._show(work, done, total, "")

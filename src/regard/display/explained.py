@@ -71,7 +71,8 @@ def _print_formula(paper: Paper, step: Step) -> None:
 
 def _print_numbers(paper: Paper, tensor: Tensor) -> None:
     fit = max(1, (paper.width - paper.indent - len(" ...")) // NUMBER)
-    paper.lines(Text(" " * paper.indent + line) for line in numbers(tensor, widest=min(8, fit)))
+    for line in numbers(tensor, widest=min(8, fit)):
+        paper.lines(paper.flow(Text(line), indent=paper.indent))
 
 
 def _print_scores(paper: Paper, view: Look, scores: Sequence[Step], count: int) -> None:
@@ -99,7 +100,8 @@ def _print_scores(paper: Paper, view: Look, scores: Sequence[Step], count: int) 
         paper.lines([line])
     held = sum(weight for weight, _ in largest)
     visible = int((scores[-2].tensor[0, view.head, 0] > -math.inf).sum())
-    paper.say(f"{len(largest)} of the {visible} keys it may see hold {held:.1%} of the weight", indent=paper.indent)
+    keys = f"{len(largest)} of the {visible} keys it may see hold" if visible > 1 else "the one key it may see holds"
+    paper.say(f"{keys} {held:.1%} of the weight", indent=paper.indent)
     paper.gap()
 
 

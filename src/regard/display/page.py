@@ -66,11 +66,17 @@ def print_look(paper: Paper, view: Look, *, every: bool = False) -> None:
     paper.say(("Every head", "bold"), " on this text: layers down, heads across")
     paper.lines(head_map(paper, view))
     paper.gap()
-    paper.say(("What ", "bold"), (query, "bold"), piece, (" attends to", "bold"), ": keys with the largest weights")
+    paper.say(
+        ("What ", "bold"),
+        (query, "bold"),
+        piece,
+        (" attends to", "bold"),
+        ": by head, the keys with the largest weights",
+    )
     _print_attends(paper, view, every)
     paper.gap()
     paper.quiet(
-        f"Another token: --query N, to {view.count - 1}, or its text (--tokens lists them). Another head: --layer L "
+        f"Another token: --query N, 0 to {view.count - 1}, or its text (--tokens lists them). Another head: --layer L "
         f"--head H. Without a head: --without {Place(view.layer, view.head)}. As numbers: --json"
     )
     paper.quiet(f"Step by step: regard explain ... --query {view.query} --layer {view.layer} --head {view.head}")
@@ -81,7 +87,7 @@ def print_look(paper: Paper, view: Look, *, every: bool = False) -> None:
 def print_title(paper: Paper, view: Look) -> None:
     """What was read, by which model, and how much of it."""
     total = len(view.script.ids)
-    part = f"{total:,} tokens"
+    part = f"{total:,} token{'' if total == 1 else 's'}"
     if view.count - 1 < total:
         part = f"tokens {view.start} to {view.stop - 1} of {total:,}, as many as the model's context holds"
         if view.stop == total:
@@ -206,6 +212,7 @@ def _print_strongest(paper: Paper, view: Look) -> None:
     paper.lines(lines)
     if not paper.palette.coloured:
         paper.quiet("Under the text: weights in tenths, 9 for 0.9 and more, . for 0.01 to 0.1, ^ the token that looks")
+    paper.quiet(f"{OPENING} is token 0, which stands before every text and means its beginning")
 
 
 def _print_expected(paper: Paper, view: Look) -> None:
@@ -256,7 +263,9 @@ def _print_windows(paper: Paper, view: Look) -> None:
     lines = max(len("lines"), max(len(f"{w.first_line}-{w.last_line}") for w in view.windows))
     taken = paper.indent + 2 + numbers + 2 + lines + 2 + 4 + 2
     heading = f"{'--start':>{numbers}}  {'lines':>{lines}}  loss  begins with"
-    paper.lines([Text(" " * (paper.indent + 2) + fitted(heading, paper.width - paper.indent - 2), paper.palette.quiet)])
+    paper.lines(
+        [Text(" " * (paper.indent + 2) + fitted(heading, paper.width - paper.indent - 2).rstrip(), paper.palette.quiet)]
+    )
     for window in view.windows:
         here = window.start <= view.start < window.start + window.tokens
         span = f"{window.first_line}-{window.last_line}"
@@ -304,9 +313,12 @@ def head_map(paper: Paper, view: Look) -> list[Text]:
                 line.rstrip()
                 lines.append(line)
     if name:
-        words = "kind and share of its weight that is so; below, mean distance in tokens and spread (0 one key, 1 even)"
+        words = (
+            "kind of head and how much of its weight fits that; below, mean distance in tokens and spread (0: all on "
+            "one key, 1: even)"
+        )
     else:
-        words = "kind; below, share of its weight that is so (a wider terminal also shows distance and spread)"
+        words = "kind; below, how much of its weight fits that (a wider terminal also shows distance and spread)"
     lines += paper.flow(Text(words, paper.palette.quiet), indent=paper.indent)
     names = {kind: kind if cell >= 14 else KINDS[kind].short for kind in KINDS}
     wide = max(len(names[s.kind]) for s in view.heads)

@@ -62,18 +62,23 @@ class Paper:
 
     def flow(self, text: Text, *, indent: int = 0, hang: int = 0) -> list[Text]:
         """A text broken between words; later lines begin `hang` cells further in."""
-        room = self.width - indent
-        if text.cell_len <= room:
-            return [Text(" " * indent).append_text(text)]
-        first, *rest = text.wrap(self.console, room)
-        if hang and rest:
-            start = len(first.plain)
-            while text.plain[start : start + 1] == " ":
-                start += 1
-            rest = [Text(" " * hang).append_text(line) for line in text[start:].wrap(self.console, room - hang)]
-        for line in (first, *rest):
-            line.rstrip()
-        return [Text(" " * indent).append_text(line) for line in (first, *rest)]
+        lines = flowed(self.console, text, self.width - indent, hang=hang)
+        return [Text(" " * indent).append_text(line) for line in lines]
+
+
+def flowed(console: Console, text: Text, room: int, *, hang: int = 0) -> list[Text]:
+    """A text in lines of at most `room` cells, broken between words; later lines begin `hang` cells further in."""
+    if text.cell_len <= room:
+        return [text]
+    first, *rest = text.wrap(console, room)
+    if hang and rest:
+        start = len(first.plain)
+        while text.plain[start : start + 1] == " ":
+            start += 1
+        rest = [Text(" " * hang).append_text(line) for line in text[start:].wrap(console, room - hang)]
+    for line in (first, *rest):
+        line.rstrip()
+    return [first, *rest]
 
 
 def quoted(label: str) -> str:

@@ -62,9 +62,10 @@ def find_token(script: Script, start: int, count: int, wanted: str) -> int:
     if elsewhere:
         window = elsewhere[0] // (count - 1) * (count - 1)
         raise ValueError(f"--query: {text!r} is not in this window of the text; --start {window} shows one that has it")
-    near = sorted({script.label(place).strip() for place in shown if text.lower() in script.label(place).lower()})[:8]
+    labels = {script.label(place).strip() for place in shown}
+    near = sorted(label for label in labels if text and text.lower() in label.lower())[:8]
     hint = f"near it: {', '.join(map(repr, near))}" if near else "--tokens lists them all with their numbers"
-    raise ValueError(f"--query: no token of the text is or ends {text!r}; {hint}")
+    raise ValueError(f"--query: the text has no {text!r}; {hint}")
 
 
 def _tokens_of(script: Script, text: str, places: range) -> list[int]:
