@@ -20,6 +20,7 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -133,19 +134,28 @@ def _by_place(name: str, seen: Observation, kinds: Kinds) -> list[HeadSummary]:
     nothing = torch.zeros(batch, heads, max(query_len, key_len), 1, dtype=shared[0].dtype, device=device)
     same = replace(seen.scoring, scale=1.0, softcap=None, bias=None, sink=None, additive=None)
     even = Observation(nothing[:, :, :query_len], nothing[:, :, :key_len], same).gather(*rules)
-    counts = (torch.arange(query_len, device=device) >= kinds.first).expand(batch, heads, -1)
-    places = visible + (0 if seen.scoring.sink is None else 1)
-    spread = _mean(entropy / places.clamp(min=2).log(), places > 1)
+    described = (torch.arange(query_len, device=device) >= kinds.first).expand(batch, heads, -1)
     shares = {
-        kind: beyond_even(weight, by_even, counts)
+        kind: beyond_even(weight, by_even, described)
         for kind, weight, by_even in zip(kinds.rules, shared, even, strict=True)
     }
+    called = partial(_kind_by_place, wide=kinds.wide)
+    return _by_head(name, seen, (entropy, visible, distance), shares, called, kinds.reads)
+
+
+def _by_head(
+    name: str, seen: Observation, asked: tuple[Tensor, Tensor, Tensor], shares: Mapping[str, Tensor],
+    called: Callable[[Mapping[str, float], float], str], reads: str = "text",
+) -> list[HeadSummary]:  # fmt: skip
+    """Every head's line. Args: asked: entropy, visible and distance. called: what shares and spread make of a head."""
+    entropy, visible, distance = asked
+    choices = visible + (0 if seen.scoring.sink is None else 1)
+    spread = _mean(entropy / choices.clamp(min=2).log(), choices > 1)
     summaries = []
-    for head, number in enumerate(seen.heads if isinstance(seen, Recorded) else range(heads)):
+    for head, number in enumerate(seen.heads if isinstance(seen, Recorded) else range(seen.grid.heads)):
         of_head = {kind: float(share[head]) for kind, share in shares.items()}
         means = float(entropy[:, head].mean()), float(spread[head]), float(distance[:, head].mean())
-        kind = _kind_by_place(of_head, means[1], kinds.wide)
-        summaries.append(HeadSummary(name, number, *means, of_head, kind, kinds.reads))
+        summaries.append(HeadSummary(name, number, *means, of_head, called(of_head, means[1]), reads))
     return summaries
 
 
@@ -160,7 +170,7 @@ def _kind_by_place(shares: Mapping[str, float], spread: float, wide: frozenset[s
 
 
 def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
-    batch, heads, query_len, key_len, device = seen.grid
+    batch, _, query_len, key_len, device = seen.grid
     for what, given in (("tokens", tokens), ("documents", documents)):
         if given is not None and (given.shape != (batch, query_len) or query_len != key_len):
             raise ShapeError(
@@ -189,8 +199,6 @@ def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | 
         chosen.append(lambda query, key: ids[:, None, query[:, 0], None] == ids[:, None, None, key[0]])
     assert seen.lse is not None  # known first, so that entropy is made in the same way each time
     entropy, distance, visible, *shared = seen.gather(Entropy(), Distance(), Visible(), *map(Share, chosen))
-    places = visible + (0 if seen.scoring.sink is None else 1)
-    spread = _mean(entropy / places.clamp(min=2).log(), places > 1)
     later = torch.arange(query_len, device=device) > 0
     repeated = seen_before(tokens)[:, None]
     kinds = ("previous token", "first token", "same token", "induction", "local")
@@ -200,13 +208,7 @@ def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | 
     }
     if documents is not None:
         shares["document"] = _document_share(seen, visible, documents.to(device), shared[-1])
-    numbers = seen.heads if isinstance(seen, Recorded) else range(heads)
-    summaries = []
-    for head, number in enumerate(numbers):
-        of_head = {kind: float(share[head]) for kind, share in shares.items()}
-        means = float(entropy[:, head].mean()), float(spread[head]), float(distance[:, head].mean())
-        summaries.append(HeadSummary(name, number, *means, of_head, kind_of(of_head, float(spread[head]))))
-    return summaries
+    return _by_head(name, seen, (entropy, visible, distance), shares, kind_of)
 
 
 def _document_share(seen: Observation, visible: Tensor, documents: Tensor, share: Tensor) -> Tensor:
