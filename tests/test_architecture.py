@@ -181,6 +181,104 @@ def test_no_module_is_named_like_one_of_the_standard_library_or_like_a_drawer():
         assert name not in ("attention", "utils", "common", "helpers", "types", "base"), path
 
 
+OTHER_WORDS = {"of_row": "for_batch", "by_row": "by_batch", "per_row": "per_batch", "batch_row": "batch_index"}
+"""What the code once said, and the glossary's word for it (docs/conventions.md): a row is a query's."""
+
+BARE = [
+    "alone",
+    "attended",
+    "brought",
+    "busy",
+    "dearest",
+    "either",
+    "faintest",
+    "floating",
+    "gated",
+    "held",
+    "kept",
+    "large",
+    "largest",
+    "least",
+    "local",
+    "low",
+    "made",
+    "most",
+    "narrowest",
+    "oldest",
+    "quick",
+    "saturated",
+    "several",
+    "small",
+    "sniffed",
+    "special",
+    "together",
+    "whole",
+    "wide",
+    "wrapped",
+]
+"""What a constant cannot be called: it says neither what it is a bound of, nor in which unit."""
+
+REBUILT = {"kernels", "functional.py"} if UNDRAWN else set()
+"""Where names are not looked at yet."""
+
+
+def defined(source: str) -> set[str]:
+    """Every name that a file gives: of functions, classes, arguments, variables and attributes."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def unclear(source: str) -> list[str]:
+    """The names in a file for which there is a better word, and the constants without a noun."""
+    found = []
+    for name in sorted(defined(source)):
+        words = "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)).lower()
+        found += [f"{name}: say {better}" for word, better in OTHER_WORDS.items() if f"_{word}_" in f"_{words}_"]
+        if name.isupper() and words in BARE:
+            found.append(f"{name}: a bound of what, in which unit?")
+    return found
+
+
+def test_names_are_those_of_the_glossary_and_constants_say_what_they_are_a_bound_of():
+    for path in SOURCE.rglob("*.py"):
+        if path.relative_to(SOURCE).parts[0] not in REBUILT:
+            assert unclear(path.read_text(encoding="utf-8")) == [], path
+
+
+def test_an_unclear_name_is_seen_wherever_it_is_given():
+    assert unclear("def f(per_row): pass") == ["per_row: say per_batch"]
+    assert unclear("class OfRow: pass") == ["OfRow: say for_batch"]
+    assert unclear("x.of_row_2 = 1") == ["of_row_2: say for_batch"]
+    assert unclear("LARGEST = 1") == ["LARGEST: a bound of what, in which unit?"]
+    assert unclear("MAX_SHOWN_SCORES = largest = 1\nrow = per_rowing = 1") == []
+
+
+def importers(name: str) -> set[str]:
+    """The files that import a name, by their place in the package."""
+    module, _, function = name.rpartition(".")
+    return {
+        path.relative_to(SOURCE).as_posix()
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and node.module == module
+        and function in [alias.name for alias in node.names]
+    }
+
+
+def test_nothing_but_the_table_of_kernels_and_double_backward_computes_by_the_specification():
+    table = {"kernels/__init__.py", "kernels/choice.py"}
+    double_backward = {"kernels/tiled.py", "kernels/strips/autograd.py"}
+    assert importers("regard.reference.reference")
+    assert importers("regard.reference.reference") <= table | double_backward
+
+
 def test_the_public_names_are_those_that_can_be_imported():
     assert set(regard.__all__) <= set(dir(regard))
     public = {

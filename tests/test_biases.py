@@ -192,7 +192,7 @@ def test_the_gradient_of_what_learns_is_the_sum_over_its_cells(name):
         (lambda: Alibi(slopes=[1.0]), TypeError, r"Alibi: slopes must be a floating tensor \[heads\], got list"),
         (lambda: Alibi(slopes=torch.ones(2, 2)), TypeError, r"Alibi: slopes .* got torch.float32 tensor \[2, 2\]"),
         (lambda: Alibi(slopes=torch.ones(2).long()), TypeError, r"Alibi: slopes .* got torch.int64 tensor \[2\]"),
-        (lambda: Alibi(2, offset="x"), TypeError, "Alibi: offset must be an int, or one int per batch row, got 'x'"),
+        (lambda: Alibi(2, offset="x"), TypeError, "Alibi: offset must be an int, or one int per batch index, got 'x'"),
         (lambda: Alibi(2, offset=True), TypeError, "Alibi: offset .* got True"),
         (lambda: Alibi(2, offset=1.5), TypeError, "Alibi: offset .* got 1.5"),
         (lambda: RelativeBias([[1.0]]), TypeError, r"RelativeBias: table must be .* \[buckets, heads\], got list"),

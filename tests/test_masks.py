@@ -460,11 +460,11 @@ TEN = torch.zeros(2, 10, dtype=torch.int64)
         (lambda: Band(1, True), TypeError, "Band: after must be an int or None .*, got True"),
         (lambda: Prefix(-1), ValueError, "Prefix: n must be 0 or more, got -1"),
         (lambda: Prefix([2, -1]), ValueError, r"Prefix: n must be 0 or more, got \[2, -1\]"),
-        (lambda: Prefix(2.0), TypeError, "Prefix: n must be an int, or one int per batch row, got 2.0"),
+        (lambda: Prefix(2.0), TypeError, "Prefix: n must be an int, or one int per batch index, got 2.0"),
         (
             lambda: Causal(offset="left"),
             TypeError,
-            "Causal: offset must be an int, or one int per batch row, got 'left'",
+            "Causal: offset must be an int, or one int per batch index, got 'left'",
         ),
         (lambda: Causal(offset=True), TypeError, "Causal: offset .* got True"),
         (lambda: Causal(offset=[1.5]), TypeError, "Causal: offset .* got torch.float32"),

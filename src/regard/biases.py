@@ -88,7 +88,7 @@ class Given(Bias):
 
     Args:
         numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right; where it could as well
-            be meant by batch row ([batch, key_len], [batch, query_len, key_len]), it is refused.
+            be meant per batch index ([batch, key_len], [batch, query_len, key_len]), it is refused.
     """
 
     axes: ClassVar = {"numbers": ("batch", "heads", "query_len", "key_len")}

@@ -56,7 +56,7 @@ class LayerCache:
         return self._key[:, :, : self.length], self._value[:, :, : self.length]
 
     def reorder(self, rows: Tensor) -> None:
-        """Keeps these batch rows, in this order (a row may come more than once): what beam search needs.
+        """Keeps these batch indices, in this order (a row may come more than once): what beam search needs.
 
         Args:
             rows: int [new batch].

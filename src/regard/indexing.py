@@ -63,7 +63,7 @@ def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tenso
 def lookup(data: Tensor, *places: Tensor) -> Tensor:
     """``data[places]`` with one index tensor for each axis; an axis of size 1 holds for every place.
 
-    >>> ids = torch.tensor([[7, 8, 9]])                               # one row, for every batch row
+    >>> ids = torch.tensor([[7, 8, 9]])                               # one row, for every batch index
     >>> lookup(ids, torch.arange(2)[:, None], torch.tensor([0, 2])).tolist()
     [7, 9]
     """

@@ -6,8 +6,8 @@ score. Either is a class with one method, in the signature of FlexAttention's ``
     rule(batch, head, query, key)    index tensors that broadcast against each other -> what it says there
 
 The arguments of its constructor, kept under their own names, are all the data it has. Tensors among them may declare
-their axes. Everything else follows from that: how it is checked against a call (`bind`), what it says in one batch row
-(`for_batch`), how it moves to a device (`to`), how two of them compare (`same`, `structure`), how it is written
+their axes. Everything else follows from that: how it is checked against a call (`bind`), what it says at one batch
+index (`for_batch`), how it moves to a device (`to`), how two of them compare (`same`, `structure`), how it is written
 down and read again (`spell`, `unspell`).
 
     class EveryBlock(Mask):
@@ -53,7 +53,7 @@ class Rule:
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     kind: ClassVar[str]
 
-    # settled by `bind`: how many batch rows and heads a call has; by `for_batch`: which of them is row 0
+    # settled by `bind`: how many batch indices and heads a call has; by `for_batch`: which of them is index 0
     _batch: int | None = None
     _heads: int | None = None
     _device: torch.device = torch.device("cpu")
@@ -95,7 +95,7 @@ class Rule:
     # --- one call ---------------------------------------------------------------------------------------------------
 
     def _bound(self, grid: Grid) -> Self:
-        """For one call: data checked, parts bound, numbers of batch rows and heads known."""
+        """For one call: data checked, parts bound, numbers of batch indices and heads known."""
         for name, axes in self.axes.items():
             data = getattr(self, name)
             if isinstance(data, Tensor):
@@ -148,7 +148,7 @@ class Rule:
 
     @property
     def varies_by_batch(self) -> bool:
-        """Whether it carries data that differs between batch rows."""
+        """Whether it carries data that differs between batch indices."""
         for name, axes in self.axes.items():
             data = getattr(self, name)
             if axes[0] == "batch" and isinstance(data, Tensor) and data.dim() and data.shape[0] > 1:
@@ -156,7 +156,7 @@ class Rule:
         return any(part.varies_by_batch for part in self.parts())
 
     def for_batch(self, index: int) -> Any:
-        """What it says in one batch row, for a call with batch=1. Bind it before use."""
+        """What it says at one batch index, for a call with batch=1. Bind it before use."""
 
         def at_index(name: str, value: Any) -> Any:
             if isinstance(value, Rule):
@@ -241,7 +241,7 @@ class Positioned(Rule):
         return self.offset is None
 
     def position(self, batch: Tensor, query: Tensor) -> Tensor:
-        """Positions of queries: those of each batch row where each has its offset."""
+        """Positions of queries: those of each batch index where each has its offset."""
         if isinstance(self.offset, Tensor) and self.offset.dim():
             return query + lookup(self.offset, batch)
         return query if self.offset is None else query + self.offset  # torch.jit.trace has lengths in tensors

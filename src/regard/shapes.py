@@ -30,7 +30,7 @@ class LayoutWarning(UserWarning):
 
 
 class Grid(NamedTuple):
-    """The scores of one call: how many rows and columns there are, per batch row and head, and on which device."""
+    """The scores of one call: how many rows and columns there are, per batch index and head, and on which device."""
 
     batch: int
     heads: int
@@ -283,12 +283,12 @@ def _size_hint(axis: str, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 Offset = int | Sequence[int] | Tensor | None
-"""Position of query 0: an int, one int per batch row, or None for ``key_len - query_len``."""
+"""Position of query 0: an int, one int per batch index, or None for ``key_len - query_len``."""
 
 
 def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor) -> Tensor:
-    """One int per batch row, as a 1-D int64 tensor."""
-    wanted = f"{owner}: {name} must be an int, or one int per batch row, got"
+    """One int per batch index, as a 1-D int64 tensor."""
+    wanted = f"{owner}: {name} must be an int, or one int per batch index, got"
     if isinstance(values, Tensor) and not is_plain(values):
         raise TypeError(f"{wanted} {kind(values)}{how_to_plain(values)}")
     if not isinstance(values, Iterable):
@@ -303,7 +303,7 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
 
 
 def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
-    """An offset as it was given, one per batch row as a tensor."""
+    """An offset as it was given, one per batch index as a tensor."""
     if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
         return offset
     return check_per_batch(owner, "offset", offset)
@@ -322,14 +322,14 @@ def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str,
         axes: how many it was given with.
         by_key, by_axes: how to say that it is [batch, key_len]; and that it has four axes, ``{}`` for an index.
     Raises:
-        ShapeError: it does not broadcast, or it could as well be meant by batch row.
+        ShapeError: it does not broadcast, or it could as well be meant per batch index.
     """
     fits = all(size in (1, wanted) for size, wanted in zip(data.shape, grid[:4], strict=True))
     given = list(data.shape[4 - axes :])
-    by_batch_row = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
+    per_batch = axes in (2, 3) and given[0] == grid.batch > 1 and given[-1] == grid.key_len
     if axes == 3:
-        by_batch_row = by_batch_row and given[1] in (1, grid.query_len)
-    if fits and not by_batch_row:
+        per_batch = per_batch and given[1] in (1, grid.query_len)
+    if fits and not per_batch:
         return
     counted = "[query_len, key_len]" if axes == 2 else "[heads, query_len, key_len]"
     meant = "[batch, key_len]" if axes == 2 else "[batch, query_len, key_len]"
@@ -340,7 +340,7 @@ def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str,
             f"{what} {given} may be {counted} or {meant}: both fit the scores {grid}; "
             f"say which, {by_count} or {by_batch}"
         )
-    hint = f"; if it is {meant}: {by_batch}" if by_batch_row else ""
+    hint = f"; if it is {meant}: {by_batch}" if per_batch else ""
     raise ShapeError(f"{what} {given} does not broadcast to the scores {grid}{hint}")
 
 
@@ -348,10 +348,10 @@ def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:
     if count == 3 and axes[1] in ("heads", "kv_heads"):
         return (
             "[batch, length, dim]: split the heads first, x.unflatten(-1, (heads, head_dim)).transpose(1, 2); "
-            "[heads, length, head_dim]: one row alone still has a batch axis, x.unsqueeze(0)"
+            "[heads, length, head_dim]: a batch of one still has a batch axis, x.unsqueeze(0)"
         )
     if count == len(axes) - 1 and axes[0] == "batch":
-        return "one row alone still has a batch axis: x.unsqueeze(0)"
+        return "a batch of one still has a batch axis: x.unsqueeze(0)"
     return None
 
 

@@ -119,7 +119,7 @@ def tasks(shrink: int = 1) -> list[Task]:
         equal_documents(4096),
         Task("ragged documents", sum(documents), Causal() & Document.from_lengths(documents), one_by_one(documents),
              "one by one", causal_and(lambda q, k: ids[q] == ids[k])),
-        Task("right padding, 8 rows", n(1024), torch_form=by_batch_row(lengths.tolist()), form="row by row", **padded),
+        Task("right padding, 8 rows", n(1024), torch_form=by_batch(lengths.tolist()), form="row by row", **padded),
         Task("prefix 1024 | causal", n(8192), Causal() | Prefix(prefix), causal_beside(prefix),
              "prefix and rest apart", lambda b, h, q, k: (k <= q) | (k < prefix)),
         Task("streaming, window 256 | prefix 4", n(8192), Causal() & (Window(w) | Prefix(4)),
@@ -211,7 +211,7 @@ def one_by_one(lengths: list[int]) -> Callable[..., Tensor]:
     return run
 
 
-def by_batch_row(lengths: list[int]) -> Callable[..., Tensor]:
+def by_batch(lengths: list[int]) -> Callable[..., Tensor]:
     """A call per batch row, on its real keys alone."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def read_text_argument(text: str) -> tuple[str, str]:
     """The words to look at, and what to call them: a file's, standard input's, or the argument itself."""
-    from regard.training.text import LARGEST_FILE, read_text
+    from regard.training.text import MAX_TEXT_BYTES, read_text
 
     if text == "-":
-        data = sys.stdin.buffer.read(LARGEST_FILE + 1)
-        if len(data) > LARGEST_FILE:
-            raise ValueError(f"standard input: more than {LARGEST_FILE:,} bytes")
+        data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise ValueError(f"standard input: more than {MAX_TEXT_BYTES:,} bytes")
         try:
             words = data.decode()
         except UnicodeDecodeError as error:

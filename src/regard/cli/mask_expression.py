@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 MASKS = ("Band", "Causal", "Chunk", "Document", "Padding", "Prefix", "Strided", "Window")
 """Masks that can be written down; `Dense` and `Where` need a tensor and a function."""
 
-BROUGHT = "regard.masks"
+ENTRY_POINTS = "regard.masks"
 """The entry point under which an installed package brings masks of its own: name = "module:Class"."""
 
 LONGEST_LIST = 1 << 20
@@ -92,10 +92,10 @@ def _kind(name: str) -> "type[Mask] | None":
     if name in MASKS:
         regards: type[Mask] = getattr(masks, name)
         return regards
-    if not any(entry.name == name for entry in entry_points(group=BROUGHT)):
+    if not any(entry.name == name for entry in entry_points(group=ENTRY_POINTS)):
         own = (kind for kind in reversed(RULE_KINDS.values()) if not kind.__module__.startswith("regard."))
         return next((kind for kind in own if kind.__name__ == name and issubclass(kind, masks.Mask)), None)
-    (entry,) = entry_points(group=BROUGHT, name=name)
+    (entry,) = entry_points(group=ENTRY_POINTS, name=name)
     brought: type[Mask] = entry.load()
     return brought
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from regard.display.letters import fitted, joined, units
-from regard.display.palette import FAINTEST, Colour
+from regard.display.palette import MIN_DRAWN_WEIGHT, Colour
 from regard.display.paper import Paper, quoted
 from regard.display.reading import OPENING, Expected, Look, Place
 from regard.recording import HeadSummary
@@ -19,7 +19,7 @@ ROWS = 12
 """Most heads whose keys are listed, unless all are asked for."""
 
 
-LEAST = 0.005
+MIN_SHOWN_PROBABILITY = 0.005
 """A guess of a smaller probability would read 0.00, and is left out where there is a larger one."""
 
 
@@ -205,7 +205,7 @@ def _print_strongest(paper: Paper, view: Look) -> None:
     parts = [
         Text.assemble(f"{weights[j]:.2f} ", quoted(view.label(j)), (f" ({j})", paper.palette.quiet))
         for j in strongest
-        if weights[j] > FAINTEST
+        if weights[j] > MIN_DRAWN_WEIGHT
     ]
     lines = joined(parts or [Text("no weight above 0.00")], paper.width, indent=paper.indent + 2)
     lines[0] = Text.assemble(" " * paper.indent, ("→ ", "bold"), lines[0][paper.indent + 2 :])
@@ -224,7 +224,7 @@ def _print_expected(paper: Paper, view: Look) -> None:
     for one, name in zip(both, names, strict=True):
         if view.without is not None and not beside:
             paper.say((name, paper.palette.quiet))
-        likely = [g for g in one.guesses if g.probability >= LEAST] or one.guesses[:1]
+        likely = [g for g in one.guesses if g.probability >= MIN_SHOWN_PROBABILITY] or one.guesses[:1]
         guesses = [Text.assemble(f"{g.probability:.2f} ", quoted(g.text)) for g in likely]
         lines = joined(guesses, paper.width, indent=paper.indent + beside)
         if beside:
@@ -377,7 +377,7 @@ def _print_attends(paper: Paper, view: Look, every: bool) -> None:
         )
         largest = weights.topk(across)
         for weight, j in zip(largest.values.tolist(), largest.indices.tolist(), strict=True):
-            if weight < FAINTEST:
+            if weight < MIN_DRAWN_WEIGHT:
                 continue
             line.append("  ").append(f"{weight:.2f}", paper.palette.fill(weight))
             line.append(f" {j:>{number}} ", paper.palette.quiet).append(fitted(quoted(view.label(j)), token))

@@ -31,13 +31,13 @@ Depth = Literal["truecolor", "256", "16"]
 CONTRAST = 4.5
 """The least contrast of text, as WCAG 2 has it."""
 
-FAINTEST = 0.004
+MIN_DRAWN_WEIGHT = 0.004
 """A smaller weight is not drawn: it would read 0.00."""
 
-EITHER = 0.179
+MIDDLE_LUMINANCE = 0.179
 """The relative luminance whose contrast with black is that with white: 4.58 to 1."""
 
-ON_EITHER: Colour = (190, 88, 10)
+HUE_ON_UNKNOWN_GROUND: Colour = (190, 88, 10)
 """The hue of weights where the ground is not known."""
 
 STEPS: dict[Depth, int] = {"truecolor": 16, "256": 6}
@@ -90,9 +90,9 @@ class Palette:
 
     def fill(self, weight: float) -> str:
         """The style of text that gets this weight: "" for none."""
-        if weight < FAINTEST or not self.fills:
+        if weight < MIN_DRAWN_WEIGHT or not self.fills:
             return ""
-        least = math.sqrt(FAINTEST)
+        least = math.sqrt(MIN_DRAWN_WEIGHT)
         strength = (math.sqrt(min(1.0, weight)) - least) / (1 - least)
         return self.fills[max(0, math.ceil(strength * len(self.fills)) - 1)]
 
@@ -115,9 +115,9 @@ class Palette:
 
     def _ink_on_either(self, colour: Colour) -> str:
         """The style of text that can be read on black and on white."""
-        towards = BLACK if luminance(colour) > EITHER else WHITE
+        towards = BLACK if luminance(colour) > MIDDLE_LUMINANCE else WHITE
         mixes = [_mix(colour, towards, part / 200) for part in range(201)]
-        mixed = min(mixes, key=lambda one: abs(luminance(one) - EITHER))
+        mixed = min(mixes, key=lambda one: abs(luminance(one) - MIDDLE_LUMINANCE))
         if self.depth == "truecolor":
             return _rgb(mixed)
         readable = (n for n, one in _INDEXED.items() if min(contrast(one, BLACK), contrast(one, WHITE)) >= CONTRAST)
@@ -134,7 +134,7 @@ class Palette:
         if self.depth is None or (self.ground is None and self.depth == "16"):
             return ()
         if self.ground is None:
-            ink = self.ink(ON_EITHER)
+            ink = self.ink(HUE_ON_UNKNOWN_GROUND)
             return ink, f"bold {ink}", f"bold {_rgb(WHITE) if self.depth == 'truecolor' else 'color(231)'} on {ink}"
         if self.depth == "16":
             return tuple(f"color({ink}) on color({fill})" for fill, ink in SIXTEEN[is_dark(self.ground)])

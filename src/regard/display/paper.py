@@ -10,7 +10,7 @@ from regard.display.ground import Theme, palette_of
 from regard.display.letters import visible
 from regard.display.palette import Palette
 
-NARROWEST = 32
+MIN_WIDTH_CELLS = 32
 """Cells of the narrowest terminal that is drawn for."""
 
 
@@ -29,7 +29,7 @@ class Paper:
     @property
     def width(self) -> int:
         """Cells of a line."""
-        return max(NARROWEST, self.console.width)
+        return max(MIN_WIDTH_CELLS, self.console.width)
 
     @property
     def indent(self) -> int:

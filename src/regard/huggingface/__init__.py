@@ -4,7 +4,7 @@
     model = AutoModel.from_pretrained(name, attn_implementation="regard")
 
 Three things are handed over there, and each has a file: *attention*, of the query, key and value of a layer (`attend`);
-a *mask*, as a function of batch row, head, query and key, with lengths, beginnings and padding
+a *mask*, as a function of batch index, head, query and key, with lengths, beginnings and padding
 (`mask_for_transformers`); and *weights*, which a layer returns beside its output and which end up in
 ``outputs.attentions`` (`LazyWeights`).
 

@@ -122,7 +122,7 @@ class OfOutput:
         """0 where a weight was dropped, else what it was multiplied with."""
         assert self.dropout is not None
         rows = []
-        for row in place.batch:  # heads are given as batch rows, of which a dropout may begin with any
+        for row in place.batch:  # heads are given as batch indices, of which a dropout may begin with any
             grid = self.grid._replace(batch=len(place.heads), heads=1)
             dropout = replace(self.dropout, first=(self.dropout.first + row) * self.grid.heads + place.heads.start)
             rows.append(dropout.keep(grid, place.queries, place.keys)[:, 0])

@@ -1,10 +1,10 @@
 """Tensors [batch, heads, query_len, key_len] of which any rectangle can be made, and no more than that is.
 
-    LazyParts      such a tensor: weights, or their gradient; or some batch rows and heads of one
+    LazyParts      such a tensor: weights, or their gradient; or some batch indices and heads of one
     Parts          what makes its rectangles
     LazyGradient   the gradient of such a tensor: a sum of what came from each use of it
 
-Choosing batch rows and heads (``w[0]``, ``w[0][3]``) makes nothing. Choosing queries or keys makes their numbers, as
+Choosing batch indices and heads (``w[0]``, ``w[0][3]``) makes nothing. Choosing queries or keys makes their numbers, as
 does every function of torch. Where gradients are recorded, each of these steps is a node of torch's graph whose
 backward pass hands on a rectangle and never a square: so ``retain_grad``, ``register_hook`` and `torch.autograd.grad`
 mean of such a tensor what they mean of any other.
@@ -24,7 +24,7 @@ from regard.indexing import overlap
 
 
 class Place(NamedTuple):
-    """A rectangle of queries and keys, of some batch rows and heads."""
+    """A rectangle of queries and keys, of some batch indices and heads."""
 
     batch: range
     heads: range
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
     """What a lazy tensor is from outside.
 
     Args:
-        batch, heads: which batch rows and heads of a call; a single one has no axis.
+        batch, heads: which batch indices and heads of a call; a single one has no axis.
         lengths: query_len and key_len.
     """
 
@@ -75,11 +75,11 @@ class Parts(Protocol):
 
 
 class LazyParts(Lazy):
-    """A tensor of which any rectangle is made when it is asked for; or some batch rows and heads of such a tensor.
+    """A tensor of which any rectangle is made when it is asked for; or some batch indices and heads of such a tensor.
 
     Attributes:
         parts: makes the rectangles.
-        frame: shape, dtype and device, and which batch rows and heads it stands for.
+        frame: shape, dtype and device, and which batch indices and heads it stands for.
         aside: why these numbers are not on the way to the model's output, so that they have no gradient of it; None:
             they are.
     """
@@ -257,7 +257,7 @@ class LazyParts(Lazy):
         return self._pointed
 
     def _squeezed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Without a batch row or head that is alone; None: another axis is meant."""
+        """Without a batch index or head that is alone; None: another axis is meant."""
         asked = args or tuple(kwargs.values())
         if not asked and 1 not in self.shape[-2:]:
             return self[tuple(0 if size == 1 else slice(None) for size in self.shape)]
@@ -391,7 +391,7 @@ class _Numbers(torch.autograd.Function):
 
 
 class _View(torch.autograd.Function):
-    """Some batch rows and heads, or all in another dtype or on another device."""
+    """Some batch indices and heads, or all in another dtype or on another device."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyParts, frame: Frame) -> LazyParts:

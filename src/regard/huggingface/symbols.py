@@ -1,7 +1,7 @@
 """transformers' mask functions inside a graph of torch.compile's, where what a function closes over cannot be seen.
 
-There a mask function is not opened but called, with symbols in place of batch row, head, query and key. What it asks of
-their positions, a comparison or a difference, answers with a `Rule`, which stands for a mask, and rules compose. A
+There a mask function is not opened but called, with symbols in place of batch index, head, query and key. What it asks
+of their positions, a comparison or a difference, answers with a `Rule`, which stands for a mask, and rules compose. A
 function that asks anything else is `UnreadError`, and its mask becomes a tensor of torch's own making.
 """
 

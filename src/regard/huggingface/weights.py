@@ -23,13 +23,13 @@ MAX_KEPT_WEIGHTS = 1 << 22
 """Most weights of a call that are kept once they were looked at in parts: 16 MiB in float32."""
 
 MAX_KEPT_LSE_ROWS = 256
-"""Most batch rows and heads of a call whose log-sum-exp is kept apart from that of others."""
+"""Most batch indices and heads of a call whose log-sum-exp is kept apart from that of others."""
 
 
 class LazyWeights(LazyParts):
     """The weights of one layer's call, made when they are looked at: a tensor [batch, heads, query_len, key_len].
 
-    What is in ``outputs.attentions``. It keeps query and key and no weight. Choosing batch rows and heads makes none
+    What is in ``outputs.attentions``. It keeps query and key and no weight. Choosing batch indices and heads makes none
     either, ``weights[0][3]``; a rectangle, ``weights[0, 3, -8:, :64]``, is computed when asked for, at any length.
     Whatever function of torch needs all of them gets them where they are few, and an error with advice where they are
     not. They are those before dropout.

@@ -14,7 +14,7 @@ from regard.shapes import Grid, how_to_plain, is_plain, kind
 
 
 class Tile(Enum):
-    """What a mask says of a whole rectangle, for all batch rows and heads together."""
+    """What a mask says of a whole rectangle, for all batch indices and heads together."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -83,7 +83,7 @@ class Mask(Rule):
         return allowed
 
     def tile(self, rows: range | slice, columns: range | slice) -> Tile:
-        """Whether nothing, something or everything in the rectangle is allowed, over all batch rows and heads.
+        """Whether nothing, something or everything in the rectangle is allowed, over all batch indices and heads.
 
         EMPTY and FULL are always true. A single mask of regard's never says PARTIAL of a rectangle that is one of
         them; a composed one may, where its parts are both PARTIAL.
@@ -118,7 +118,7 @@ class Mask(Rule):
         return lambda batch, head, query, key: self.rule(batch, head, query, key)
 
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
-        """The mask of the first batch row and head as text: ``#`` may attend, ``.`` may not."""
+        """The mask of the first batch index and head as text: ``#`` may attend, ``.`` may not."""
         allowed = self.bind(Grid(batch, heads, query_len, key_len)).allowed(range(query_len), range(key_len))
         rows = allowed.expand(-1, -1, query_len, key_len)[0, 0].tolist()
         return "\n".join(" ".join("#" if cell else "." for cell in row) for row in rows)

@@ -29,7 +29,7 @@ class Document(Mask):
         allowed  <=>  query_ids[b, i] == key_ids[b, j]
 
     Args:
-        query_ids: int [batch, query_len], or [query_len] for all rows alike; which document each query belongs to.
+        query_ids: int [batch, query_len], or [query_len] for the whole batch; which document each query belongs to.
         key_ids: the same for keys [batch, key_len]; default: the queries' own.
 
     >>> print((Causal() & Document.from_lengths([2, 3])).draw(5, 5))
@@ -65,11 +65,11 @@ class Document(Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> "Document":
-        """Documents of these lengths, one after another; a list per batch row, or one list for all rows."""
+        """Documents of these lengths, one after another; a list per batch index, or one list for all."""
         listed: Any = lengths.tolist() if is_plain(lengths) else lengths
         if not isinstance(listed, Sequence):
             raise TypeError(
-                f"Document.from_lengths: lengths must be a list, or a list per batch row, got {kind(lengths)}"
+                f"Document.from_lengths: lengths must be a list, or a list per batch index, got {kind(lengths)}"
             )
         rows = listed if listed and isinstance(listed[0], Sequence) else [listed]
         for row in rows:
@@ -77,7 +77,8 @@ class Document(Mask):
                 raise ValueError(f"Document.from_lengths: lengths must be whole numbers, 0 or more, got {row!r}")
         if len({sum(row) for row in rows}) > 1:
             raise ValueError(
-                f"Document.from_lengths: every row must hold the same number of tokens, got {[sum(r) for r in rows]}"
+                "Document.from_lengths: every batch index must hold the same number of tokens, got "
+                f"{[sum(row) for row in rows]}"
             )
         ids = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]
         return cls(torch.stack(ids))
@@ -105,7 +106,7 @@ class Document(Mask):
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
             return Tile.FULL
-        # ranges that overlap may still share no id, so ask the ids themselves, but only in those batch rows
+        # ranges that overlap may still share no id, so ask the ids themselves, but only in those batch indices
         overlap = ((query_low <= key_high) & (key_low <= query_high)).expand(max(len(queries), len(keys)))
         for index in overlap.nonzero()[:, 0].tolist():
             if bool(torch.isin(queries[index % len(queries)], keys[index % len(keys)]).any()):
@@ -114,10 +115,10 @@ class Document(Mask):
 
 
 class Padding(Mask):
-    """Real keys only: hides the filling that makes the rows of a batch equally long.
+    """Real keys only: hides the filling that makes the texts of a batch equally long.
 
     Args:
-        keys: int [batch], how many real keys each row begins with (right padding); or bool [batch, key_len], True
+        keys: int [batch], how many real keys each text begins with (right padding); or bool [batch, key_len], True
             where a key is real (padding anywhere).
 
     >>> print(Padding([2, 4]).draw(2, 4, batch=2))
@@ -132,7 +133,7 @@ class Padding(Mask):
             if keys.dim() != 2:
                 raise ShapeError(
                     f"Padding: a bool mask must be [batch, key_len], got {list(keys.shape)}"
-                    + {1: "; one row alone still has a batch axis: keys[None]", 4: "; that is Dense(mask)"}.get(
+                    + {1: "; a batch of one still has a batch axis: keys[None]", 4: "; that is Dense(mask)"}.get(
                         keys.dim(), ""
                     )
                 )
@@ -141,7 +142,7 @@ class Padding(Mask):
         if not isinstance(keys, Sequence) and not (is_plain(keys) and keys.dim() == 1):
             usual = how_to_plain(keys) or "; use .bool() on a 0/1 attention mask" * isinstance(keys, Tensor)
             raise TypeError(
-                "Padding: keys must be int [batch] (how many real keys each row begins with) or bool [batch, key_len] "
+                "Padding: keys must be int [batch] (how many real keys each text begins with) or bool [batch, key_len] "
                 f"(True = real), got {kind(keys)}{usual}"
             )
         self.keys = check_per_batch("Padding", "keys", keys)
@@ -158,7 +159,7 @@ class Padding(Mask):
         return bound
 
     def breaks(self, query_len: int) -> set[int]:
-        """Where a row's real tokens begin or end, if queries and keys are the same tokens."""
+        """Where a text's real tokens begin or end, if queries and keys are the same tokens."""
         if len(self.keys) > 1 or self.keys.is_meta:
             return set()
         if self.keys.dtype != torch.bool:
@@ -183,7 +184,7 @@ class Dense(Mask):
     Args:
         mask: bool, broadcastable to [batch, heads, query_len, key_len] by the usual rule, from the right: a tensor of
             two axes is [query_len, key_len], one of three [heads, query_len, key_len]. Where the sizes of a call allow
-            it to be meant by batch row as well ([batch, key_len], [batch, query_len, key_len]), it is refused.
+            it to be meant per batch index as well ([batch, key_len], [batch, query_len, key_len]), it is refused.
 
     >>> print(Dense(torch.tensor([[True, False], [True, True]])).draw(2, 2))
     # .

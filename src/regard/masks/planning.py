@@ -1,4 +1,4 @@
-"""What kernels ask of a mask: which keys are visible, which all queries share, what it says batch row by batch row."""
+"""What kernels ask of a mask: which keys are visible, which all queries share, what it says per batch index."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -58,7 +58,7 @@ def product_of(masks: Iterable[Mask]) -> Mask:
 
 
 def by_batch(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
-    """The bound mask of each batch row, where they differ; under None that of all, where they do not."""
+    """The bound mask of each batch index, where they differ; under None that of all, where they do not."""
     if not mask.varies_by_batch:
         return {None: mask}
     if grid.batch == 1:

@@ -19,7 +19,7 @@ class Positioned(rules.Positioned, Mask):
     """A mask that compares positions: query i stands at ``i + offset``."""
 
     def offsets(self) -> list[int]:
-        """Every offset that a batch row has."""
+        """Every offset that a batch index has."""
         return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
 
     def coverage(self, rows: range, columns: range) -> Tile:
@@ -201,7 +201,7 @@ class Prefix(Mask):
     2023) is ``Causal() & (Window(w) | Prefix(4))``.
 
     Args:
-        n: length of the prefix, or one length per batch row.
+        n: length of the prefix, or one length per batch index.
 
     >>> print((Causal() | Prefix(2)).draw(4, 4))
     # # . .
@@ -237,7 +237,7 @@ class Prefix(Mask):
 
 
 def first_keys(lengths: list[int], columns: range) -> Tile:
-    """Where each row sees so many keys from the first on."""
+    """Where each batch index sees so many keys from the first on."""
     if columns[-1] < min(lengths, default=0):
         return Tile.FULL
     return Tile.EMPTY if columns[0] >= max(lengths, default=0) else Tile.PARTIAL

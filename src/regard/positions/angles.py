@@ -41,7 +41,7 @@ def positions_from(offset: int | Tensor, length: int, device: torch.device) -> T
 
 
 def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None) -> tuple[int, int]:
-    """The first position of any batch row, and the one after the last of any; offset and length are checked."""
+    """The first position of any batch index, and the one after the last of any; offset and length are checked."""
     check_whole(owner, "length", length, least=0)
     if not isinstance(offset, Tensor):
         first = check_whole(owner, "offset", offset, least=0)
@@ -51,8 +51,8 @@ def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None
     if offset.dim() != 1 or batch not in (None, len(offset)):
         expected = "[batch]" if batch is None else f"[batch={batch}]"
         raise ValueError(
-            f"{owner}: an offset tensor must be {expected}, one number per batch row, got {list(offset.shape)}\n"
-            "  hint: one offset for all batch rows is an int"
+            f"{owner}: an offset tensor must be {expected}, one number per batch index, got {list(offset.shape)}\n"
+            "  hint: one offset for all batch indices is an int"
         )
     offsets: list[int] = offset.tolist() or [0]
     check_whole(owner, "offset", min(offsets), least=0)

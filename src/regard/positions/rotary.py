@@ -56,7 +56,7 @@ class Rotary(nn.Module):
     Raises:
         TypeError: theta is not a number, scaling is not a Scaling, or x is not floating point.
         ValueError: a size or offset is not a whole number, rotary_dim is odd or above head_dim, layout is unknown, x is
-            not [batch, heads, length, head_dim], or offset is negative or does not have one number per batch row.
+            not [batch, heads, length, head_dim], or offset is negative or does not have one number per batch index.
 
     Notes:
         Cosines and sines are kept from call to call, for all positions seen so far, on the device of the last input,

@@ -76,8 +76,8 @@ class DynamicScaling(Scaling):
     The first pair keeps its frequency, the last is slowed by `stretch`. Within the original context nothing changes.
 
     Notes:
-        `length` is the longest position of the call, plus one. With an offset per row, the row that reaches furthest
-        decides for the whole batch.
+        `length` is the longest position of the call, plus one. With an offset per batch index, the text that reaches
+        furthest decides for the whole batch.
 
         Keys that a cache already holds were turned with the frequencies of their time and stay so, while the next
         query turns more slowly; scores across the two are no longer a function of the distance alone. The same holds

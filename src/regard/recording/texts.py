@@ -50,7 +50,7 @@ class Recorded(Observation):
         self.value, self.tokens, self.cross, self.patches = value, tokens, cross, patches
 
     def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> Self:
-        """Some batch rows and heads; heads by their place here, as in any `Observation`."""
+        """Some batch indices and heads; heads by their place here, as in any `Observation`."""
         rows, _ = which if isinstance(which, tuple) else (which, slice(None))
         one = super().__getitem__(which)
         if one is not self:

@@ -27,13 +27,13 @@ from regard.training.text import read_text
 
 HELD_OUT_ONE_IN = 20
 
-LARGEST = 2**30
+MAX_FILE_BYTES = 2**30
 """Bytes of the largest file that is taken."""
 
 MODEL_FILES = ("model.safetensors", "progress.safetensors")
 """What tells the folder of a model: its card and its vocabulary are no texts to learn from."""
 
-SNIFFED = 2**13
+SNIFF_BYTES = 2**13
 """Bytes at a file's beginning that tell whether it is binary."""
 
 
@@ -157,7 +157,7 @@ def folder(path: str | PathLike[str], pattern: str | None = None) -> Corpus:
             if (nul := _nul(root / name)) >= 0:
                 skipped[name] = f"it is binary, with NUL at byte {nul:,}"
             else:
-                taken.append(TextFile(name, read_text(root / name, largest=LARGEST)))
+                taken.append(TextFile(name, read_text(root / name, largest=MAX_FILE_BYTES)))
         except (ValueError, OSError) as error:
             skipped[name] = str(error).removeprefix(f"{root / name}: ").partition("\n")[0]
     if not names:
@@ -177,7 +177,7 @@ def files(paths: Sequence[str | PathLike[str]]) -> Corpus:
         raise ValueError(f"paths: expected a list of one file or more, got {paths!r}")
     absolute = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     root = os.path.commonpath([file.parent for file in absolute])
-    texts = [TextFile(file.relative_to(root).as_posix(), read_text(file, largest=LARGEST)) for file in absolute]
+    texts = [TextFile(file.relative_to(root).as_posix(), read_text(file, largest=MAX_FILE_BYTES)) for file in absolute]
     return _split(texts, {}, where=root)
 
 
@@ -218,7 +218,7 @@ def _walk(root: Path, *, hidden: bool = True) -> Iterator[str]:
 def _nul(file: Path) -> int:
     """Where the beginning of a file has its first NUL, which no text has; -1 for nowhere."""
     with file.open("rb") as stream:
-        return stream.read(SNIFFED).find(0)
+        return stream.read(SNIFF_BYTES).find(0)
 
 
 def _endings(names: Iterable[str]) -> str:

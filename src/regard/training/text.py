@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 END = "<|end|>"
 
-LARGEST_FILE = 16 * 2**20
+MAX_TEXT_BYTES = 16 * 2**20
 """Bytes of the largest file that `read_text` takes by default: more than a book, less than most wrong files."""
 
 # 3.55 bytes per token on the held-out files of Python 3.11's standard library, with 4,096 tokens learnt from the rest.
@@ -45,7 +45,7 @@ SPLIT = (
 )
 
 
-def read_text(path: str | PathLike[str], *, largest: int = LARGEST_FILE) -> str:
+def read_text(path: str | PathLike[str], *, largest: int = MAX_TEXT_BYTES) -> str:
     """The text of a UTF-8 file, its line ends made newlines, as in Python's text mode, and without a byte-order mark.
 
     Args:
