@@ -908,7 +908,9 @@ def test_a_foreign_model_whose_attention_does_not_go_through_regard_is_told_how_
         raise ZeroDivisionError
     model.config = type("Config", (), {"_attn_implementation": "sdpa", "name_or_path": "some/model"})()
     with (
-        pytest.raises(ValueError, match=r"record: ForeignModel attends by 'sdpa'.*attn_implementation=\"regard\""),
+        pytest.raises(
+            ValueError, match=r"record: ForeignModel uses attn_implementation='sdpa'.*attn_implementation=\"regard\""
+        ),
         record(model),
     ):
         pass

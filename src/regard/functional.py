@@ -191,8 +191,8 @@ def check_call(
         raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
     if dropout and exporting():
         raise ValueError(
-            f"{function}: dropout={dropout} cannot be exported: what is dropped follows from a seed, which the graph "
-            "does not have; export the model in eval mode, or with dropout=0.0"
+            f"{function}: dropout={dropout} cannot be exported: dropout needs a seed, which the graph does not "
+            "have; export the model in eval mode, or with dropout=0.0"
         )
     dropped = Dropout(dropout, _seed(generator)) if dropout else None
     scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
@@ -248,7 +248,7 @@ def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
     if large and kernel.square(call) >= LARGE:
         warnings.warn(
             f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
-            f"the scores {grid}; regard.plan(...) tells why",
+            f"the scores {grid}; regard.plan(...) says why",
             SquareWarning,
             stacklevel=5,  # the caller of the public function, which `hinted` stands around
         )

@@ -454,7 +454,7 @@ class Block(nn.Module):
                 raise ValueError("Block: this block has cross-attention and needs a context [batch, context_len, dim]")
             x = self._add(x, self.cross_norm, lambda x: cross(x, context, mask=context_mask, cache=context_cache))
         elif context is not None:
-            raise ValueError("Block: a context was given, but this block has no cross-attention to look at it")
+            raise ValueError("Block: a context was given, but this block has no cross-attention")
         return self._add(x, self.feed_forward_norm, self.feed_forward)
 
     def _add(self, x: Tensor, norm: nn.Module | None, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -99,9 +99,9 @@ class LazyMask(Lazy):
         if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
             # Above all a model that is not on the interface and adds what it takes for 0 and -inf to its scores.
             raise ValueError(  # not a TypeError, of which `+` would keep the words to itself
-                f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard cannot "
-                'follow: is it on transformers\' attention interface? With attn_implementation="eager" it runs. '
-                "(.dense() gives the mask's numbers)"
+                f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard "
+                'does not support; load it with attn_implementation="eager" '
+                "(.dense() returns the mask as a tensor)"
             )
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -219,8 +219,8 @@ class LazyParts(Lazy):
     def _check_on_the_way(self) -> None:
         if self.requires_grad and self.aside is not None:
             raise ValueError(
-                f"regard: these weights are not on the way to the model's output ({self.aside}), so that its gradient "
-                "with respect to them would be missing or None; run the model without that, or load it with "
+                f"regard: these weights are not on the way to the model's output ({self.aside}), so its gradient with "
+                "respect to them would be missing or None; run the model without that, or load it with "
                 'attn_implementation="eager"'
             )
 
@@ -371,7 +371,7 @@ class LazyGradient(LazyParts):
         return made
 
     def _advice(self) -> str:
-        return "look at a rectangle, gradient[0, 3, -64:, -64:]"
+        return "read a part, gradient[0, 3, -64:, -64:]"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyGradient({list(self.shape)}, {self.dtype})"

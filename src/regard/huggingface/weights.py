@@ -66,8 +66,8 @@ class LazyWeights(LazyParts):
 
     def _advice(self) -> str:
         return (
-            "look at a rectangle, weights[0, 3, -64:, -64:], or ask weights.observation for a statistic: entropy(), "
-            "top(8), received()"
+            "read a part, weights[0, 3, -64:, -64:], or compute a statistic: weights.observation.entropy(), "
+            ".top(8), .received()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -138,13 +138,13 @@ class WeightsOfCall:
         """With the graph of query and key."""
         if self.call is None:
             raise ValueError(
-                "regard: of a step after a cache the weights alone are kept, query and key are not; give the model all "
+                "regard: after a cache, of a step the weights alone are kept, not query and key; give the model all "
                 "tokens at once, or record the step: with regard.record(model) as recording: ..."
             )
         if self._versions != self._versions_now():
             raise ValueError(
-                "regard: these weights can no longer be known: query, key, bias or sink was written over since (by a "
-                "static cache or an optimizer); look at them before the next step"
+                "regard: these weights can no longer be computed: query, key, bias or sink was written over since (by "
+                "a static cache or an optimizer); read them before the next step"
             )
         return Observation(*self.call, self._lse)
 

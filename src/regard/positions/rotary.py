@@ -95,7 +95,7 @@ class Rotary(nn.Module):
         self.scaling = scaling
         if self.rotary_dim % 2:
             raise ValueError(
-                f"Rotary: rotary_dim must be even, for features turn in pairs, got rotary_dim={self.rotary_dim} with "
+                f"Rotary: rotary_dim must be even (features rotate in pairs), got rotary_dim={self.rotary_dim} with "
                 f"head_dim={head_dim}" + ("\n  hint: rotary_dim is head_dim by default" if rotary_dim is None else "")
             )
         if self.rotary_dim > head_dim:

@@ -79,8 +79,8 @@ def watching(
     if block.elsewhere and not called:
         raise ValueError(
             f"{function}: the attention layers of {type(model).__name__} ran in another thread than the with block, "
-            "which sees its own thread alone; open the block in the thread that runs the model, or start that thread "
-            "with contextvars.copy_context().run"
+            "which applies to its own thread only; open the block in the thread that runs the model, or start that "
+            "thread with contextvars.copy_context().run"
         )
     if not own and not called:
         raise ValueError(f"{function}: no attention of {type(model).__name__} went through regard. {_why_none(model)}")
@@ -150,8 +150,8 @@ def find(function: str, done: str, layers: Mapping[str, T], name: str | int) -> 
 def _why_none(model: nn.Module) -> str:
     if _implementation(model) == "regard" and not _chooses(model):
         return (
-            'It was loaded with attn_implementation="regard" and computes its attention itself, whatever is chosen: it '
-            "is not on transformers' attention interface, and cannot be looked into"
+            'It was loaded with attn_implementation="regard" but computes its attention itself: it does not use '
+            "transformers' attention interface, so regard cannot record it"
         )
     return (
         "It contains no regard.MultiHeadAttention; a model of transformers needs regard.huggingface.register() and "
@@ -173,16 +173,16 @@ def _chooses(model: nn.Module) -> bool:
 
 
 def _check_implementation(function: str, model: nn.Module) -> None:
-    """A model of transformers that attends in another way is refused before it runs."""
+    """A model of transformers with another attention implementation is refused before it runs."""
     chosen = _implementation(model)
     if isinstance(chosen, str) and chosen != "regard" and not _chooses(model):
         raise ValueError(
             f"{function}: {type(model).__name__} computes its attention itself, whatever attn_implementation says: it "
-            "is not on transformers' attention interface, and cannot be looked into"
+            "does not use transformers' attention interface, so regard cannot record it"
         )
     if isinstance(chosen, str) and chosen != "regard":
         raise ValueError(
-            f"{function}: {type(model).__name__} attends by {chosen!r}, which nobody can look into; call "
+            f"{function}: {type(model).__name__} uses attn_implementation={chosen!r}, which regard cannot record; call "
             'regard.huggingface.register() and load it with attn_implementation="regard", or '
             'model.set_attn_implementation("regard")'
         )

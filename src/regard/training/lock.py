@@ -96,7 +96,7 @@ def _locked(descriptor: int, folder: Path) -> bool:
             return False
         except OSError:  # a file system without locks
             pass
-    warnings.warn(f"{folder}: cannot be locked here; see to it that one training alone writes in it", stacklevel=4)
+    warnings.warn(f"{folder}: cannot be locked here; make sure that only one training writes to it", stacklevel=4)
     return True
 
 

@@ -222,7 +222,7 @@ def enough_memory(what: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"training: out of memory ({what})\n"
-            "  hint: a smaller batch_size, context_length or model; what was saved before stands"
+            "  hint: a smaller batch_size, context_length or model; earlier saves are intact"
         ) from error
 
 
