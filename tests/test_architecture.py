@@ -181,41 +181,20 @@ def test_no_module_is_named_like_one_of_the_standard_library_or_like_a_drawer():
         assert name not in ("attention", "utils", "common", "helpers", "types", "base"), path
 
 
+def test_every_file_begins_with_a_sentence_that_says_what_it_is_for():
+    for path in SOURCE.rglob("*.py"):
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+        assert first.endswith("."), path
+
+
 OTHER_WORDS = {"of_row": "for_batch", "by_row": "by_batch", "per_row": "per_batch", "batch_row": "batch_index"}
 """What the code once said, and the glossary's word for it (docs/conventions.md): a row is a query's."""
 
-BARE = [
-    "alone",
-    "attended",
-    "brought",
-    "busy",
-    "dearest",
-    "either",
-    "faintest",
-    "floating",
-    "gated",
-    "held",
-    "kept",
-    "large",
-    "largest",
-    "least",
-    "local",
-    "low",
-    "made",
-    "most",
-    "narrowest",
-    "oldest",
-    "quick",
-    "saturated",
-    "several",
-    "small",
-    "sniffed",
-    "special",
-    "together",
-    "whole",
-    "wide",
-    "wrapped",
-]
+BARE = {
+    "alone", "attended", "brought", "busy", "dearest", "either", "faintest", "floating", "gated", "held", "kept",
+    "large", "largest", "least", "local", "low", "made", "most", "narrowest", "oldest", "quick", "saturated",
+    "several", "small", "sniffed", "special", "together", "whole", "wide", "wrapped",
+}  # fmt: skip
 """What a constant cannot be called: it says neither what it is a bound of, nor in which unit."""
 
 REBUILT = {"kernels", "functional.py"} if UNDRAWN else set()

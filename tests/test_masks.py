@@ -92,6 +92,16 @@ def test_the_structured_masks_by_hand():
     assert (~Causal()).draw(2, 2) == ". #\n. ."
 
 
+def test_a_whole_number_of_numpy_is_the_same_mask():
+    numpy = pytest.importorskip("numpy")
+    for kind in (Window, Strided, Chunk):
+        assert kind(numpy.int64(3)) == kind(3)
+        assert repr(kind(numpy.int64(3), offset=numpy.int32(1))) == repr(kind(3, offset=1))
+        with pytest.raises(ValueError, match=r"must be a whole number, 1 or more, got numpy.ndarray \[2\]"):
+            kind(numpy.array([3, 4]))
+    assert Causal(numpy.array([1, 2])) == Causal([1, 2])
+
+
 def test_documents_from_lengths_one_list_per_row_or_one_for_all():
     assert Document.from_lengths([2, 0, 1]).query_ids.tolist() == [[0, 0, 2]]
     assert Document.from_lengths([[2, 1], [1, 2]]).query_ids.tolist() == [[0, 0, 1], [0, 1, 1]]

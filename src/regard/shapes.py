@@ -11,6 +11,7 @@ says what is wrong, then everything that was passed by name and axis, then a hin
 """
 
 import math
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
@@ -103,15 +104,20 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 def check_whole(owner: str, name: str, value: object, least: int = 1, hint: str = "") -> int:
     """A size or a count as an int: one of numpy's too, and no flag."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        whole = value
-    elif isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        whole = least - 1
-    else:
-        whole = value.__index__()
-    if whole < least:
+    whole = as_whole(value)
+    if whole is None or whole < least:
         raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}{hint}")
     return whole
+
+
+def as_whole(value: object) -> int | None:
+    """A whole number as an int; None for anything else, flags and tensors among it."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return None if isinstance(value, (bool, Tensor)) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def check_real(owner: str, name: str, value: object, above: float) -> None:
@@ -304,9 +310,8 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
 
 def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
     """An offset as it was given, one per batch index as a tensor."""
-    if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
-        return offset
-    return check_per_batch(owner, "offset", offset)
+    whole = as_whole(offset)
+    return check_per_batch(owner, "offset", offset) if whole is None and offset is not None else whole
 
 
 def known_true(answer: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""The page of `regard look`: the text with the weights of one token, what the model expects after it, a map of all
-heads, what every head attends to.
+"""The page of `regard look`.
 
-Drawn for the width and the colours that there are. Where nothing can be coloured, the weights of a line of text stand
-under it, in tenths.
+It has the text with the weights of one token, what the model expects after it, a map of all heads, and what every head
+attends to, drawn for the width and the colours that there are. Where nothing can be coloured, the weights of a line of
+text stand under it, in tenths.
 """
 
 from typing import NamedTuple

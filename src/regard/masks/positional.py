@@ -124,7 +124,7 @@ class Window(Band):
 
     def __init__(self, w: int, offset: Offset = None) -> None:
         self.w = check_whole("Window", "w", w, hint="; Window(1) sees only the query's own position")
-        super().__init__(w - 1, w - 1, offset)
+        super().__init__(self.w - 1, self.w - 1, offset)
 
     def __repr__(self) -> str:
         return self._shown(self.w)

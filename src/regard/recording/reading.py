@@ -1,5 +1,7 @@
-"""What a call of an attention layer reads: which tokens stand at its queries, whether its keys are another sequence's,
-and whether they are the patches of an image."""
+"""What a call of an attention layer reads.
+
+Which tokens stand at its queries, whether its keys are another sequence's, whether they are the patches of an image.
+"""
 
 import inspect
 import sys
