@@ -8,6 +8,7 @@ constraints.txt changes; the wheel in them is of the source as it is now.
 
 import doctest
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -70,8 +71,8 @@ regard.plots.heat_map(regard.observe(*torch.randn(2, 1, 1, 9, 4))).figure.savefi
 """,
     "bench": """
 import regard
-rows = regard.bench.chosen("layer, full*float32", 8)
-assert "x-transformers" in regard.bench.run(rows, repeats=1, shrink=8)["rows"][0]["peers"]
+rows = regard.bench.chosen("layer, full*float32", 8)[:1]
+assert "x-transformers" in regard.bench.run(rows, repeats=1, shrink=8, quick=True)["rows"][0]["peers"]
 """,
 }
 """What each extra is for, in a few lines."""
@@ -79,7 +80,8 @@ assert "x-transformers" in regard.bench.run(rows, repeats=1, shrink=8)["rows"][0
 
 def ask(command: list[str | Path], folder: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
     """A process that knows of no other code than that of its own environment."""
-    known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | more
+    unknown = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")  # what one process compiled is read by the next
+    known = {name: value for name, value in os.environ.items() if name not in unknown} | more
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=folder, env=known)
 
 
@@ -130,7 +132,9 @@ def environment(wheel: Path, extras: str) -> Path:
     """The programs of a clean environment with the wheel and some extras."""
     folder = wheel.parent / (extras.replace(",", "-") or "bare")
     python = folder / "bin" / "python"
-    install: list[str | Path] = ["--python", python, "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+    # most of what is installed is never imported here, and so need not be compiled
+    install: list[str | Path] = ["--python", python, "install", "--quiet", "--no-compile"]
+    install += ["--constraint", ROOT / "constraints.txt"]
     if (folder / "whole").exists():
         pip(*install, "--no-deps", "--force-reinstall", wheel)
     else:
@@ -155,7 +159,25 @@ def desk(tmp_path: Path) -> Path:
 def shortened(command: str) -> list[str]:
     """A command as the README has it, with less to do where it would take minutes."""
     words = shlex.split(re.sub(r"--steps \d+", "--steps 2", command))
-    return [*words, "--rows", "window*N=512", "--repeats", "1"] if words[0] == "bench" else words
+    return words + {"train": TINY, "bench": FEW}.get(words[0], [])
+
+
+TINY = shlex.split("--vocab-size 400 --context-length 64 --dim 48 --layers 2 --batch-size 2")
+FEW = shlex.split("--rows window*N=512*float32 --repeats 1")
+
+ONE_BY_ONE = """
+import contextlib, io, json, sys
+from regard.cli import main
+for command in json.loads(sys.argv[1]):
+    sys.argv, said, ended = ["regard", *command], io.StringIO(), None
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            ended = end.code
+    print(json.dumps([ended, said.getvalue()]))
+"""
+"""Commands in one process, which loads torch once: how each ended, and what it said on standard error."""
 
 
 def blocks(text: str) -> list[str]:
@@ -220,11 +242,15 @@ def test_each_extra_alone_brings_what_it_is_for(extra: str, wheel: Path, desk: P
     done = ask([programs / "python", "-c", USES[extra]], desk, CXX="no-compiler", MPLBACKEND="agg")
     assert done.returncode == 0, done.stderr
     assert "Failed to initialize NumPy" not in done.stderr
-    for command in COMMANDS if extra != "bench" else ():  # which holds cli
-        if shlex.split(command)[0] != "bench":  # which takes a while, and has been run
-            done = ask([programs / "regard", *shortened(command)], desk)
-            one_line = re.fullmatch(r"regard: .* needs [^:\n]+: pip install '.*\[[a-z]+\]'.*\n", done.stderr)
-            assert done.returncode == 0 or (done.returncode == 2 and one_line), f"{command}\n{done.stderr}"
+    commands = [shortened(command) for command in COMMANDS if not command.startswith("bench")]  # which has been run
+    if extra == "bench":  # it holds cli
+        return
+    done = ask([programs / "python", "-c", ONE_BY_ONE, json.dumps(commands)], desk)
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ends) == len(commands), done.stderr
+    for command, (code, said) in zip(commands, ends, strict=True):
+        one_line = re.fullmatch(r"regard: .* needs [^:\n]+: pip install '.*\[[a-z]+\]'.*\n", said)
+        assert code == 0 or (code == 2 and one_line), f"{command}\n{said}"
 
 
 MAKE_LOOK = subprocess.run(["make", "-n", "-B", "look"], capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
