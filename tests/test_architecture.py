@@ -19,12 +19,6 @@ SOURCE = Path(regard.__file__).parent
 MAP = Path(__file__).parents[1] / "docs" / "how-the-pieces-fit.md"
 
 LONGEST = 500
-LONGER = {"kernels/tiled.py"}
-"""Files with more lines than that, until they are folders."""
-
-UNDRAWN = {"regard.kernels"}
-"""Folders without an order of their own, until they have one."""
-
 # What a cold `import regard` may not bring along, beyond what torch itself brings.
 HEAVY = ("transformers", "tokenizers", "starlette", "matplotlib", "triton", "typer", "rich", "accelerate")
 
@@ -117,8 +111,7 @@ def test_imports_point_to_the_lines_above(package):
 
 
 def test_every_folder_has_an_order():
-    assert set(packages()) == HOUSES.keys() | UNDRAWN
-    assert not UNDRAWN & HOUSES.keys()
+    assert set(packages()) == HOUSES.keys()
 
 
 def test_an_import_that_points_down_is_seen_wherever_it_stands(tmp_path):
@@ -158,7 +151,7 @@ def test_no_file_is_longer_than_can_be_read_in_a_sitting():
         path.relative_to(SOURCE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
         for path in SOURCE.rglob("*.py")
     }
-    assert {name: length for name, length in lengths.items() if length > LONGEST}.keys() == LONGER
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
 def test_the_diagram_shows_every_line_of_the_house_with_its_purpose():
@@ -197,9 +190,6 @@ BARE = {
 }  # fmt: skip
 """What a constant cannot be called: it says neither what it is a bound of, nor in which unit."""
 
-REBUILT = {"kernels", "functional.py"} if UNDRAWN else set()
-"""Where names are not looked at yet."""
-
 
 def defined(source: str) -> set[str]:
     """Every name that a file gives: of functions, classes, arguments, variables and attributes."""
@@ -226,8 +216,7 @@ def unclear(source: str) -> list[str]:
 
 def test_names_are_those_of_the_glossary_and_constants_say_what_they_are_a_bound_of():
     for path in SOURCE.rglob("*.py"):
-        if path.relative_to(SOURCE).parts[0] not in REBUILT:
-            assert unclear(path.read_text(encoding="utf-8")) == [], path
+        assert unclear(path.read_text(encoding="utf-8")) == [], path
 
 
 def test_an_unclear_name_is_seen_wherever_it_is_given():

@@ -219,7 +219,7 @@ def row(task: str, length: int, **more: Any) -> dict[str, Any]:
     """A row as it is stored."""
     plain = {
         "task": task, "length": length, "query_len": length, "batch": 1, "heads": 12, "kv_heads": 12, "head_dim": 64,
-        "dtype": "float32", "layer": False, "sweep": False, "kernel": "tiled", "inputs_mib": 6.0, "results_mib": 2.0,
+        "dtype": "float32", "layer": False, "sweep": False, "kernel": "strips", "inputs_mib": 6.0, "results_mib": 2.0,
         "peers": {"regard": {"ms": 12.5, "repeats": 5, "memory_mib": 3.5}},
         "not_measured": {}, "memory_not_measured": {},
     }  # fmt: skip
@@ -267,10 +267,10 @@ def test_the_page_says_what_the_results_say() -> None:
     function = row("a | b", 4096, peers=ours | theirs, not_measured={"formula": "too large"})
     page = masks.report(stored(function, layer), *REST, ["p-time.svg"])
     assert (
-        "| a &#124; b | 4,096 | float32 | tiled | 12.5 | 250 / 20.0 | as a &#124; batch |  | 6.25 / 0.500 |  |" in page
+        "| a &#124; b | 4,096 | float32 | strips | 12.5 | 250 / 20.0 | as a &#124; batch |  | 6.25 / 0.500 |  |" in page
     )
     assert "| a &#124; b | 4,096 | float32 | 6.00 | 2.00 | 3.50 | 70.0 |  |  |  |" in page
-    assert "| layer, full | 1,024 | float32 | tiled | 12.5 |  | 25.0 / 2.00 |" in page
+    assert "| layer, full | 1,024 | float32 | strips | 12.5 |  | 25.0 / 2.00 |" in page
     assert "- **formula**: too large (a | b at 4,096)" in page
     assert "4.5 to 4.5 seconds" in page
     assert "Abacus 7, 3 threads" in page

@@ -459,7 +459,7 @@ def test_plan_prints_what_regard_plan_says_of_the_same_call(capsys: pytest.Captu
     expected = regard.plan(query, key, key, mask=regard.Causal(), lse=True, tile_size=7)
     assert data["flops_needed"] == expected.flops_needed
     assert data["tiles"] == {tile.value: count for tile, count in expected.tiles.items()}
-    assert "lse" in data["others"]["dense"]
+    assert "lse" in data["others"]["sdpa"]
 
 
 def test_plan_takes_kernel_precision_softcap_dropout_and_gradients(capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,7 +469,7 @@ def test_plan_takes_kernel_precision_softcap_dropout_and_gradients(capsys: pytes
     assert wide["bytes_moved"] == 4 * half["bytes_moved"] == 4 * 64 * 2 * 8 * 8
     for option in ("--softcap", "--dropout"):
         data = json.loads(Run(capsys, *plain, "--json", option, 0.5).out)
-        assert option.strip("-") in data["others"]["dense"]
+        assert option.strip("-") in data["others"]["sdpa"]
     assert Run(capsys, *plain, "--backward").code == 0
 
 
@@ -580,7 +580,7 @@ def failing(which: int, error: BaseException) -> Callable[..., dict[str, Any]]:
         count += 1
         if count == which:
             raise error
-        named = {"task": task.name, "length": task.length, "dtype": bench.name_of(dtype), "kernel": "dense"}
+        named = {"task": task.name, "length": task.length, "dtype": bench.name_of(dtype), "kernel": "sdpa"}
         return named | {"peers": numbers, "not_measured": {}, "memory_not_measured": {}, "others": 0.0}
 
     return measure

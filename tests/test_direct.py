@@ -40,7 +40,7 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("keys", "kernel"), [(KEYS, "direct"), (8000, "dense")])
+@pytest.mark.parametrize(("keys", "kernel"), [(KEYS, "direct"), (8000, "sdpa")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
     mask, tensors = Padding(torch.arange(keys) >= torch.tensor([[0], [5], [11]])), step(keys=keys, dtype=dtype)
@@ -56,7 +56,7 @@ def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
 
 def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
     assert regard.plan(*step(rows=200, keys=200), mask=Padding([10, 100, 200])).kernel != "direct"
-    assert regard.plan(*step()).kernel == "dense"  # torch's own call has nothing around it here
+    assert regard.plan(*step()).kernel == "sdpa"  # torch's own call has nothing around it here
     learning = [tensor.requires_grad_() for tensor in step()]
     assert regard.plan(*learning, mask=Padding(LEFT)).kernel != "direct"
 
@@ -70,7 +70,7 @@ def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels()
 def test_where_nothing_learns_what_is_hidden_reaches_nothing_to_the_last_bit(
     poison, where, rows, kernel, parts, grouped
 ):
-    if kernel == "dense" and parts:
+    if kernel == "sdpa" and parts:
         return
     query, key, value = step(rows, heads=HEADS, kv_heads=KV_HEADS if grouped else HEADS)
     mask, bad_key, bad_value = Padding(LEFT) & Causal(), key.clone(), value.clone()
@@ -89,13 +89,13 @@ def test_one_hidden_key_that_is_not_harmless_is_found_wherever_it_lies():
     query, key, value = step(keys=8000)
     mask = Padding(torch.arange(8000) % torch.tensor([[7], [11], [13]]) != 3)
     with torch.no_grad():
-        clean = attention(query, key, value, mask=mask, kernel="dense")
+        clean = attention(query, key, value, mask=mask, kernel="sdpa")
         for row, place in ((0, 3), (1, 14), (2, 7985), (0, 7990)):
             assert not mask.keys[row, place]
             for tensor in (key, value):
                 kept = tensor[row, 1, place, 5].item()
                 tensor[row, 1, place, 5] = math.nan
-                assert torch.equal(attention(query, key, value, mask=mask, kernel="dense"), clean)
+                assert torch.equal(attention(query, key, value, mask=mask, kernel="sdpa"), clean)
                 tensor[row, 1, place, 5] = kept
 
 

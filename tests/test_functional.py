@@ -12,7 +12,7 @@ from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DI
 from comparing import assert_close
 from regard.biases import Alibi, RelativeBias
 from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
-from regard.kernels import KERNELS, KernelError
+from regard.kernels import KERNELS, KernelError, choice
 from regard.masks import Causal, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.reference import AttentionOutput
 from regard.scores import Additive
@@ -220,9 +220,9 @@ WRONG = {
     "kernel unknown": ({"kernel": "nope"}, KernelError, "no kernel named 'nope'; there are: auto, "),
     "kernel none": ({"kernel": None}, KernelError, "no kernel named None"),
     "kernel that cannot": (
-        {"kernel": "dense", "softcap": 1.0},
+        {"kernel": "sdpa", "softcap": 1.0},
         KernelError,
-        "kernel 'dense' cannot do this call: torch's",
+        "kernel 'sdpa' cannot do this call: torch's",
     ),
 }
 
@@ -341,7 +341,7 @@ def test_tensors_without_data_yield_their_shapes(parts):
 
 def test_a_call_that_holds_a_large_square_warns_with_its_kernel_and_its_numbers(monkeypatch):
     cells = BATCH * HEADS * QUERY_LEN * KEY_LEN
-    monkeypatch.setattr(regard.functional, "LARGE", cells)
+    monkeypatch.setattr(regard.functional, "MIN_WARNED_NUMBERS", cells)
     with pytest.warns(
         SquareWarning, match=f"kernel 'reference' holds {3 * cells:,} numbers of query_len x key_len"
     ) as caught:
@@ -357,11 +357,11 @@ def test_a_call_that_holds_no_square_or_a_small_one_does_not_warn(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(QUERY, KEY, VALUE, softcap=1.0, kernel="reference")
-        monkeypatch.setattr(regard.functional, "LARGE", 1)
-        attention(QUERY, KEY, value, kernel="dense")
-        attention(QUERY, KEY, value, mask=Causal(0), kernel="dense")
+        monkeypatch.setattr(regard.functional, "MIN_WARNED_NUMBERS", 1)
+        attention(QUERY, KEY, value, kernel="sdpa")
+        attention(QUERY, KEY, value, mask=Causal(0), kernel="sdpa")
         plan(QUERY, KEY, VALUE, softcap=1.0, kernel="reference")  # computes nothing
-        monkeypatch.setattr(regard.functional, "LARGE", 3 * BATCH * HEADS * QUERY_LEN * KEY_LEN + 1)
+        monkeypatch.setattr(regard.functional, "MIN_WARNED_NUMBERS", 3 * BATCH * HEADS * QUERY_LEN * KEY_LEN + 1)
         attention(QUERY, KEY, VALUE, softcap=1.0, kernel="reference")
 
 
@@ -390,7 +390,7 @@ def test_a_plan_prints_as_a_report():
     lines = str(planned).splitlines()
     assert lines[0] == "scores  [batch=1, heads=2, query_len=4, key_len=4], mask Window(2, offset=0)"
     assert lines[1] == "kernel  reference: asked for by name"
-    assert "        not dense: torch's scaled_dot_product_attention has no softcap" in lines
+    assert "        not sdpa: torch's scaled_dot_product_attention has no softcap" in lines
     assert lines[-3] == "tiles   0 empty (0%), 2 partial (50%), 2 full (50%) of 2 x 2"
     assert lines[-2] == "FLOPs   1.02e+03 needed, 1.02e+03 computed"
     assert lines[-1] == (
@@ -406,7 +406,9 @@ def test_a_plan_names_the_kernel_that_would_run(parts, monkeypatch):
         return kernel._replace(run=lambda call: ran.append(kernel.name) or kernel.run(call))
 
     planned = [plan(QUERY, KEY, VALUE, lse=lse, **parts).kernel for lse in (False, True)]
-    monkeypatch.setattr(regard.kernels, "KERNELS", tuple(map(spy, KERNELS)))
+    monkeypatch.setattr(choice, "KERNELS", tuple(map(spy, KERNELS)))
+    table = tuple(row._replace(kernel=spy(row.kernel)) for row in choice.PREFERENCES)
+    monkeypatch.setattr(choice, "PREFERENCES", table)
     attention(QUERY, KEY, VALUE, **parts)
     attention_with_lse(QUERY, KEY, VALUE, **parts)
     assert ran == planned

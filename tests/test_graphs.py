@@ -219,7 +219,7 @@ def test_a_model_that_works_on_its_mask_gets_the_tensor(compiler):
     ids=["dropout", "grouped heads", "a bias that learns"],
 )
 def test_a_compiled_training_step_is_one_graph_with_the_same_gradients(compiler, monkeypatch, kind, changes):
-    monkeypatch.setattr(kernels, "SMALL", 0)  # as in a long text
+    monkeypatch.setattr(kernels.choice, "FEW_NUMBERS", 0)  # as in a long text
     model = Whole(kind, **changes).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     results = trained(compiled, model, EXAMPLE), trained(model, model, EXAMPLE)

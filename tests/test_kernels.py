@@ -32,7 +32,7 @@ from cases import (
 from comparing import assert_close, assert_within_budget, assert_zero
 from regard.biases import Alibi, RelativeBias
 from regard.functional import attention, attention_with_lse, check_call
-from regard.kernels import KERNELS, KernelError, choose, dense
+from regard.kernels import KERNELS, KernelError, choose, sdpa
 from regard.masks import Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Where, Window
 from regard.scores import Additive
 from regard.shapes import Grid
@@ -614,10 +614,10 @@ def test_auto_takes_the_first_kernel_that_can():
 def test_a_kernel_named_that_cannot_says_what_is_missing_and_who_can():
     call = call_of(softcap=1.0)
     with pytest.raises(KernelError) as caught:
-        choose(call, "dense")
+        choose(call, "sdpa")
     able = [kernel.name for kernel in KERNELS if kernel.cannot(call) is None]
     assert str(caught.value) == (
-        "attention: kernel 'dense' cannot do this call: torch's scaled_dot_product_attention has no softcap\n"
+        "attention: kernel 'sdpa' cannot do this call: torch's scaled_dot_product_attention has no softcap\n"
         f"  kernels that can: {', '.join(able)}"
     )
 
@@ -632,11 +632,11 @@ def test_a_kernel_that_does_not_exist_is_answered_with_those_that_do(name):
 def test_a_kernel_tells_how_many_square_numbers_it_holds(kernel):
     found = next(k for k in KERNELS if k.name == kernel)
     for parts in ({}, {"mask": Causal()}, {"mask": Padding([11, 6])}):
-        numbers = found.square(call_of(**parts))
+        numbers = found.quadratic_numbers(call_of(**parts))
         assert isinstance(numbers, int)
         assert numbers == 0 or numbers >= QUERY_LEN * KEY_LEN
     if kernel == "reference":
-        assert found.square(call_of()) >= 2 * BATCH * HEADS * QUERY_LEN * KEY_LEN  # scores and weights
+        assert found.quadratic_numbers(call_of()) >= 2 * BATCH * HEADS * QUERY_LEN * KEY_LEN  # scores and weights
 
 
 @pytest.mark.parametrize("same_dim", [False, True], ids=["", "value_dim as head_dim"])
@@ -658,9 +658,9 @@ def test_dense_tells_of_every_square_that_torch_is_given_or_makes(name, same_dim
     _, parts, _ = CALLS[name](torch.float32)
     inputs = tensors(torch.float32, value_dim=HEAD_DIM if same_dim else VALUE_DIM)
     inputs = [_every_second_feature(x) for x in inputs] if strided else inputs
-    attention(*inputs, **parts, kernel="dense")
+    attention(*inputs, **parts, kernel="sdpa")
     given = {"dropout": 0.0} | dict.fromkeys(("mask", "bias", "scale", "softcap", "sink", "additive")) | parts
-    told = dense.square(check_call("test", *inputs, **given, generator=None, wants_lse=False))
+    told = sdpa.quadratic_numbers(check_call("test", *inputs, **given, generator=None, wants_lse=False))
     assert told >= seen["mask"] + 2 * seen["scores"]
     assert told <= 2 * QUERY_LEN * KEY_LEN * BATCH * HEADS + 2 * seen["scores"]
     assert (told == 0) == (seen["mask"] == 0 == seen["scores"])

@@ -16,7 +16,7 @@ from regard import Causal, Dense, Padding, Tile, Window, attention, attention_wi
 from regard.biases import Bias, Given
 from regard.cli.mask_expression import read_mask
 from regard.indexing import lookup
-from regard.kernels.tiled import cut_of
+from regard.kernels.strips.options import plan_of
 from regard.masks import Mask
 from regard.masks.planning import by_batch
 from regard.rules import Rule, is_data, same, spell, unspell
@@ -110,7 +110,7 @@ def test_every_kernel_computes_it_forward_and_backward(name):
     query, key, value = tensors()
     grads = {}
     for mask in (MASKS[name], as_tensor(MASKS[name])):
-        for kernel in ("reference", "tiled"):
+        for kernel in ("reference", "strips"):
             output, lse = attention_with_lse(query, key, value, mask=mask, kernel=kernel)
             grads[type(mask), kernel] = output, lse, *torch.autograd.grad(output.sin().sum(), (query, key, value))
     expected = grads[Dense, "reference"]
@@ -127,7 +127,7 @@ def test_planning_is_closed_form_at_any_length():
     assert mask.tile(range(far - 64, far), range(1 << 22, (1 << 22) + 64)) is Tile.FULL
     query = torch.empty(1, 1, 4096, 8)
     plan = regard.plan(query, query, query, mask=EveryBlock(256, 8))
-    assert plan.kernel == "tiled"
+    assert plan.kernel == "strips"
     assert plan.square_numbers == 0
     assert plan.flops_computed == pytest.approx(2 * 16 * 4096 * 4096 / 8, rel=0.1)
     causal = regard.plan(query, query, query, mask=Causal() & EveryBlock(256, 8))
@@ -138,7 +138,7 @@ def test_plans_are_kept_for_the_same_mask_and_not_for_another():
     query = torch.randn(1, 1, 300, 8)
 
     def planned(mask):
-        return cut_of(regard.functional.check_call("t", query, query, query, mask, *[None] * 5, 0.0, None, False))
+        return plan_of(regard.functional.check_call("t", query, query, query, mask, *[None] * 5, 0.0, None, False))
 
     assert planned(EveryBlock(8, 3)) is planned(EveryBlock(8, 3))
     assert planned(EveryBlock(8, 3)) is not planned(EveryBlock(8, 4))
@@ -296,7 +296,7 @@ def test_a_bias_from_outside_learns_wherever_its_numbers_lie_on_every_kernel():
     learned = nn.ParameterDict({"bonus": nn.Parameter(torch.randn(HEADS, 4, dtype=torch.float64))})
     found = {}
     for holder in (learned, dict(learned.items())):
-        for kernel in ("reference", "tiled"):
+        for kernel in ("reference", "strips"):
             output = attention(query, key, value, bias=Recency(holder), mask=EveryBlock(2, 2), kernel=kernel)
             found[type(holder), kernel] = torch.autograd.grad(output.sin().sum(), (query, key, learned["bonus"]))
     axes = torch.meshgrid(*map(torch.arange, GRID[:4]), indexing="ij")
@@ -313,7 +313,7 @@ def test_what_two_parts_of_a_bias_share_gets_its_gradient_once():
     query, key, value = tensors()
     slopes = torch.rand(HEADS, dtype=torch.float64, requires_grad=True)
     for bias in (regard.Alibi(slopes=slopes) + regard.Alibi(slopes=slopes), regard.Alibi(slopes=2 * slopes)):
-        output = attention(query, key, value, bias=bias, mask=Causal(), kernel="tiled")
+        output = attention(query, key, value, bias=bias, mask=Causal(), kernel="strips")
         grad = torch.autograd.grad(output.sin().sum(), slopes)[0]
         reference = attention(
             query, key, value, bias=regard.Alibi(slopes=2 * slopes), mask=Causal(), kernel="reference"

@@ -1,13 +1,15 @@
 """Plain products against the definition: every stride, group, piece and dtype that the strips hand over."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
 from regard import Causal, Dense, attention
-from regard.kernels import products
+from regard.kernels import processor
+from regard.kernels.strips import pieces, products, tuning
 
 
 def definition(query, key, value, mask, scale, causal, dtype=torch.float64):
@@ -36,6 +38,13 @@ def views(kind, heads, length, size, draw, dtype=torch.float64):
     return torch.randn(heads, 7, length, size, dtype=dtype, generator=draw).transpose(0, 1)
 
 
+class Adding:
+    """What is added to the scores of a strip: numbers, of which nothing is learned."""
+
+    def __init__(self, numbers):
+        self.tiles, self.call = [numbers], SimpleNamespace(wanted=[])
+
+
 KINDS = [
     "one after another", "one row", "features of all heads together", "every second", "many rows of few heads",
 ]  # fmt: skip
@@ -46,8 +55,8 @@ KINDS = [
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind, heads, kv_heads, masked, cells):
-    monkeypatch.setattr(products, "CELLS", cells)
-    monkeypatch.setattr(products, "ROWS", 4)
+    monkeypatch.setattr(tuning, "PIECE_SCORES", cells)
+    monkeypatch.setattr(tuning, "PIECE_QUERIES", 4)
     draw = torch.Generator().manual_seed(0)
     queries, keys = (11, 11) if masked == "causal" else (11, 17)
     query = views(kind, heads, queries, 6, draw)
@@ -63,15 +72,15 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
     right = [t.detach() for t in right]
     output, lse = views(kind, heads, queries, 5, draw), views(kind, heads, queries, 1, draw)[..., 0]
 
-    products.attend(query, key, value, mask, scale=0.3, causal=causal, output=output, lse=lse)
+    formula = products.Formula(0.3, causal, added=None if mask is None else Adding(mask))
+    products.attend(query, key, value, formula, output=output, lse=lse)
     assert_close(output, right[0], "output")
     assert_close(lse, right[1], "lse")
 
     found = [torch.ones_like(query), torch.ones_like(key), torch.zeros_like(value)]
     delta = (right[0] * towards[0]).sum(-1) - towards[1]
     products.gradients(
-        towards[0], query, key, value, mask,
-        lse=lse, delta=delta, scale=0.3, causal=causal, grads=tuple(found), overlap=False,
+        towards[0], query, key, value, formula, lse=lse, delta=delta, grads=tuple(found),
     )  # fmt: skip
     for name, ours, theirs in zip(
         ("query", "key", "value"), found, (grads[0] + 1, grads[1] + 1, grads[2]), strict=True
@@ -82,8 +91,8 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
 def test_rows_that_share_memory_are_never_added_to_at_once():
     memory = torch.zeros(2, 11, 4)
     windows = memory.unfold(1, 3, 2).permute(1, 0, 3, 2)
-    assert [t.shape for (t,) in products._stacks([windows], overlap=True)] == [(2, 3, 4)] * 5
-    assert [t.shape for (t,) in products._stacks([windows], overlap=False)] == [(5, 3, 4)] * 2
+    assert [t.shape for _, (t,) in pieces.stacks([windows], apart=True)] == [(2, 3, 4)] * 5
+    assert [t.shape for _, (t,) in pieces.stacks([windows], apart=False)] == [(5, 3, 4)] * 2
 
 
 def test_rows_that_share_memory_add_up_one_after_another():
@@ -100,9 +109,10 @@ def test_rows_that_share_memory_add_up_one_after_another():
     right.backward(towards)
     output, lse = torch.empty_like(query), torch.empty(5, 2, 3, dtype=torch.float64)
     rows = windows(tokens)
-    products.attend(query, rows, rows, None, scale=1.0, causal=False, output=output, lse=lse)
+    formula = products.Formula(1.0)
+    products.attend(query, rows, rows, formula, output=output, lse=lse)
     products.gradients(
-        towards, query, rows, rows, None, lse=lse, delta=(output * towards).sum(-1), scale=1.0, causal=False,
+        towards, query, rows, rows, formula, lse=lse, delta=(output * towards).sum(-1),
         grads=(torch.zeros_like(query), windows(total[0]), windows(total[1])), overlap=True,
     )  # fmt: skip
     assert_close(total.sum(0), learning.grad)
@@ -112,8 +122,8 @@ def test_rows_that_share_memory_add_up_one_after_another():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", [None, Causal(), Dense(torch.rand(70, 70) > 0.5)], ids=["all", "causal", "cells"])
 def test_errors_stay_within_the_budget_of_the_plain_computation(monkeypatch, mask, dtype, able):
-    monkeypatch.setattr(products, "suit", lambda *given, **more: True)
-    monkeypatch.setattr(products, "BFLOAT16", able)
+    monkeypatch.setattr(products, "pay", lambda *given, **more: True)
+    monkeypatch.setattr(processor, "BFLOAT16", able)
     draw = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, n, 70, 32, generator=draw).to(dtype) for n in (4, 2, 2)]
     towards = torch.randn(2, 4, 70, 32, generator=draw).to(dtype)
@@ -123,17 +133,17 @@ def test_errors_stay_within_the_budget_of_the_plain_computation(monkeypatch, mas
         output = attention(*learning, mask=mask, kernel=kernel)
         return output, *torch.autograd.grad(output, learning, towards.to(dtype))
 
-    ours, plain, exact = answers("tiled", dtype), answers("reference", dtype), answers("reference", torch.float64)
+    ours, plain, exact = answers("strips", dtype), answers("reference", dtype), answers("reference", torch.float64)
     for name, *three in zip(("output", "query", "key", "value"), ours, exact, plain, strict=True):
         assert_within_budget(*three, name)
 
 
 def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch):
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
-        monkeypatch.setattr(products, name, value)
+        monkeypatch.setattr(processor, name, value)
 
     def suit(dtype, stack=12, rows=128, keys=512, causal=False, backward=False):
-        return products.suit(dtype, stack, rows, keys, causal=causal, backward=backward)
+        return products.pay(dtype, stack, rows, keys, causal=causal, backward=backward)
 
     single, half, brain = torch.float32, torch.float16, torch.bfloat16
     assert suit(single, causal=True)
@@ -148,12 +158,12 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert not suit(brain, rows=1024, keys=1024, backward=True)
     assert suit(half, stack=2)
     assert suit(half, keys=8192, backward=True)
-    monkeypatch.setattr(products, "AMX", True)
-    monkeypatch.setattr(products, "FLOAT16", True)
+    monkeypatch.setattr(processor, "AMX", True)
+    monkeypatch.setattr(processor, "FLOAT16", True)
     assert not suit(brain)
     assert not suit(half)
 
 
 def test_a_causal_square_is_counted_as_it_is_computed():
-    assert products.cells_of_square(128) == 64 * 64 + 64 * 128
-    assert products.cells_of_square(100) == 64 * 64 + 36 * 100
+    assert products.scores_of_square(128) == 64 * 64 + 64 * 128
+    assert products.scores_of_square(100) == 64 * 64 + 36 * 100

@@ -41,7 +41,13 @@ class Bias(Rule):
     ...         return torch.where(query == key, self.bonus, 0.0)
     >>> Recent(2.0).values(range(2), range(2)).tolist()
     [[[[2.0, 0.0], [0.0, 2.0]]]]
+
+    Attributes:
+        of_distance: whether the number depends, besides batch row and head, on ``key - query`` alone: then it is asked
+            once for every distance of a call, some of them of keys beyond its ends, and not for every score.
     """
+
+    of_distance: ClassVar[bool] = False
 
     def bind(self, grid: Grid) -> "Bias":
         return self._bound(grid)
@@ -160,6 +166,7 @@ class Alibi(Positioned, Bias):
     tensor([0.2500, 0.0625, 0.0156, 0.0039])
     """
 
+    of_distance = True
     fields = ("slopes", "offset")  # a number of heads stands for slopes
     axes: ClassVar = {"slopes": ("heads",)}
 
@@ -208,6 +215,7 @@ class RelativeBias(Positioned, Bias):
         Raffel et al. 2019, "Exploring the Limits of Transfer Learning", section 2.1.
     """
 
+    of_distance = True
     axes: ClassVar = {"table": ("buckets", "heads")}
 
     def __init__(

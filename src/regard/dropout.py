@@ -23,17 +23,28 @@ class Dropout:
     rate: float
     seed: int | Tensor
     """A tensor in a graph, which draws it when it runs."""
-    first: int = 0
-    """The batch row that a grid's row 0 is, for a kernel that takes the rows one by one."""
 
     def keep(
-        self, grid: Grid, queries: range | Tensor, keys: range | Tensor, *, dtype: torch.dtype = torch.bool
+        self,
+        grid: Grid,
+        queries: range | Tensor,
+        keys: range | Tensor,
+        *,
+        batches: range | None = None,
+        heads: range | None = None,
+        dtype: torch.dtype = torch.bool,
     ) -> Tensor:
-        """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept."""
-        batch, heads, query_len, _, device = grid
-        places = (self.first * heads + torch.arange(batch * heads, device=device)[:, None]) * query_len
+        """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept.
+
+        Args:
+            batches, heads: which batch rows and heads of the call; None for all.
+        """
+        device = grid.device
+        batch_index = torch.arange(grid.batch, device=device) if batches is None else indices(batches, device)
+        head = torch.arange(grid.heads, device=device) if heads is None else indices(heads, device)
+        places = (batch_index[:, None] * grid.heads + head)[..., None] * grid.query_len
         rows = places + indices(queries, device)
-        row = _mix(_fold(rows, self.seed)).view(batch, heads, rows.shape[1], 1)
+        row = _mix(_fold(rows, self.seed))[..., None]
         if isinstance(keys, range) and keys.step == 1:  # whole pairs are hashed, and two cells read from each
             pairs = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device)
             first = keys.start % 2

@@ -13,7 +13,7 @@ from regard.biases import Bias, as_bias
 from regard.dropout import Dropout
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
-from regard.kernels import KERNELS, SMALL, Call, Kernel, choose, gives_lse
+from regard.kernels import KERNELS, Call, Kernel, choose, gives_lse, preference, why_not
 from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
@@ -31,7 +31,7 @@ from regard.shapes import (
     shape_error,
 )
 
-LARGE = 1 << 28
+MIN_WARNED_NUMBERS = 1 << 28
 """From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
 
 
@@ -244,11 +244,11 @@ def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
 
 def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
     grid = call.scoring.grid
-    large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= LARGE
-    if large and kernel.square(call) >= LARGE:
+    large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= MIN_WARNED_NUMBERS
+    if large and kernel.quadratic_numbers(call) >= MIN_WARNED_NUMBERS:
         warnings.warn(
-            f"attention: kernel {kernel.name!r} holds {kernel.square(call):,} numbers of query_len x key_len for "
-            f"the scores {grid}; regard.plan(...) says why",
+            f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
+            f"key_len for the scores {grid}; regard.plan(...) says why",
             SquareWarning,
             stacklevel=5,  # the caller of the public function, which `hinted` stands around
         )
@@ -334,9 +334,9 @@ def plan(
 
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
-    kernel  dense: the first that can do the call
+    kernel  sdpa: the first that can do the call
             not flex: torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass
-            not tiled: it can, but comes later
+            not strips: it can, but comes later
             not direct: it can, but holds 540,000 numbers of query_len x key_len
             not reference: it can, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
@@ -348,15 +348,15 @@ def plan(
     check_whole("plan", "tile_size", tile_size)
     chosen = choose(call, kernel)
     grid = call.scoring.grid
-    others = {k.name: k.cannot(call) or f"it can, but {_drawback(k, call, chosen)}" for k in KERNELS if k is not chosen}
+    others = {k.name: why_not(k, call, chosen) for k in KERNELS if k is not chosen}
     bound = call.scoring.mask_or_everything
     tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
-    per_score, computed = 2 * (query.shape[3] + value.shape[3]), chosen.cells(call)
+    per_score, computed = 2 * (query.shape[3] + value.shape[3]), chosen.num_scores(call)
     output = query.numel() // max(1, query.shape[3]) * value.shape[3]
-    square = chosen.square(call)
+    square = chosen.quadratic_numbers(call)
     return Plan(
         kernel=chosen.name,
-        why="asked for by name" if kernel != "auto" else chosen.faster(call) or "the first that can do the call",
+        why="asked for by name" if kernel != "auto" else preference(call).reason,
         others=others,
         mask=repr(bound),
         grid=str(grid),
@@ -366,15 +366,8 @@ def plan(
         flops_computed=computed * per_score,
         bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
         square_numbers=square,
-        peak_bytes=chosen.held(call) + output * query.element_size(),
+        peak_bytes=chosen.peak_bytes(call) + output * query.element_size(),
     )
-
-
-def _drawback(kernel: Kernel, call: Call, chosen: Kernel) -> str:
-    square = kernel.square(call)
-    if square > SMALL:
-        return f"holds {square:,} numbers of query_len x key_len"
-    return "comes later" if KERNELS.index(kernel) > KERNELS.index(chosen) else "takes longer"
 
 
 def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:

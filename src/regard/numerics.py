@@ -102,3 +102,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def add_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """What a sink makes of a result: one more place in the sum, with value 0.
+
+    Shapes: output [batch, heads, query_len, value_dim], lse [batch, heads, query_len], sink [heads].
+    """
+    whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    share = exp(lse - whole.masked_fill(whole == -math.inf, 0.0))
+    return output * share[..., None].to(output.dtype), whole

@@ -138,11 +138,11 @@ def _in_words(seconds: float) -> str:
 def shown(row: dict[str, Any]) -> str:
     """A row as text: who took how long, how many times regard's time that is, and how much memory.
 
-    >>> print(shown({"task": "causal", "length": 1024, "dtype": "float32", "kernel": "dense", "others": 0.3,
+    >>> print(shown({"task": "causal", "length": 1024, "dtype": "float32", "kernel": "sdpa", "others": 0.3,
     ...              "peers": {"regard": {"ms": 14.0, "spread": [0.98, 1.03], "memory_mib": 3.0},
     ...                        "torch": {"ms": 28.0, "spread": [1.9, 2.1], "form": "is_causal"}},
     ...              "not_measured": {"formula": "too large"}, "memory_not_measured": {}}))
-    causal, N=1024, float32: regard takes its kernel 'dense'
+    causal, N=1024, float32: regard takes its kernel 'sdpa'
       regard                     14.000 ms     1.00  0.98-1.03            3.0 MiB
       torch                      28.000 ms     2.00  1.90-2.10                     is_causal
       formula                not measured: too large

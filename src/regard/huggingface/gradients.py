@@ -121,9 +121,5 @@ class OfOutput:
     def _kept(self, place: Place) -> Tensor:
         """0 where a weight was dropped, else what it was multiplied with."""
         assert self.dropout is not None
-        rows = []
-        for row in place.batch:  # heads are given as batch indices, of which a dropout may begin with any
-            grid = self.grid._replace(batch=len(place.heads), heads=1)
-            dropout = replace(self.dropout, first=(self.dropout.first + row) * self.grid.heads + place.heads.start)
-            rows.append(dropout.keep(grid, place.queries, place.keys)[:, 0])
-        return torch.stack(rows) / (1 - self.dropout.rate)
+        kept = self.dropout.keep(self.grid, place.queries, place.keys, batches=place.batch, heads=place.heads)
+        return kept / (1 - self.dropout.rate)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
@@ -25,9 +26,20 @@ class Call:
     dropout: Dropout | None = None
     wants_lse: bool = False
 
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient is wanted of any tensor in it."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(map(learns, (self.query, self.key, self.value, self.scoring.sink, *self.scoring.learned())))
 
-def all_cells(call: Call) -> int:
-    """Every score of a call."""
+
+def learns(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def all_scores(call: Call) -> int:
+    """How many scores a call has, hidden ones too."""
     grid = call.scoring.grid
     return grid.batch * grid.heads * grid.query_len * grid.key_len
 
@@ -37,13 +49,12 @@ class Kernel(NamedTuple):
 
     name: str
     cannot: Callable[[Call], str | None]
+    """Why it cannot do a call; None if it can."""
     run: Callable[[Call], tuple[Tensor, Tensor | None]]
     """Output and lse; None for lse is allowed where the call does not want it."""
-    cells: Callable[[Call], int]
+    num_scores: Callable[[Call], int]
     """How many scores it computes, over all batch rows and heads."""
-    square: Callable[[Call], int]
+    quadratic_numbers: Callable[[Call], int]
     """How many numbers of size query_len x key_len it holds at once: 0 for a kernel that needs none."""
-    held: Callable[[Call], int]
+    peak_bytes: Callable[[Call], int]
     """How many bytes it holds at once beside inputs and output, in a forward pass; an estimate."""
-    faster: Callable[[Call], str | None] = lambda call: None
-    """Why it takes less time for a call than those that "auto" would prefer, as was measured; None if it does not."""

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from regard.graphs import tracing
-from regard.kernels import dense
-from regard.kernels.call import Call, Kernel, all_cells
+from regard.kernels import processor
+from regard.kernels.call import Call, Kernel, all_scores
 from regard.kernels.hidden import Hidden, fold, hidden_in, hidden_in_call
-from regard.kernels.products import MKL
 from regard.masks import EVERYTHING
+from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
 
-FEW = 1 << 16
+MAX_DIRECT_SCORES = 1 << 16
 """Scores of all heads up to which this takes less time than any other kernel."""
 
 
@@ -54,16 +54,9 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _may_look(call: Call) -> bool:
     """Whether the answer is known at once, and is all that is wanted."""
-    if call.query.device.type != "cpu" or _learns(call):
+    if call.query.device.type != "cpu" or call.learns:
         return False
     return not torch._C._are_functorch_transforms_active()
-
-
-def _learns(call: Call) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    tensors = (call.query, call.key, call.value, call.scoring.sink, *call.scoring.learned())
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _attend(
@@ -106,27 +99,29 @@ def _added(call: Call, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | No
     return fold(numbers.expand(*numbers.shape[:2], rows, columns), batch, heads, kv_heads, rows)
 
 
-def faster(call: Call) -> str | None:
-    """Why this takes less time than the others; None if it does not."""
+def pays(call: Call) -> bool:
+    """Whether this takes less time than the others."""
     scoring, mask = call.scoring, call.scoring.mask
-    if not MKL or call.query.dtype not in (torch.float32, torch.float64) or all_cells(call) > FEW:
-        return None
-    plain = mask is None or mask is EVERYTHING or dense.is_top_left_causal(mask)
+    if (
+        not processor.MKL
+        or call.query.dtype not in (torch.float32, torch.float64)
+        or all_scores(call) > MAX_DIRECT_SCORES
+    ):
+        return False
+    plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
     if plain and scoring.bias is None and scoring.softcap is None and scoring.sink is None:
-        return None
-    if cannot(call) is not None or not _may_look(call):
-        return None
-    return "the scores are so few that all are made at once"
+        return False
+    return _may_look(call)
 
 
-def square(call: Call) -> int:
+def quadratic_numbers(call: Call) -> int:
     """The scores, the weights, and what is added to them."""
-    return 3 * all_cells(call)
+    return 3 * all_scores(call)
 
 
-def held(call: Call) -> int:
-    """What is square."""
-    return square(call) * max(4, call.query.element_size())
+def peak_bytes(call: Call) -> int:
+    """What is quadratic."""
+    return quadratic_numbers(call) * max(4, call.query.element_size())
 
 
-KERNEL = Kernel("direct", cannot, run, all_cells, square, held, faster)
+KERNEL = Kernel("direct", cannot, run, all_scores, quadratic_numbers, peak_bytes)

@@ -2,7 +2,7 @@
 
 FlexAttention compiles attention anew for a function of (batch, head, query, key), and takes a list of the blocks that
 hold something. torch finds those by asking the function about every cell, N x N of them; here they come from the mask's
-own answers for rectangles (`Mask.tile`). On a CPU it has no backward pass, and strips (`tiled`) take its place there.
+own answers for rectangles (`Mask.tile`). On a CPU it has no backward pass, and strips take its place there.
 
 That "auto" prefers it to strips on CUDA devices rests on what is published, not on a measurement of ours:
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", arXiv:2412.05496.
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from regard.graphs import tracing
-from regard.kernels.call import Call, Kernel, all_cells
-from regard.kernels.strips import COLUMNS
-from regard.kernels.tiled import with_sink
+from regard.kernels.call import Call, Kernel, all_scores
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.planning import MaskKey, by_batch, visible
-from regard.numerics import zero_unless
+from regard.numerics import add_sink, zero_unless
 from regard.shapes import Grid
 
 BLOCK = 128
 """Queries and keys in a block, as torch's own default."""
+
+KEY_STEP = 32
+"""Keys in the smallest part of a block that a mask is asked about."""
 
 
 class Blocks(NamedTuple):
@@ -56,7 +57,7 @@ def blocks(mask: Mask, grid: Grid) -> Blocks:
         for row in range(rows):
             of_block = range(row * BLOCK, min((row + 1) * BLOCK, grid.query_len))
             covered: dict[int, int] = {}  # keys of a block that everybody in the row sees; -1: somebody does not
-            for found, tile in visible(one, of_block, range(grid.key_len), COLUMNS):
+            for found, tile in visible(one, of_block, range(grid.key_len), KEY_STEP):
                 for column in range(found.start // BLOCK, -(-found.stop // BLOCK)):
                     inside = min(found.stop, (column + 1) * BLOCK) - max(found.start, column * BLOCK)
                     before = covered.get(column, 0)
@@ -136,25 +137,25 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     )  # fmt: skip
     lse = aux.lse
     if scoring.sink is not None:
-        output, lse = with_sink(output, lse, scoring.sink)
+        output, lse = add_sink(output, lse, scoring.sink)
     return output, lse if call.wants_lse else None
 
 
-def held(call: Call) -> int:
+def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and the list of blocks."""
     grid = call.scoring.grid
     blocks = (1 + grid.query_len // BLOCK) * (1 + grid.key_len // BLOCK)
     return 4 * grid.batch * (grid.heads * grid.query_len + 4 * blocks)
 
 
-def cells(call: Call) -> int:
+def num_scores(call: Call) -> int:
     """Scores in all blocks."""
     grid, mask = call.scoring.grid, call.scoring.mask
     if mask is None or mask is EVERYTHING:
-        return all_cells(call)
+        return all_scores(call)
     _, found = _planned(MaskKey(mask), grid)
     count = int(found.partial[0].sum() + found.full[0].sum()) * (grid.batch if len(found.queries) == 1 else 1)
     return count * grid.heads * BLOCK**2
 
 
-KERNEL = Kernel("flex", cannot, run, cells, square=lambda call: 0, held=held)
+KERNEL = Kernel("flex", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes)

@@ -6,7 +6,6 @@ something worse. What is hidden changes only where the mask does; it is remember
 of a step share it.
 """
 
-import math
 from functools import cached_property, lru_cache
 
 import torch
@@ -22,7 +21,7 @@ from regard.shapes import Grid
 HARMLESS = 2.0**32
 """A number in a hidden key or value that is smaller reaches nothing: it is multiplied by a weight of exactly 0."""
 
-KEPT = 1 << 20
+MAX_KEPT_SCORES = 1 << 20
 """Cells of a mask that is remembered: up to 9 MiB for one."""
 
 
@@ -31,16 +30,30 @@ class Hidden:
 
     Attributes:
         allowed: bool, broadcastable to the scores.
-        queries, keys: which see something, which are seen; None for all, where that can be known without waiting.
     """
 
     def __init__(self, allowed: Tensor) -> None:
         self.allowed = allowed
         self._ask = allowed.device.type == "cpu" and not tracing()
-        some = allowed.any(-1), allowed.any(-2)
-        self.queries, self.keys = (None if self._ask and bool(one.all()) else one for one in some)
+        self._seeing: dict[int, Tensor | None] = {}
         self._numbers: dict[torch.dtype, Tensor] = {}
         self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
+
+    @property
+    def queries(self) -> Tensor | None:
+        """Which queries see something; None for all, where that can be known without waiting."""
+        return self._some(-1)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Which keys are seen, likewise."""
+        return self._some(-2)
+
+    def _some(self, axis: int) -> Tensor | None:
+        if axis not in self._seeing:  # no cached_property: a graph cannot hold its lock
+            some = self.allowed.any(axis)
+            self._seeing[axis] = None if self._ask and bool(some.all()) else some
+        return self._seeing[axis]
 
     @property
     def hides(self) -> bool:
@@ -63,18 +76,16 @@ class Hidden:
         """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
         if self.keys is None:
             return key
-        if self._ask and key.device.type == "cpu" and key.numel() and not torch._C._are_functorch_transforms_active():
-            low, high = key.detach()[:, :, self.unseen].aminmax()
-            if low.item() > -HARMLESS and high.item() < HARMLESS:  # which is not so for NaN
-                return key
+        if self._ask and harmless(key[:, :, self.unseen]):
+            return key
         return zero_unseen(key, self.allowed)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """0 where allowed and -inf where not, which is what torch takes."""
         if dtype not in self._numbers:
             with torch.inference_mode(False):
-                zeros = torch.zeros(self.allowed.shape, dtype=dtype, device=self.allowed.device)
-                self._numbers[dtype] = zeros.masked_fill_(~self.allowed, -math.inf)
+                # 1 - 1/1 = 0 and 1 - 1/0 = -inf: torch fills by a mask many times more slowly than it divides
+                self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
 
     def where_seeing(self, dtype: torch.dtype) -> Tensor:
@@ -89,6 +100,18 @@ class Hidden:
             with torch.inference_mode(False):
                 self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads, query_len)
         return self._folded[key]
+
+
+def harmless(*tensors: Tensor) -> bool:
+    """Whether nothing in these can reach anything through a weight of 0; False where that takes waiting to know."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+            return False
+        if tensor.numel():
+            low, high = tensor.detach().aminmax()
+            if not (low.item() > -HARMLESS and high.item() < HARMLESS):  # which is not so for NaN
+                return False
+    return True
 
 
 def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
@@ -113,7 +136,7 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
     if tracing() or torch._C._are_functorch_transforms_active():
         return _looked_at(mask, grid)  # what is made in a transform must not be met outside it
     known = MaskKey(mask)
-    if known.structure is None or grid.batch * grid.query_len * grid.key_len > KEPT:
+    if known.structure is None or grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
         return _looked_at(mask, grid)
     return _remembered(known, grid)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import reduce
 
 from regard.masks.algebra import EVERYTHING, And, Mask, Tile
+from regard.masks.positional import Band
 from regard.shapes import Grid
 
 
@@ -40,6 +41,13 @@ def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range 
     first = start + bisect_left(range(start, stop), True, key=some_until)
     shared = range(first, first + bisect_left(range(first, stop), True, key=none_from))
     return shared if not shared or mask.tile(queries, shared) is Tile.FULL else None
+
+
+def is_top_left_causal(mask: object) -> bool:
+    """Whether it is the causal mask of torch's own function: query i sees the first i + 1 keys."""
+    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
+        return False
+    return mask.before is None and mask.after == 0 and mask.offset == 0
 
 
 def factors(mask: Mask) -> Iterator[Mask]:

@@ -1,4 +1,4 @@
-"""The tiled kernel's own promises: strips hold every allowed cell once, skip what is empty, and add up."""
+"""The strips kernel's own promises: strips hold every allowed cell once, skip what is empty, and add up."""
 
 import math
 from itertools import product
@@ -26,8 +26,14 @@ from regard import (
 )
 from regard.biases import Bias
 from regard.functional import check_call
-from regard.kernels import choose, products, strips, tiled
-from regard.scores import Scoring
+from regard.kernels import choose, fused, processor
+from regard.kernels.strips import engine, grouping, products, tuning
+from regard.kernels.strips import kernel as strips_kernel
+from regard.kernels.strips import plan as plans
+from regard.kernels.strips.added import AddedToStrip
+from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.options import plan_of
+from regard.kernels.strips.plan import Kind, Strip
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -48,16 +54,16 @@ EXTRAS = [{}, {"sink": True}, {"softcap": 2.0}, {"bias": Alibi(HEADS)}, {"dropou
 @pytest.fixture
 def small(monkeypatch):
     """Strips so small that short lengths have many of them."""
-    monkeypatch.setattr(strips, "ROWS", 16)
-    monkeypatch.setattr(strips, "COLUMNS", 8)
-    monkeypatch.setattr(strips, "ALONE", 4)
+    monkeypatch.setattr(tuning, "MAX_STRIP_QUERIES", 16)
+    monkeypatch.setattr(tuning, "KEY_STEP", 8)
+    monkeypatch.setattr(tuning, "MIN_STRIP_QUERIES", 4)
 
 
 def cells(strips, mask, grid):
     """How often each cell is computed, and whether the strip's own mask lets it through: [batch, query, key]."""
     times = torch.zeros(grid.batch, grid.query_len, grid.key_len, dtype=torch.int64)
     for strip in strips:
-        rows = range(grid.batch) if strip.row is None else [strip.row]
+        rows = range(grid.batch) if strip.batch_index is None else [strip.batch_index]
         for n, span in product(range(strip.times), strip.spans):
             places = torch.meshgrid(
                 torch.tensor(list(rows), dtype=torch.int64),
@@ -75,25 +81,25 @@ def test_every_allowed_cell_is_in_exactly_one_strip_and_full_strips_hold_nothing
         torch.zeros(BATCH, n, length, 8) for n, length in ((HEADS, QUERY_LEN), (KV_HEADS, KEY_LEN), (KV_HEADS, KEY_LEN))
     )
     call = check_call("test", *tensors, mask, None, None, None, None, None, 0.0, None, False)
-    found = tiled.cut_of(call).strips
+    found = tuple(plan_of(call).strips)
     times, allowed = cells(found, call.scoring.mask, call.scoring.grid)
     assert times.max() <= 1
     assert (times[allowed] == 1).all()
     for strip in found:
-        inside = allowed[slice(None) if strip.row is None else slice(strip.row, strip.row + 1)]
+        inside = allowed[slice(None) if strip.batch_index is None else slice(strip.batch_index, strip.batch_index + 1)]
         inside = inside[:, list(strip.queries)][..., [key for span in strip.spans for key in span]]
-        if strip.full:
+        if strip.kind is Kind.FULL:
             assert inside.all()
-        if strip.causal:
+        if strip.kind is Kind.CAUSAL:
             assert torch.equal(inside, torch.ones_like(inside).tril())
 
 
 @pytest.fixture(params=["flash", "products"])
 def operator(request, monkeypatch):
     """What the fused engine computes strips by."""
-    monkeypatch.setattr(products, "suit", lambda *given, **more: request.param == "products")
-    monkeypatch.setattr(products, "ROWS", 4)
-    monkeypatch.setattr(products, "CELLS", 200)
+    monkeypatch.setattr(products, "pay", lambda *given, **more: request.param == "products")
+    monkeypatch.setattr(tuning, "PIECE_QUERIES", 4)
+    monkeypatch.setattr(tuning, "PIECE_SCORES", 200)
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: "".join(extra) or "nothing")
@@ -124,7 +130,7 @@ def test_strips_add_up_to_the_reference_forward_and_backward_and_through_lse(sma
         return [output, lse, *torch.autograd.grad(loss, leaves)]
 
     for name, ours, right in zip(
-        ("output", "lse", "query", "key", "value", "sink"), answers("tiled"), answers("reference"), strict=False
+        ("output", "lse", "query", "key", "value", "sink"), answers("strips"), answers("reference"), strict=False
     ):
         assert_close(ours, right, name, tolerance=1e-12 * max(1.0, float(right[right.isfinite()].detach().abs().max())))
 
@@ -141,10 +147,10 @@ def test_the_mask_of_one_row_is_that_row_of_the_mask(mask):
 def test_a_window_costs_its_width_and_not_the_length():
     tensors = torch.zeros(3, 1, 1, 1, 1).expand(3, 1, 1, 1 << 17, 8)  # nothing of that length is written anywhere
     call = check_call("test", *tensors, Causal() & Window(256), None, None, None, None, None, 0.0, None, False)
-    assert choose(call).name == "tiled"
-    computed = tiled.cells(call)
+    assert choose(call).name == "strips"
+    computed = strips_kernel.num_scores(call)
     # a strip of ROWS queries needs the window before it, rounded up to whole tiles
-    assert computed <= (1 << 17) * (strips.ROWS + 256 + strips.COLUMNS)
+    assert computed <= (1 << 17) * (tuning.MAX_STRIP_QUERIES + 256 + tuning.KEY_STEP)
     assert computed >= (1 << 17) * 256 - 256 * 256
 
 
@@ -153,26 +159,26 @@ def test_packed_causal_documents_are_one_causal_call_each():
     tensors = torch.zeros(3, 1, 2, sum(lengths), 8)
     mask = Causal() & Document.from_lengths(lengths)
     call = check_call("test", *tensors, mask, None, None, None, None, None, 0.0, None, False)
-    found = tiled.cut_of(call).strips
+    found = plan_of(call).strips
     assert [len(strip.queries) for strip in found] == lengths
-    assert all(strip.causal and strip.spans == (strip.queries,) for strip in found)
+    assert all(strip.kind is Kind.CAUSAL and strip.spans == (strip.queries,) for strip in found)
 
 
 def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time(monkeypatch):
     def found(heads=8, length=512, dtype=torch.float32):
         tensors = torch.zeros(3, 1, heads, length, 8, dtype=dtype)
         call = check_call("test", *tensors, Causal(), *[None] * 5, 0.0, None, False)
-        return choose(call).name, tiled.cells(call) / (heads * length**2)
+        return choose(call).name, strips_kernel.num_scores(call) / (heads * length**2)
 
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
-        monkeypatch.setattr(products, name, value)
-    assert found() == ("tiled", 9 / 16)
-    assert found(heads=4) == ("dense", 1)
-    assert found(length=1024) == ("dense", 1)
-    assert found(length=1024, dtype=torch.bfloat16) == ("tiled", 17 / 32)
-    assert found(dtype=torch.float64) == ("dense", 1)
-    monkeypatch.setattr(products, "MKL", False)
-    assert found() == ("dense", 1)
+        monkeypatch.setattr(processor, name, value)
+    assert found() == ("strips", 9 / 16)
+    assert found(heads=4) == ("sdpa", 1)
+    assert found(length=1024) == ("sdpa", 1)
+    assert found(length=1024, dtype=torch.bfloat16) == ("strips", 17 / 32)
+    assert found(dtype=torch.float64) == ("sdpa", 1)
+    monkeypatch.setattr(processor, "MKL", False)
+    assert found() == ("sdpa", 1)
 
 
 def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_they_stay():
@@ -181,7 +187,7 @@ def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_the
     def heights(mask, dtype=torch.float32):
         q = query.to(dtype)
         call = check_call("test", q, q, q, mask, None, None, None, None, None, 0.0, None, False)
-        return {len(strip.queries) for strip in tiled.cut_of(call).strips}
+        return {len(strip.queries) for strip in plan_of(call).strips}
 
     assert heights(Causal() & Window(32)) == {32}
     assert heights(Causal() & Window(600)) == {64}
@@ -214,12 +220,13 @@ def test_strips_that_are_alike_are_one_call_and_add_up(small, operator, mask, si
     given = {"mask": mask, "sink": torch.randn(4, dtype=torch.float64).requires_grad_() if sink else None}
     learning = [t.requires_grad_() for t in (query, key, value)] + ([given["sink"]] if sink else [])
     call = check_call("test", query, key, value, mask, None, None, None, None, None, 0.0, None, True)
-    strips = tiled.cut_of(call).strips
-    assert max(strip.times for strip in strips) > 1
+    strips = tuple(plan_of(call).strips)
+    if call.scoring.mask.closed_form:  # others are looked at as they are computed, one after another
+        assert max(strip.times for strip in strips) > 1
     times, allowed = cells(strips, call.scoring.mask, call.scoring.grid)
     assert bool((times[allowed] == 1).all())
     found = []
-    for kernel in ("tiled", "reference"):
+    for kernel in ("strips", "reference"):
         output, lse = attention_with_lse(query, key, value, **given, kernel=kernel)
         loss = output.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
         found.append([output, lse, *torch.autograd.grad(loss, learning)])
@@ -233,24 +240,26 @@ def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
     def found(mask, key_len=4096):
         key = torch.zeros(1, 12, key_len, 8)
         call = check_call("test", query, key, key, mask, None, None, None, None, None, 0.0, None, False)
-        return tiled.cut_of(call).strips
+        return plan_of(call).strips
 
     assert found(Causal() | Prefix(1000)) == (
-        strips.Strip(None, range(1000), (range(1000),), full=True),
-        strips.Strip(None, range(1000, 4096), (range(1000, 4096),), full=False, causal=True),
-        strips.Strip(None, range(1000, 4096), (range(1000),), full=True, joins=True),
+        Strip(None, range(1000), (range(1000),), Kind.FULL),
+        Strip(None, range(1000, 4096), (range(1000, 4096),), Kind.CAUSAL),
+        Strip(None, range(1000, 4096), (range(1000),), Kind.FULL, merges=True),
     )
     assert found(Causal(), 5000) == (  # later tokens and those that they follow
-        strips.Strip(None, range(4096), (range(904, 5000),), full=False, causal=True),
-        strips.Strip(None, range(4096), (range(904),), full=True, joins=True),
+        Strip(None, range(4096), (range(904, 5000),), Kind.CAUSAL),
+        Strip(None, range(4096), (range(904),), Kind.FULL, merges=True),
     )
     streaming = found(Causal() & (Window(256) | Prefix(4)))
-    joining = [strip for strip in streaming if strip.joins]
+    joining = [strip for strip in streaming if strip.merges]
     assert {strip.spans for strip in joining} == {(range(4),)}
     assert sum(len(strip.queries) for strip in joining) > 3500
     assert len(streaming) < 30
     strided = found(Causal() & Strided(8))
-    assert [(strip.times, strip.step, strip.queries.step, strip.causal) for strip in strided] == [(1, 0, 8, True)] * 8
+    assert [(strip.times, strip.step, strip.queries.step, strip.kind is Kind.CAUSAL) for strip in strided] == [
+        (1, 0, 8, True)
+    ] * 8
 
 
 @pytest.mark.parametrize("key_len", [64, 81, 100])
@@ -263,7 +272,7 @@ def test_strided_masks_with_keys_before_the_queries_add_up(small, operator, rest
     query, key, value = (torch.randn(2, n, t, 7, dtype=torch.float64) for n, t in ((4, 64), (2, key_len), (2, key_len)))
     learning = [t.requires_grad_() for t in (query, key, value)]
     found = []
-    for kernel in ("tiled", "reference"):
+    for kernel in ("strips", "reference"):
         output, lse = attention_with_lse(query, key, value, mask=mask, kernel=kernel)
         loss = output.sin().sum() + lse.nan_to_num(neginf=0.0).cos().sum()
         found.append([output, lse, *torch.autograd.grad(loss, learning)])
@@ -281,7 +290,7 @@ def test_results_that_are_merged_stay_within_the_budget_in_half_precision():
             output = attention(*learning, mask=Causal() | Prefix(300), kernel=kernel)
             return output, *torch.autograd.grad(output.square().sum(), learning)
 
-        ours, plain, exact = answers("tiled", dtype), answers("reference", dtype), answers("reference", torch.float64)
+        ours, plain, exact = answers("strips", dtype), answers("reference", dtype), answers("reference", torch.float64)
         for three in zip(ours, exact, plain, strict=True):
             assert_within_budget(*three)
 
@@ -289,22 +298,22 @@ def test_results_that_are_merged_stay_within_the_budget_in_half_precision():
 @pytest.mark.parametrize("mask", [None, Causal(), Causal() | Prefix(500), Window(64), Strided(4)], ids=repr)
 def test_biases_are_built_for_a_few_rows_at_a_time(monkeypatch, mask):
     built = []
-    biases = Scoring.biases
+    made = AddedToStrip.__init__
 
-    def watched(*given):
-        built.append(biases(*given))
-        return built[-1]
+    def watched(self, *given):
+        made(self, *given)
+        built.extend(self.tiles)
 
-    monkeypatch.setattr(Scoring, "biases", watched)
-    monkeypatch.setattr(tiled, "WRITTEN", 1 << 17)
+    monkeypatch.setattr(AddedToStrip, "__init__", watched)
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 17)
     query = torch.randn(1, 4, 2000, 8)
     with torch.no_grad():
-        output = attention(query, query, query, mask=mask, bias=Alibi(4), kernel="tiled")
+        output = attention(query, query, query, mask=mask, bias=Alibi(4), kernel="strips")
     most = max(numbers.numel() for numbers in built)
     assert most <= 1 << 17
     assert_close(output, attention(query, query, query, mask=mask, bias=Alibi(4), kernel="reference"))
     call = check_call("test", query, query, query, mask, Alibi(4), *[None] * 4, 0.0, None, False)
-    assert tiled.held(call) > 4 * most
+    assert strips_kernel.peak_bytes(call) > 4 * most
 
 
 def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):
@@ -313,7 +322,7 @@ def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):
     clean = attention_with_lse(query, query, value, mask=mask, kernel="reference")
     value = value.clone()
     value[:, :, 3::8] = math.nan
-    for ours, theirs in zip(attention_with_lse(query, query, value, mask=mask, kernel="tiled"), clean, strict=True):
+    for ours, theirs in zip(attention_with_lse(query, query, value, mask=mask, kernel="strips"), clean, strict=True):
         assert_close(ours, theirs)
 
 
@@ -334,7 +343,7 @@ ODD_AND_EVEN = Where(lambda batch, head, query, key: (query // 16 % 2 == 0) | (k
 )
 def test_strips_that_are_not_quite_alike_stay_apart(small, operator, mask):
     query, key, value = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (256, 272, 272))
-    ours, right = (attention(query, key, value, mask=mask, kernel=kernel) for kernel in ("tiled", "reference"))
+    ours, right = (attention(query, key, value, mask=mask, kernel=kernel) for kernel in ("strips", "reference"))
     assert_close(ours, right)
 
 
@@ -343,7 +352,7 @@ def test_strips_that_are_not_quite_alike_stay_apart(small, operator, mask):
 def test_a_band_on_every_third_query_and_key_is_a_band(band, offset):
     mask = Band(*band, offset=offset).bind(Grid(1, 1, 40, 50))
     for queries, keys in ((range(0, 40, 3), range(1, 50, 3)), (range(2, 40, 3), range(0, 50, 3))):
-        found = strips._every(mask, queries, keys).bind(Grid(1, 1, len(queries), len(keys)))
+        found = plans._thinned(mask, queries, keys).bind(Grid(1, 1, len(queries), len(keys)))
         right = mask.allowed(range(40), range(50))[..., queries.start :: 3, keys.start :: 3]
         assert torch.equal(found.allowed(range(len(queries)), range(len(keys))), right)
 
@@ -357,7 +366,7 @@ def test_whatever_stands_in_hidden_keys_and_values_reaches_nothing(small, operat
     for fill in (0.0, number):
         learning = [t.clone().masked_fill_(~real[:, None], fill).requires_grad_() for t in (key, value)]
         learning.append(query.clone().requires_grad_())
-        output, lse = attention_with_lse(learning[2], *learning[:2], mask=mask & Padding(real[None]), kernel="tiled")
+        output, lse = attention_with_lse(learning[2], *learning[:2], mask=mask & Padding(real[None]), kernel="strips")
         found.append([output, lse, *torch.autograd.grad(output.square().sum() + lse.sum(), learning)])
     for clean, ours in zip(*found, strict=True):
         assert_close(ours, clean)
@@ -367,10 +376,10 @@ def test_as_many_strips_are_computed_together_as_stay_in_the_cache():
     def times(heads):
         query = torch.zeros(1, heads, 4096, 8)
         call = check_call("test", query, query, query, Window(100), None, None, None, None, None, 0.0, None, False)
-        return max(len(strip.queries) * strip.times * heads for strip in tiled.cut_of(call).strips)
+        return max(len(strip.queries) * strip.times * heads for strip in plan_of(call).strips)
 
     assert times(1) > 3000
-    assert 4000 < times(8) <= strips.TOGETHER
+    assert 4000 < times(8) <= tuning.MAX_QUERIES_TOGETHER
     assert times(512) == 32 * 512  # one strip
 
 
@@ -379,25 +388,25 @@ def test_padded_rows_cost_what_they_hold_on_either_side():
 
     def strips(mask):
         call = check_call("test", query, query, query, mask, None, None, None, None, None, 0.0, None, False)
-        return [(s.row, s.queries, s.spans, s.full, s.causal) for s in tiled.cut_of(call).strips if s.keys]
+        return [(s.batch_index, s.queries, s.spans, s.kind) for s in plan_of(call).strips if s.keys]
 
     assert strips(Padding([100, 300])) == [
-        (0, range(300), (range(100),), True, False),
-        (1, range(300), (range(300),), True, False),
+        (0, range(300), (range(100),), Kind.FULL),
+        (1, range(300), (range(300),), Kind.FULL),
     ]
     assert strips(Causal() & Padding([100, 300])) == [
-        (0, range(100), (range(100),), False, True),
-        (0, range(100, 300), (range(100),), True, False),
-        (1, range(300), (range(300),), False, True),
+        (0, range(100), (range(100),), Kind.CAUSAL),
+        (0, range(100, 300), (range(100),), Kind.FULL),
+        (1, range(300), (range(300),), Kind.CAUSAL),
     ]
     left = torch.arange(300)[None] >= torch.tensor([[70], [0]])
     assert strips(Causal() & Padding(left)) == [
-        (0, range(70, 300), (range(70, 300),), False, True),
-        (1, range(300), (range(300),), False, True),
+        (0, range(70, 300), (range(70, 300),), Kind.CAUSAL),
+        (1, range(300), (range(300),), Kind.CAUSAL),
     ]
     assert strips(Document(torch.arange(300)[None] // 150)) == [
-        (None, range(150), (range(150),), True, False),
-        (None, range(150, 300), (range(150, 300),), True, False),
+        (None, range(150), (range(150),), Kind.FULL),
+        (None, range(150, 300), (range(150, 300),), Kind.FULL),
     ]
 
 
@@ -411,19 +420,19 @@ def test_a_rule_that_has_to_be_asked_is_not_asked_for_more_than_its_strips(monke
     query = torch.zeros(1, 1, 512, 4)
     call = check_call("test", query, query, query, Where(rule), None, None, None, None, None, 0.0, None, False)
     asked.clear()
-    tiled.cut_of(call)
+    plan_of(call)
     assert sum(asked) < 40 * 512 * 512
 
 
-def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):
-    assert tiled.FLASH
+def test_a_torch_without_the_operator_runs_on_plain_products(monkeypatch):
+    assert fused.FLASH
     query = torch.randn(1, 2, 40, 8)
     mask = Causal() & Window(5)
     right = attention_with_lse(query, query, query, mask=mask)
     with monkeypatch.context() as without:
-        for name in ("_flash", "Fused"):
-            without.delattr(tiled, name)
-        without.setattr(tiled, "FLASH", False)
+        for name in ("flash", "flash_backward"):
+            without.delattr(fused, name)
+        without.setattr(fused, "FLASH", False)
         for ours, expected in zip(attention_with_lse(query, query, query, mask=mask), right, strict=True):
             assert_close(ours, expected)
 
@@ -441,9 +450,9 @@ def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):
         aten = Changed(torch.ops.aten)
 
     monkeypatch.setattr(torch, "ops", Ops)
-    assert not tiled._is_as_expected()
+    assert not fused.is_as_expected()
     monkeypatch.setattr(Ops, "aten", object())
-    assert not tiled._is_as_expected()
+    assert not fused.is_as_expected()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
@@ -451,20 +460,20 @@ def test_a_torch_without_the_operator_runs_on_the_written_engine(monkeypatch):
 def test_the_busiest_thread_is_found_by_counting(heads, threads):
     work = torch.arange(1, 961).repeat(heads)  # the keys that each row of each head sees
     shares = [share.sum() for share in work.unflatten(0, (threads, -1))]
-    assert tiled.busiest(heads, threads) == pytest.approx(float(max(shares) * threads / work.sum()), rel=0.01)
+    assert engine.busiest(heads, threads) == pytest.approx(float(max(shares) * threads / work.sum()), rel=0.01)
 
 
 @pytest.mark.parametrize("length", [64, 67])
 @pytest.mark.parametrize("sink", [False, True])
 def test_halves_of_a_causal_square_are_merged_forward_and_backward(monkeypatch, length, sink):
-    monkeypatch.setattr(tiled, "HALVED", 8)
-    monkeypatch.setattr(tiled, "busiest", lambda heads, threads: 1.5)
+    monkeypatch.setattr(tuning, "MIN_HALVED_QUERIES", 8)
+    monkeypatch.setattr(engine, "busiest", lambda heads, threads: 1.5)
     query, key, value = (torch.randn(2, n, length, 7, dtype=torch.float64).requires_grad_() for n in (3, 1, 1))
     given = {"mask": Causal(), "sink": torch.randn(3, dtype=torch.float64).requires_grad_() if sink else None}
     learning = [query, key, value, *([given["sink"]] if sink else [])]
     grads = []
     results = []
-    for kernel in ("tiled", "reference"):
+    for kernel in ("strips", "reference"):
         results.append(attention_with_lse(query, key, value, **given, kernel=kernel))
         loss = results[-1].output.sin().sum() + results[-1].lse.cos().sum()
         grads.append(torch.autograd.grad(loss, learning))
@@ -475,19 +484,21 @@ def test_halves_of_a_causal_square_are_merged_forward_and_backward(monkeypatch, 
 def test_a_long_causal_square_of_one_head_is_halved_where_a_thread_would_idle(monkeypatch):
     squares = []
 
-    def flash(query, key, value, dropout, causal, **more):
-        squares.append((query.shape[2], key.shape[2], causal))
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, **more)
+    operator = fused.flash
 
-    monkeypatch.setattr(tiled, "_flash", flash)
+    def flash(query, key, value, is_causal=False, **more):
+        squares.append((query.shape[2], key.shape[2], is_causal))
+        return operator(query, key, value, is_causal=is_causal, **more)
+
+    monkeypatch.setattr(fused, "flash", flash)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     query = torch.randn(1, 1, 4096, 4)
     attention(query, query, query, mask=Causal())
     halved = [(1024, 1024, True), (1024, 1024, False), (1024, 1024, True)]
     assert squares == [*halved, (2048, 2048, False), *halved]
     squares.clear()
-    attention(*(query.bfloat16(),) * 3, mask=Causal(), kernel="tiled")
-    attention(*(query.expand(1, 2, -1, -1),) * 3, mask=Causal(), kernel="tiled")
+    attention(*(query.bfloat16(),) * 3, mask=Causal(), kernel="strips")
+    attention(*(query.expand(1, 2, -1, -1),) * 3, mask=Causal(), kernel="strips")
     assert squares == [(4096, 4096, True)] * 2
 
 
@@ -497,13 +508,13 @@ def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset)
     length = 512
     mask = Strided(step, offset)
     call = check_call("test", *torch.zeros(3, 1, 1, length, 8), mask, *[None] * 5, 0.0, None, False)
-    assert tiled.cells(call) == mask.allowed(range(length), range(length)).sum()
+    assert strips_kernel.num_scores(call) == mask.allowed(range(length), range(length)).sum()
 
 
 @pytest.mark.parametrize("lengths", [[3, 5, 2, 9, 1], [40, 2, 2, 2, 60], [1] * 30])
 def test_short_documents_share_a_strip(small, lengths):
     mask = (Causal() & Document.from_lengths(lengths)).bind(Grid(1, 1, sum(lengths), sum(lengths)))
-    found = list(strips.cut(mask, sum(lengths), sum(lengths)))
+    found = list(plans.cut(mask, sum(lengths), sum(lengths)))
     assert [i for strip in found for i in strip.queries] == list(range(sum(lengths)))
     assert sum(len(strip.queries) < 4 for strip in found) <= 2
 
@@ -511,10 +522,12 @@ def test_short_documents_share_a_strip(small, lengths):
 def test_a_cache_is_read_where_the_window_is_and_by_one_plain_call(monkeypatch):
     query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 384, 8)
     seen = []
-    monkeypatch.setattr(tiled.dense, "run", lambda call, run=tiled.dense.run: seen.append(call) or run(call))
-    output = attention(query, key, key, mask=Causal() & Window(64), kernel="tiled")
-    assert seen[0].key.shape[2] == 64
-    assert seen[0].scoring.mask is None
+    whole = fused.full_attention
+    monkeypatch.setattr(
+        fused, "full_attention", lambda query, key, *rest, **more: seen.append(key) or whole(query, key, *rest, **more)
+    )
+    output = attention(query, key, key, mask=Causal() & Window(64), kernel="strips")
+    assert [key.shape[2] for key in seen] == [64]
     right = attention(query, key[:, :, -64:], key[:, :, -64:], kernel="reference")
     assert_close(output, right, tolerance=1e-6)
 
@@ -523,7 +536,7 @@ def test_gradients_of_shared_keys_add_up_in_float32():
     """In bfloat16 a sum of many strips' parts would stop growing; the total is rounded once instead."""
     value = torch.zeros(1, 1, 8192, 8, dtype=torch.bfloat16, requires_grad=True)
     zeros = torch.zeros(1, 1, 8192, 8, dtype=torch.bfloat16)
-    attention(zeros, zeros, value, mask=Prefix(4), kernel="tiled").sum().backward()
+    attention(zeros, zeros, value, mask=Prefix(4), kernel="strips").sum().backward()
     assert value.grad[0, 0, 0, 0].item() == 2048  # 8192 queries, a quarter each
     assert math.isclose(value.grad.sum().item(), 8192 * 8)
 
@@ -542,7 +555,7 @@ def test_a_gradient_of_a_gradient_is_right_and_says_who_computes_it(small, extra
     def output(query, key, value, sink):
         draw = torch.Generator().manual_seed(4)
         return attention(
-            query, key, value, mask=Causal() & Window(3), sink=sink, kernel="tiled", generator=draw, **extra
+            query, key, value, mask=Causal() & Window(3), sink=sink, kernel="strips", generator=draw, **extra
         )
 
     with pytest.warns(UserWarning, match="a gradient of a gradient is computed by kernel 'reference'"):
@@ -574,7 +587,7 @@ def test_whatever_a_bias_learns_through_gets_its_gradient(small):
         output = attention(*tensors, mask=Causal(), bias=bias, kernel=kernel)
         return torch.autograd.grad(output.square().sum(), learned)
 
-    for ours, right in zip(gradients("tiled"), gradients("reference"), strict=True):
+    for ours, right in zip(gradients("strips"), gradients("reference"), strict=True):
         assert_close(ours, right)
 
 
@@ -589,7 +602,7 @@ def test_functional_transforms_see_through_strips(small, extra):
         of_one = torch.func.grad(lambda *three: loss(*three, kernel), argnums=(0, 1, 2))
         return torch.func.vmap(of_one)(*tensors), [torch.stack(x) for x in zip(*map(of_one, *tensors), strict=True)]
 
-    (ours, ours_by_hand), (right, _) = gradients("tiled"), gradients("reference")
+    (ours, ours_by_hand), (right, _) = gradients("strips"), gradients("reference")
     for found, by_hand, expected in zip(ours, ours_by_hand, right, strict=True):
         assert_close(found, expected)
         assert_close(by_hand, expected)
@@ -601,7 +614,7 @@ def test_functional_transforms_see_through_strips(small, extra):
 def cut_for(mask, length=300, **parts):
     tensors = torch.zeros(3, 2, 2, length, 8)
     given = {"bias": None, "scale": None, "softcap": None, "sink": None, "additive": None} | parts
-    return tiled.cut_of(check_call("test", *tensors, mask, *given.values(), 0.0, None, False))
+    return plan_of(check_call("test", *tensors, mask, *given.values(), 0.0, None, False))
 
 
 def test_equal_masks_share_a_plan_and_others_do_not():
@@ -619,17 +632,17 @@ def test_a_plan_for_data_that_was_changed_in_place_is_made_anew():
     answers = []
     for _ in range(2):
         mask = Causal() & Document(ids)
-        answers.append(attention(query, query, query, mask=mask, kernel="tiled"))
+        answers.append(attention(query, query, query, mask=mask, kernel="strips"))
         assert_close(answers[-1], attention(query, query, query, mask=mask, kernel="reference"))
         ids[:, 100:200] = 0
     assert not torch.equal(*answers)
 
 
 def test_a_plan_remembers_masks_only_up_to_a_size(monkeypatch):
-    monkeypatch.setattr(strips, "KEPT", 20_000)
+    monkeypatch.setattr(grouping, "MAX_KEPT_SCORES", 20_000)
     found = cut_for(Causal() & Window(70) & Prefix(290), length=3000)
     query = torch.zeros(2, 2, 3000, 8)
-    attention(query, query, query, mask=Causal() & Window(70) & Prefix(290), kernel="tiled")
+    attention(query, query, query, mask=Causal() & Window(70) & Prefix(290), kernel="strips")
     assert sum(hidden.allowed.numel() for hidden in {id(h): h for h in found._hidden.values()}.values()) <= 20_000
 
 
@@ -738,13 +751,13 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
 def test_a_plan_says_why_strips_are_faster_than_torchs_causal_form(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     short, long = (torch.zeros(1, heads, length, 4) for heads, length in ((4, 512), (1, 4096)))
-    monkeypatch.setattr(products, "suit", lambda *given, **more: given[3] == 512)
+    monkeypatch.setattr(products, "pay", lambda *given, **more: given[3] == 512)
     assert "little over half" in plan(short, short, short, mask=Causal()).why
     assert "plain products" in plan(*(short.bfloat16(),) * 3).why
     planned = plan(long, long, long, mask=Causal())
-    assert planned.kernel == "tiled"
+    assert planned.kernel == "strips"
     assert "unequal shares" in planned.why
-    assert planned.others["dense"] == "it can, but takes longer"
+    assert planned.others["sdpa"] == "it can, but takes longer"
 
 
 def test_the_node_of_a_graph_keeps_torchs_rules():
@@ -752,12 +765,12 @@ def test_the_node_of_a_graph_keeps_torchs_rules():
     lengths, sink = torch.tensor([30]), torch.randn(2)
     line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
     library.opcheck(
-        tiled.in_graph,
+        in_graph,
         (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None, [], None, None, 0.0),
     )
     line, bias = line.replace("0,0", '{"number":0},{"number":1}'), torch.randn(1, 2, 40, 40)
     library.opcheck(
-        tiled.in_graph,
+        in_graph,
         (query, key, value, None, [lengths], line, 0.3, 2.0, [0, 0], bias.requires_grad_(), torch.tensor(7), 0.25),
     )
 
@@ -765,12 +778,13 @@ def test_the_node_of_a_graph_keeps_torchs_rules():
 def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_suit(monkeypatch):
     query = torch.randn(1, 2, 80, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     called = []
-    monkeypatch.setattr(tiled, "attend", lambda *given, **more: called.append(more) or products.attend(*given, **more))
+    attend = products.attend
+    monkeypatch.setattr(products, "attend", lambda *given, **more: called.append(more) or attend(*given, **more))
     for suits in (False, True):
-        monkeypatch.setattr(products, "suit", lambda *given, answer=suits, **more: answer)
+        monkeypatch.setattr(products, "pay", lambda *given, answer=suits, **more: answer)
         for mask in (None, Window(200), Causal()):
             called.clear()
             output = attention(query, query, query, mask=mask)
             assert bool(called) == suits
-            assert plan(query, query, query, mask=mask).kernel == ("tiled" if suits else "dense")
+            assert plan(query, query, query, mask=mask).kernel == ("strips" if suits else "sdpa")
             assert_close(output, attention(query, query, query, mask=mask, kernel="reference"))

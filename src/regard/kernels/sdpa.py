@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.call import Call, Kernel, all_cells
+from regard.kernels.call import Call, Kernel, all_scores
+from regard.kernels.fused import full_attention
 from regard.kernels.hidden import hidden_in_call
-from regard.masks import EVERYTHING, Band
+from regard.masks import EVERYTHING
+from regard.masks.planning import is_top_left_causal
 
 
 def cannot(call: Call) -> str | None:
@@ -39,8 +41,7 @@ def cannot(call: Call) -> str | None:
 def run(call: Call) -> tuple[Tensor, None]:
     """One call of torch's function."""
     scoring = call.scoring
-    # torch's fused form wants the features of a token next to each other, and falls to all scores where they are not
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (call.query, call.key, call.value))
+    query, key, value = call.query, call.key, call.value
     mask, bias = scoring.mask, scoring.bias
     causal, attn_mask, allowed = False, None, None
     if bias is None and (mask is None or mask is EVERYTHING):
@@ -62,25 +63,22 @@ def run(call: Call) -> tuple[Tensor, None]:
                 attn_mask = attn_mask.masked_fill(~allowed, -math.inf)
         if attn_mask is not None:
             attn_mask = attn_mask.expand(-1, -1, scoring.grid.query_len, scoring.grid.key_len)
+    if attn_mask is None:
+        return full_attention(query, key, value, scale=scoring.scale, is_causal=causal), None
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
-    if grouped and attn_mask is None and not causal:
-        # query heads that share a kv head, one below the other: keys and values are read once, not once per head
-        heads = query.shape[1] // key.shape[1]
-        query = query.reshape(*key.shape[:2], heads * query.shape[2], query.shape[3])
-    folded = bool(query.shape[1] != scoring.grid.heads)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, 0.0, causal, scale=scoring.scale, enable_gqa=grouped and not folded
+        query, key, value, attn_mask, 0.0, False, scale=scoring.scale, enable_gqa=grouped
     )
-    output = output.view(*call.query.shape[:3], value.shape[3]) if folded else output
     if exporting() and allowed is not None:  # an empty row is NaN where the graph goes, 0 here
         output = output.masked_fill(~allowed.any(dim=-1)[..., None], 0.0)
     return output, None
 
 
-def square(call: Call) -> int:
+def quadratic_numbers(call: Call) -> int:
     """A mask or bias is built whole; and torch itself builds all scores where its fused form does not fit."""
     scoring, grid = call.scoring, call.scoring.grid
-    cells = grid.query_len * grid.key_len
+    scores = grid.query_len * grid.key_len
     fused = call.query.shape[-1] == call.value.shape[-1]
     numbers = 0
     if scoring.bias is not None or not (scoring.mask_or_everything is EVERYTHING or is_top_left_causal(scoring.mask)):
@@ -90,21 +88,15 @@ def square(call: Call) -> int:
             parts.append(scoring.biases(*corner, call.query.dtype))
         for part in parts:
             if part is not None:
-                numbers += cells * part.shape[0] * part.shape[1]
+                numbers += scores * part.shape[0] * part.shape[1]
                 fused = fused and not part.requires_grad
-    return numbers if fused else numbers + 2 * cells * grid.batch * grid.heads
+    return numbers if fused else numbers + 2 * scores * grid.batch * grid.heads
 
 
-def is_top_left_causal(mask: object) -> bool:
-    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
-        return False
-    return mask.before is None and mask.after == 0 and mask.offset == 0
-
-
-def held(call: Call) -> int:
-    """What is square, and torch's log-sum-exp."""
+def peak_bytes(call: Call) -> int:
+    """What is quadratic, and torch's log-sum-exp."""
     grid = call.scoring.grid
-    return square(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
+    return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 
 
-KERNEL = Kernel("dense", cannot, run, all_cells, square, held)
+KERNEL = Kernel("sdpa", cannot, run, all_scores, quadratic_numbers, peak_bytes)

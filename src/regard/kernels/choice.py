@@ -1,0 +1,124 @@
+"""Which kernel computes a call: a table, read from the top. `regard.plan` prints the row that was taken.
+
+Only this file knows preferences. A kernel knows what it can do and what that costs; kernels import neither each other
+nor the reference.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from regard.graphs import exporting, tracing
+from regard.kernels import direct, flex, fused, sdpa, strips
+from regard.kernels.call import Call, Kernel, KernelError, all_scores
+from regard.kernels.strips import kernel as strips_kernel
+from regard.reference import reference
+
+REFERENCE = Kernel(
+    name="reference",
+    cannot=lambda call: None,
+    run=lambda call: reference(call.query, call.key, call.value, call.scoring, call.dropout),
+    num_scores=all_scores,
+    quadratic_numbers=lambda call: 3 * all_scores(call),
+    peak_bytes=lambda call: 3 * all_scores(call) * max(4, call.query.element_size()),
+)
+
+KERNELS: tuple[Kernel, ...] = (sdpa.KERNEL, flex.KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE)
+
+FEW_NUMBERS = 1 << 16
+"""Up to this many numbers of query_len x key_len, building them costs less than avoiding them."""
+
+
+class Preference(NamedTuple):
+    """A row of the table: the kernel that is taken if it can do a call and the condition holds, and why."""
+
+    kernel: Kernel
+    reason: str
+    condition: Callable[[Call], bool]
+
+
+def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
+    """Nothing is decided by sizes in a graph that leaves this process: there they are not numbers yet."""
+    return lambda call: not exporting() and condition(call)
+
+
+PREFERENCES = (
+    Preference(direct.KERNEL, "the scores are so few that all are made at once", _in_process(direct.pays)),
+    Preference(
+        strips.KERNEL,
+        "torch's causal form computes nearly the whole of a square this long; here, it is little over half",
+        _in_process(lambda call: call.query.dtype == torch.float32 and strips_kernel.products_pay_alone(call)),
+    ),
+    Preference(
+        strips.KERNEL,
+        "rows are short enough for plain products, at which the processor is faster in half precision",
+        _in_process(strips_kernel.products_pay_alone),
+    ),
+    Preference(
+        strips.KERNEL,
+        "torch's causal form gives threads unequal shares of so few heads, halves of the square equal ones",
+        _in_process(strips_kernel.halves_pay),
+    ),
+    Preference(
+        sdpa.KERNEL,
+        "the first that can do the call",
+        lambda call: exporting() or sdpa.quadratic_numbers(call) <= FEW_NUMBERS,
+    ),
+    Preference(flex.KERNEL, "the first that can do the call", lambda call: True),
+    Preference(strips.KERNEL, "the first that can do the call", lambda call: True),
+    Preference(REFERENCE, "no other can do the call", lambda call: True),
+)
+
+
+def preference(call: Call) -> Preference:
+    """The first row of the table that holds."""
+    return next(row for row in PREFERENCES if row.kernel.cannot(call) is None and row.condition(call))
+
+
+def choose(call: Call, name: str = "auto") -> Kernel:
+    """The kernel for a call: that of the first row of the table that holds, or the one that is named.
+
+    Raises:
+        KernelError: the named kernel cannot do it, or does not exist.
+    """
+    if name == "auto":
+        return preference(call).kernel
+    for kernel in KERNELS:
+        if kernel.name == name:
+            why = kernel.cannot(call)
+            if why is None:
+                return kernel
+            others = ", ".join(k.name for k in KERNELS if k.cannot(call) is None)
+            raise KernelError(f"attention: kernel {name!r} cannot do this call: {why}\n  kernels that can: {others}")
+    raise KernelError(f"attention: no kernel named {name!r}; there are: auto, {', '.join(k.name for k in KERNELS)}")
+
+
+def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
+    """Why a kernel was not taken."""
+    cannot = kernel.cannot(call)
+    if cannot is not None:
+        return cannot
+    numbers = kernel.quadratic_numbers(call)
+    if numbers > FEW_NUMBERS:
+        return f"it can, but holds {numbers:,} numbers of query_len x key_len"
+    return f"it can, but {'comes later' if KERNELS.index(kernel) > KERNELS.index(chosen) else 'takes longer'}"
+
+
+def gives_lse(call: Call) -> bool:
+    """Whether the kernel that is chosen has lse on the way: asking for it changes no bit of the output.
+
+    So it is in float32 and float64 on a CPU, where torch's own function is the same operator as that of strips. Not
+    said of calls so small that asking costs more than having it later, nor of those that learn.
+    """
+    grid, query = call.scoring.grid, call.query
+    if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_scores(call) < FEW_NUMBERS:
+        return False
+    if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
+        return False
+    kernel = choose(call)
+    if kernel is not sdpa.KERNEL:
+        return kernel is strips.KERNEL
+    sizes = {t.shape[3] for t in (query, call.key, call.value)}
+    plain = sdpa.quadratic_numbers(call) == 0 and call.key.shape[1] == grid.heads
+    return plain and len(sizes) == 1 and fused.FLASH

@@ -1,0 +1,75 @@
+"""torch's fused attention for the CPU: the operator beneath `scaled_dot_product_attention`, forward and backward.
+
+Its name is private and promises nothing, so what is relied on is tried once, with numbers (`FLASH`). Unlike the public
+function it returns the log-sum-exp, and its backward pass can be given output and log-sum-exp of a whole row, of which
+its keys are a part.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp; output 0 and lse 0 for a query that sees nothing.
+
+    Args:
+        more: `attn_mask`, numbers to add, or `is_causal`.
+    """
+    causal = more.pop("is_causal", False)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(query, key, value, 0.0, causal, scale=scale, **more)  # type: ignore[no-any-return]
+
+
+def flash_backward(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, scale: float,
+    is_causal: bool = False, attn_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    tensors = grad_output, query, key, value, output, lse
+    return operator(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)  # type: ignore[no-any-return]
+
+
+def is_as_expected() -> bool:
+    """Whether this torch has the operator, and it does what is relied on: two queries that see one key each, and one
+    that sees nothing, forward and backward, in float32 and in bfloat16 with float32 numbers to add."""
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            query = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]], dtype=dtype)
+            key = torch.tensor([[[[3.0, 0.0], [0.0, 5.0]]]], dtype=dtype)
+            mask = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0], [-math.inf, -math.inf]]).view(1, 1, 3, 2)
+            output, lse = flash(query, key, key, scale=2.0, attn_mask=mask)
+            given = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]], dtype=dtype)
+            grads = flash_backward(given, query, key, key, output, lse, scale=2.0, attn_mask=mask)
+            right = F.pad(key, (0, 0, 0, 1)), torch.tensor([[[6.0, 10.0, 0.0]]]), 0 * query, 0 * key, given[:, :, :2]
+            if not all(torch.allclose(a, b.to(a.dtype)) for a, b in zip((output, lse, *grads), right, strict=True)):
+                return False
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+FLASH = is_as_expected()
+"""Where this is false, plain products take the operator's place everywhere."""
+
+
+def full_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool = False) -> Tensor:
+    """torch's function where it needs no mask, for grouped heads too.
+
+    Without a causal mask, the query heads that share a kv head are laid one below the other: keys and values are read
+    once, not once per head.
+    """
+    # torch's fused form wants the features of a token next to each other, and falls to all scores where they are not
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    shape = query.shape
+    grouped = bool(shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
+    if grouped and not is_causal:
+        query = query.reshape(*key.shape[:2], shape[1] // key.shape[1] * shape[2], shape[3])
+    output = F.scaled_dot_product_attention(
+        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped and is_causal
+    )
+    return output.view(*shape[:3], value.shape[3]) if grouped and not is_causal else output

@@ -1,0 +1,273 @@
+"""What is added to the scores of a strip, mask and bias, as numbers; and the gradient of what a bias has learned.
+
+A bias that depends on the distance between key and query alone is one row of numbers for the whole call, and every
+strip is a view into a few copies of it; what its queries may not see is -inf in the same row, if the mask is a band. A
+tensor is read where it stands. Only other biases are asked for every score.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from regard.biases import Bias, Given, Sum
+from regard.indexing import indices
+from regard.kernels.hidden import Hidden
+from regard.kernels.strips.grouping import StripPlan, keys_of
+from regard.kernels.strips.plan import Kind, Strip
+from regard.masks import Band
+from regard.scores import Scoring
+from regard.shapes import Grid
+
+
+class Added:
+    """What a call adds to its scores, strip by strip.
+
+    Args:
+        learned: the tensors of the bias that may want a gradient; with `wanted`, gradients add up in `grads`.
+    """
+
+    def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
+        self.scoring, self.plan, self.dtype = scoring, plan, dtype
+        leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(_terms(scoring.bias))
+        by_distance = [leaf for leaf in leaves if leaf.of_distance]
+        self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
+        learned = tuple(learned)
+        self.wanted = [tensor for tensor in learned if tensor.requires_grad]
+        self.grads = [torch.zeros(t.shape, dtype=_at_least_float32(t), device=t.device) for t in self.wanted]
+        grads = iter(self.grads)
+        of_learned = [next(grads) if tensor.requires_grad else None for tensor in learned]
+        places = {id(tensor): n for n, tensor in enumerate(scoring.learned())} if learned else {}
+        self._given = [
+            (leaf.numbers.detach(), of_learned[places[id(leaf.numbers)]] if learned else None)
+            for leaf in leaves
+            if isinstance(leaf, Given)
+        ]
+        self.grad_of_v = None if not learned or scoring.additive is None else of_learned[places[id(scoring.additive.v)]]
+        with torch.set_grad_enabled(bool(self.wanted)):
+            self._distances = _of_all_distances(by_distance, scoring, dtype)
+        self._grad_distances = None
+        if self._distances is not None and self._distances.requires_grad:
+            self._grad_distances = torch.zeros_like(self._distances)
+        self._row = None if self._distances is None else self._distances.detach()
+        self._band_is_in_row = False
+        band = scoring.mask
+        if self._row is not None and isinstance(band, Band) and isinstance(band.offset, int):
+            self._band_is_in_row = True
+            inside = band.allowed(*_all_distances(scoring.grid))
+            self._row = self._row.masked_fill(~inside[:, :, 0], -math.inf)
+
+    def of(self, strip: Strip) -> "AddedToStrip":
+        return AddedToStrip(self, strip)
+
+    def finish(self) -> list[Tensor]:
+        """The gradients of what is wanted."""
+        if self._grad_distances is not None:
+            assert self._distances is not None
+            self._add(torch.autograd.grad(self._distances, self.wanted, self._grad_distances, allow_unused=True))
+        return self.grads
+
+    def _add(self, more: Iterable[Tensor | None]) -> None:
+        for total, one in zip(self.grads, more, strict=True):
+            if one is not None:
+                total += one
+
+
+def _terms(bias: Bias) -> Iterator[Bias]:
+    """The biases that add up to one."""
+    if isinstance(bias, Sum):
+        yield from _terms(bias.left)
+        yield from _terms(bias.right)
+    else:
+        yield bias
+
+
+def _of_all_distances(leaves: list[Bias], scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
+    """What these say of all distances of a call, from the last query and first key to the first query and last key:
+    [batch or 1, heads or 1, query_len + key_len - 1]."""
+    if not leaves:
+        return None
+    query, keys = _all_distances(scoring.grid)
+    total = None
+    for leaf in leaves:
+        row = leaf.values(query, keys).to(dtype)[:, :, 0]
+        total = row if total is None else total + row
+    return total
+
+
+def _all_distances(grid: Grid) -> tuple[Tensor, Tensor]:
+    """One query, and keys at all distances that there are between a query and a key: some of them beyond the call."""
+    query = torch.tensor([grid.query_len - 1], device=grid.device)
+    return query, torch.arange(grid.query_len + grid.key_len - 1, device=grid.device)
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class AddedToStrip:
+    """What is added to the scores of one strip.
+
+    Attributes:
+        tiles: numbers that broadcast to [batch, heads, queries, keys] of the strip; all of them are added.
+    """
+
+    def __init__(self, call: Added, strip: Strip) -> None:
+        self.call, self.strip = call, strip
+        scoring, at = call.scoring, strip.batch_index
+        self._batch = slice(None) if at is None else slice(at, at + 1)
+        self._keys = keys_of(strip, scoring.grid.device) if len(strip.spans) > 1 or strip.spans[0].step != 1 else None
+        self.tiles: list[Tensor] = []
+        self._made: Tensor | None = None
+        if call._row is not None:
+            self.tiles.append(self._by_distance(call._row))
+        self.tiles += [self._of_given(numbers).to(call.dtype) for numbers, _ in call._given]
+        if call._others:
+            self._made = self._of_others()
+            self.tiles.append(self._made.detach())
+        self.hidden: Hidden | None = None
+        if strip.kind is Kind.MASKED and not call._band_is_in_row:
+            self.hidden = call.plan.hidden(strip)
+            if self.hidden is not None:
+                self.tiles.append(self.hidden.numbers(call.dtype))
+        self._grad_made: Tensor | None = None
+
+    def _by_distance(self, row: Tensor) -> Tensor:
+        row = row[self._batch] if row.shape[0] > 1 else row
+        queries, last = self.strip.queries, self.call.scoring.grid.query_len - 1
+        if queries.step != 1 or any(span.step != 1 for span in self.strip.spans):
+            query = indices(queries, row.device)
+            keys = keys_of(self.strip, row.device)
+            return row[..., keys - query[:, None] + last]
+        tiles = []
+        for span in self.strip.spans:
+            first = span.start - (queries.stop - 1) + last
+            tiles.append(diagonal_tile(row[..., first : first + len(queries) + len(span) - 1], len(queries)))
+        return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
+
+    def _of_given(self, numbers: Tensor) -> Tensor:
+        """The piece of a tensor that is broadcastable to the scores of a call."""
+        if numbers.shape[0] > 1:
+            numbers = numbers[self._batch]
+        if numbers.shape[2] > 1:
+            queries = self.strip.queries
+            numbers = numbers[:, :, queries.start : queries.stop : queries.step]
+        if numbers.shape[3] > 1:
+            spans = [numbers[..., span.start : span.stop : span.step] for span in self.strip.spans]
+            numbers = spans[0] if len(spans) == 1 else torch.cat(spans, dim=-1)
+        return numbers
+
+    def _of_others(self) -> Tensor:
+        """What must be asked for every score; with a graph, where something in it learns."""
+        call, strip = self.call, self.strip
+        grid = call.scoring.grid
+        with torch.set_grad_enabled(bool(call.wanted)):
+            total: Tensor | None = None
+            for leaf in call._others:
+                bias: Bias = leaf
+                if strip.batch_index is not None:
+                    bias = leaf.for_batch(strip.batch_index).bind(grid._replace(batch=1))
+                values = bias.values(indices(strip.queries, grid.device), keys_of(strip, grid.device)).to(call.dtype)
+                total = values if total is None else total + values
+        assert total is not None
+        return total
+
+    def whole(self) -> Tensor | None:
+        """All of it in one tile: [batch or 1, heads or 1, queries, keys]."""
+        if not self.tiles:
+            return None
+        total = self.tiles[0]
+        for tile in self.tiles[1:]:
+            total = total + tile
+        return total.expand(*total.shape[:2], len(self.strip.queries), self.strip.keys)
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def pull(self, grad_scores: Tensor, batch: int, heads: slice, rows: slice) -> None:
+        """Takes the gradient of some scores: [heads, rows, keys] of one batch row of the strip."""
+        call, strip = self.call, self.strip
+        at = strip.batch_index if strip.batch_index is not None else batch
+        if call._grad_distances is not None:
+            self._pull_distances(grad_scores, at, heads, rows)
+        for _, total in call._given:
+            if total is not None:
+                self._pull_given(total, grad_scores, at, heads, rows)
+        if self._made is not None and self._made.requires_grad:
+            if self._grad_made is None:
+                self._grad_made = torch.zeros_like(self._made)
+            _add_into(self._grad_made[batch if self._made.shape[0] > 1 else 0], grad_scores, heads, rows)
+
+    def _pull_distances(self, grad_scores: Tensor, at: int, heads: slice, rows: slice) -> None:
+        total = self.call._grad_distances
+        assert total is not None
+        total = total[at if total.shape[0] > 1 else 0]
+        total = total[heads] if total.shape[0] > 1 else total
+        queries, last = self.strip.queries[rows], self.call.scoring.grid.query_len - 1
+        start = 0
+        for span in self.strip.spans:
+            of_span = grad_scores[..., start : start + len(span)]
+            start += len(span)
+            if queries.step == span.step == 1:
+                first = span.start - (queries.stop - 1) + last
+                sums = sum_diagonals(of_span)
+                sums = sums if total.shape[0] > 1 or len(sums) == 1 else sums.sum(0, keepdim=True)
+                total[:, first : first + sums.shape[-1]] += sums
+            else:
+                device = total.device
+                places = indices(span, device) - indices(queries, device)[:, None] + last
+                of_span = of_span if total.shape[0] > 1 or len(of_span) == 1 else of_span.sum(0, keepdim=True)
+                total.index_add_(1, places.flatten(), of_span.flatten(1))
+
+    def _pull_given(self, total: Tensor, grad_scores: Tensor, at: int, heads: slice, rows: slice) -> None:
+        total = total[at if total.shape[0] > 1 else 0]
+        queries = self.strip.queries[rows]
+        if total.shape[1] > 1:
+            total = total[:, queries.start : queries.stop : queries.step]
+        start = 0
+        for span in self.strip.spans:
+            of_span = grad_scores[..., start : start + len(span)]
+            start += len(span)
+            _add_into(total[..., span.start : span.stop : span.step] if total.shape[2] > 1 else total, of_span, heads)
+
+    def finish(self) -> None:
+        """Hands the gradients of what was asked for every score on to what is learned."""
+        if self._grad_made is not None:
+            assert self._made is not None
+            call = self.call
+            call._add(torch.autograd.grad(self._made, call.wanted, self._grad_made, allow_unused=True))
+
+
+def _add_into(total: Tensor, part: Tensor, heads: slice, rows: slice = slice(None)) -> None:
+    """Adds [heads, rows, keys] to a piece of a tensor of which every axis may be 1."""
+    total = total[heads] if total.shape[0] > 1 else total
+    total = total[:, rows] if total.shape[1] > 1 else total
+    axes = [axis for axis in range(3) if total.shape[axis] == 1 and part.shape[axis] != 1]
+    total += part.sum(axes, keepdim=True) if axes else part
+
+
+def diagonal_tile(row: Tensor, rows: int) -> Tensor:
+    """A tile that is constant along its diagonals, from the row of numbers on them: lowest left corner first.
+
+    Shapes: [..., rows + columns - 1] -> [..., rows, columns]; tile[i, j] = row[rows - 1 - i + j].
+
+    >>> diagonal_tile(torch.arange(4), 2).tolist()
+    [[1, 2, 3], [0, 1, 2]]
+    """
+    length = row.shape[-1]
+    copies = row[..., None, :].expand(*row.shape[:-1], rows, length).contiguous()
+    strides = *copies.stride()[:-2], length - 1, 1
+    return copies.as_strided((*row.shape[:-1], rows, length - rows + 1), strides, copies.storage_offset() + rows - 1)
+
+
+def sum_diagonals(tile: Tensor) -> Tensor:
+    """The sums along diagonals, which is the gradient of `diagonal_tile`.
+
+    >>> sum_diagonals(torch.tensor([[[1, 2, 3], [0, 1, 2]]])).tolist()
+    [[0, 2, 4, 3]]
+    """
+    heads, rows, columns = tile.shape
+    length = rows + columns - 1
+    copies = tile.new_zeros(heads, rows, length)
+    copies.as_strided((heads, rows, columns), (rows * length, length - 1, 1), rows - 1).copy_(tile)
+    return copies.sum(1)

@@ -1,0 +1,126 @@
+"""The strips of a call as one function that autograd, torch.func and a second backward pass can go through.
+
+A gradient of a gradient is left to the reference.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.dropout import Dropout
+from regard.kernels.call import learns
+from regard.kernels.strips import engine
+from regard.kernels.strips.grouping import StripPlan
+from regard.reference import reference
+from regard.scores import Scoring
+
+
+class Strips(torch.autograd.Function):
+    """The strips of a call, as autograd and torch.func see them."""
+
+    @staticmethod
+    def forward(
+        scoring: Scoring,
+        dropout: Dropout | None,
+        plan: StripPlan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return engine.forward(query, key, value, sink, scoring, dropout, plan)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.fixed = inputs[:3]
+        ctx.save_for_backward(*output, *inputs[3:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: activation checkpointing has them once
+        if grad_output is None:
+            grad_output = torch.zeros_like(saved[0])
+        grads = Gradients.apply(*ctx.fixed, grad_output, grad_lse, *saved)  # type: ignore[no-untyped-call]
+        return (None, None, None, *grads)
+
+    @staticmethod
+    def vmap(*arguments: Any) -> tuple[Any, Any]:
+        return _one_by_one(Strips, *arguments)
+
+
+class Gradients(torch.autograd.Function):
+    """The backward pass of `Strips`, as something that can be differentiated in turn: by the reference."""
+
+    @staticmethod
+    def forward(
+        scoring: Scoring,
+        dropout: Dropout | None,
+        plan: StripPlan,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        output: Tensor,
+        lse: Tensor,
+        *inputs: Any,
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, sink, *learned = inputs
+        return engine.backward(
+            *(query, key, value, sink, scoring, dropout, plan, *learned),
+            output=output,
+            lse=lse,
+            grad_output=grad_output,
+            grad_lse=grad_lse,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.scoring, ctx.dropout, _, grad_output, grad_lse, _, _, *tensors = inputs
+        ctx.save_for_backward(grad_output, grad_lse, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        warnings.warn(
+            "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score",
+            stacklevel=2,
+        )
+        inputs = ctx.saved_tensors
+        grad_output, grad_lse, *tensors = inputs
+        third = torch.is_grad_enabled()
+        with torch.enable_grad():
+            query, key, value, *_ = tensors
+            results = reference(query, key, value, ctx.scoring, ctx.dropout)
+            outputs, given = zip(
+                *((r, g) for r, g in zip(results, (grad_output, grad_lse), strict=True) if g is not None), strict=True
+            )
+            learning = [tensor for tensor in tensors if learns(tensor)]
+            firsts = torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True)
+            asked = [grad for tensor, grad in zip(tensors, grads, strict=True) if learns(tensor)]
+            pairs = [(f, g) for f, g in zip(firsts, asked, strict=True) if learns(f) and g is not None]
+            seconds = torch.autograd.grad(
+                [first for first, _ in pairs],
+                [tensor for tensor in inputs if learns(tensor)],
+                [grad for _, grad in pairs],
+                create_graph=third,
+                allow_unused=True,
+            )
+        found = iter(seconds)
+        of_output, of_lse, *rest = (next(found) if learns(tensor) else None for tensor in inputs)
+        return (None, None, None, of_output, of_lse, None, None, *rest)
+
+    @staticmethod
+    def vmap(*arguments: Any) -> tuple[Any, Any]:
+        return _one_by_one(Gradients, *arguments)
+
+
+def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+    """torch.func.vmap's rule: the calls one after another, each of which keeps the machine busy by itself."""
+    calls = [
+        function.apply(*(x if at is None else x.select(at, n) for x, at in zip(inputs, in_dims, strict=True)))
+        for n in range(info.batch_size)
+    ]
+    results = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*calls, strict=True))
+    return results, tuple(None if result is None else 0 for result in results)

@@ -1,0 +1,112 @@
+"""The strips of a call as one node in a graph of torch.compile's: an operator of regard's own, with its backward pass.
+
+The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.spell`), so that one graph serves
+every length; the strips are planned when the node runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from regard.biases import Given
+from regard.dropout import Dropout
+from regard.kernels.call import Call, learns
+from regard.kernels.strips import engine
+from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.options import plan_of
+from regard.numerics import upcast
+from regard.rules import unspell
+from regard.scores import Scoring
+from regard.shapes import Grid
+
+
+@library.custom_op("regard::strips", mutates_args=())
+def in_graph(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
+    softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`Strips` as one node of a graph of torch.compile's.
+
+    Args:
+        mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.spell`).
+        seed, rate: of a dropout.
+    """
+    scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
+    return engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan)
+
+
+@library.custom_op("regard::strips_backward", mutates_args=())
+def _in_graph_backward(
+    grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
+    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Gradients` likewise; that of a sink or a bias is empty where there is none, or where it does not learn."""
+    scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
+    learned = [tensor.detach().requires_grad_(learns) for tensor in scoring.learned()]
+    grads = engine.backward(
+        query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
+        output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
+    )  # fmt: skip
+    of_query, of_key, of_value, of_sink, of_bias = (
+        query.new_empty(0) if grad is None else grad for grad in (*grads, None)[:5]
+    )
+    return of_query, of_key, of_value, of_sink, of_bias
+
+
+def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
+    return None if seed is None else Dropout(rate, int(seed))
+
+
+def _of_node(
+    query: Tensor, key: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
+    softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float,
+) -> tuple[Scoring, StripPlan]:  # fmt: skip
+    """What a node of a graph stands for."""
+    batch, heads, query_len, _ = query.shape
+    grid = Grid(batch, heads, query_len, key.shape[2], query.device)
+    added = None if bias is None else Given(bias).bind(grid)
+    scoring = Scoring(grid, scale, softcap, added, unspell(mask, tensors, numbers).bind(grid), sink, None)
+    call = Call(query, key, key, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
+    return scoring, plan_of(call)
+
+
+@in_graph.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=upcast(query[:0]).dtype)
+    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+
+
+@_in_graph_backward.register_fake
+def _(
+    grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
+    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
+    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    none = query.new_empty(0)
+    five = query, key, value, none if sink is None else sink, bias if bias is not None and learns else none
+    return tuple(tensor.new_empty(tensor.shape) for tensor in five)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *four, tensors, mask, scale, softcap, numbers, bias, seed, rate = inputs
+    ctx.save_for_backward(*output, *four, bias, seed, *tensors)
+    ctx.fixed = mask, scale, softcap, numbers, rate, learns(bias)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    output, lse, query, key, value, sink, bias, seed, *tensors = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    *three, of_sink, of_bias = _in_graph_backward(
+        grad_output, grad_lse, output, lse, query, key, value, sink, bias, seed, tensors, *ctx.fixed
+    )
+    of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
+    of_tensors = [None] * len(tensors)
+    of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for one of tensors
+    return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None)
+
+
+in_graph.register_autograd(_backward, setup_context=_keep)

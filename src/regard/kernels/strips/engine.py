@@ -1,0 +1,291 @@
+"""All strips of a call, forward and backward: each by torch's fused operator, or by plain products.
+
+The gradients of strips add up exactly, because every strip's backward pass uses the row's own output and log-sum-exp
+(Dao et al. 2022, appendix B.4). A sink changes only these two: it is a place with value 0.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.dropout import Dropout
+from regard.kernels import fused
+from regard.kernels.hidden import Hidden, harmless
+from regard.kernels.strips import products, tuning
+from regard.kernels.strips.added import Added
+from regard.kernels.strips.dropped import Dropped
+from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.view import StripView
+from regard.numerics import add_sink, exp, finite_lse, upcast, zero_empty_queries, zero_unseen
+from regard.scores import Scoring
+
+
+class Part(StripView):
+    """One strip of a call: its tensors, what is added to its scores, and what nobody may see."""
+
+    def __init__(self, strip: Strip, added: Added, dropout: Dropout | None, careful: bool) -> None:
+        super().__init__(strip)
+        scoring = added.scoring
+        self.added = added.of(strip)
+        self._hidden: Hidden | None = None
+        if careful and self.added.tiles:
+            whole = self.added.whole()
+            assert whole is not None
+            self._hidden = Hidden(~whole.isneginf())
+        self.formula = products.Formula(
+            scale=scoring.scale,
+            causal=strip.kind is Kind.CAUSAL,
+            softcap=scoring.softcap,
+            added=self.added,
+            dropped=None if dropout is None else Dropped(dropout, scoring.grid, strip),
+            additive=scoring.additive,
+        )
+
+    def safe_query(self, tensor: Tensor) -> Tensor:
+        """The strip's queries; zeros where they see nothing, if what is there could reach anything."""
+        query = self.of_query(tensor)
+        return query if self._hidden is None else zero_empty_queries(query, self._hidden.allowed)
+
+    def safe_key(self, tensor: Tensor) -> Tensor:
+        """The strip's keys or values; zeros where nobody sees them, likewise."""
+        key = self.of_key(tensor)
+        return key if self._hidden is None else zero_unseen(key, self._hidden.allowed)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    scoring: Scoring,
+    dropout: Dropout | None,
+    plan: StripPlan,
+    wants_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp where it is wanted (else it is unfinished)."""
+    size = value.shape[3]
+    by_flash = flash_can(query, scoring, dropout)
+    if by_flash:
+        width = max(query.shape[3], size)
+        query, key, value = (_padded(t, width) for t in (query, key, value))
+    added = Added(scoring, plan, upcast(query[:0]).dtype)
+    careful = (plan.hides or scoring.bias is not None) and not harmless(query, key, value)
+    # queries that no strip has a key for stay as they are
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
+    needs_lse = wants_lse or sink is not None or plan.merges
+    for strip in _not_empty(plan, query):
+        part = Part(strip, added, dropout, careful)
+        three = part.safe_query(query), part.safe_key(key), part.safe_key(value)
+        to_output, to_lse = part.of_query(output), part.of_query(lse)
+        if not by_flash or products_pay(strip, query, key):
+            result, part_lse = to_output, to_lse
+            if strip.merges:
+                result, part_lse = torch.empty_like(to_output), torch.empty_like(to_lse)
+            products.attend(*three, part.formula, output=result, lse=part_lse if needs_lse else None)
+        else:
+            result, part_lse = _flash(*three, part)
+        if strip.merges:
+            _merge(to_output, to_lse, result, part_lse)
+        elif result is not to_output:
+            to_output.copy_(result)
+            to_lse.copy_(part_lse)
+    if sink is not None:
+        output, lse = add_sink(output, lse, sink)
+    return output[..., :size], lse
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    scoring: Scoring,
+    dropout: Dropout | None,
+    plan: StripPlan,
+    *learned: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value, sink, and what is learned besides."""
+    by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
+    finite = finite_lse(lse)
+    delta = (upcast(grad_output) * upcast(output)).sum(-1)
+    if grad_lse is not None:
+        delta -= grad_lse
+    widen = _for_flash(query, key, value, output, grad_output, grad_lse)
+    # a row that is whole in one strip needs no output that was rounded to half precision
+    whole_rows = not by_flash and not plan.merges and query.dtype != lse.dtype
+    less_lse = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+    added = Added(scoring, plan, lse.dtype, learned)
+    careful = (plan.hides or scoring.bias is not None) and not harmless(query, key, value)
+    # strips that share keys add up in float32, whatever the call's dtype
+    grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
+    for strip in _not_empty(plan, query):
+        part = Part(strip, added, dropout, careful)
+        if not by_flash or products_pay(strip, query, key, backward=True):
+            alone = len(strip.spans) == 1  # and not a copy of several spans
+            to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
+            products.gradients(
+                part.of_query(grad_output),
+                part.safe_query(query),
+                part.safe_key(key),
+                part.safe_key(value),
+                part.formula,
+                lse=part.of_query(finite),
+                delta=part.of_query(less_lse if whole_rows else delta),
+                whole_rows=whole_rows,
+                grads=(part.of_query(grads[0]), to_key, to_value),
+                overlap=strip.overlaps,
+            )
+            part.added.finish()
+            if not alone:
+                part.add_to_key(grads[1], to_key)
+                part.add_to_key(grads[2], to_value)
+            continue
+        q, k, v, out, grad = widen()
+        of_query, of_key, of_value = fused.flash_backward(
+            part.of_query(grad),
+            part.safe_query(q),
+            part.safe_key(k),
+            part.safe_key(v),
+            part.of_query(out),
+            part.of_query(finite),
+            scale=scoring.scale,
+            is_causal=strip.kind is Kind.CAUSAL,
+            attn_mask=part.added.whole(),
+        )
+        part.of_query(grads[0]).add_(of_query[..., : query.shape[3]])
+        part.add_to_key(grads[1], of_key[..., : key.shape[3]])
+        part.add_to_key(grads[2], of_value[..., : value.shape[3]])
+    grad_sink = None
+    if sink is not None:
+        grad_sink = -(exp(sink.to(lse.dtype)[:, None] - finite) * delta).sum((0, 2)).to(sink.dtype)
+    of_learned = iter(added.finish())
+    return (
+        *(grad.to(query.dtype) for grad in grads),
+        grad_sink,
+        *(next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned),
+    )
+
+
+def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
+    """Whether torch's operator computes what was asked, on this device."""
+    plain = dropout is None and scoring.softcap is None and scoring.additive is None
+    return plain and fused.FLASH and query.device.type == "cpu"
+
+
+def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
+    """Those strips in which there is something to compute."""
+    return (strip for strip in plan.strips if strip.keys and query.numel())
+
+
+def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = False) -> bool:
+    """Whether plain products take less time for a strip than torch's operator."""
+    heads, times = key.shape[1], strip.times
+    stack = heads * (query.shape[0] if strip.batch_index is None else 1)
+    if times > 1:  # either heads or strips are one axis; strips cannot be where their gradients add up
+        stack = heads if backward and strip.overlaps else max(heads, times)
+    rows = len(strip.queries) * (query.shape[1] // heads)
+    causal = strip.kind is Kind.CAUSAL
+    return products.pay(query.dtype, stack, rows, strip.keys, causal=causal, backward=backward)
+
+
+# --- torch's operator -------------------------------------------------------------------------------------------------
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """A strip by torch's operator."""
+    scale = part.formula.scale
+    if part.strip.kind is Kind.CAUSAL:
+        return _causal(query, key, value, scale)
+    numbers = part.added.whole()
+    output, lse = fused.flash(query, key, value, scale=scale, attn_mask=numbers)
+    if numbers is not None:
+        nothing = lse == 0.0  # what the operator says of a query that sees nothing, and by chance of another one
+        if bool(nothing.any()):
+            empty = (numbers.amax(-1) == -math.inf).expand(lse.shape)
+            output, lse = output.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
+    return output, lse
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A causal square; in halves where torch would leave a thread idle.
+
+    torch gives each thread equally many rows, one head after another, though the later rows of a head have more to do.
+    Here the second half of the queries sees all of the first half of the keys, which is the same work for every row,
+    and a square half as long; the two results are merged by lse.
+    """
+    if not halves(query):
+        return fused.flash(query, key, value, scale=scale, is_causal=True)
+    length = query.shape[2]
+    (query, later), (old_key, new_key), (old_value, new_value) = (
+        t.split([length - length // 2, length // 2], dim=2) for t in (query, key, value)
+    )
+    first, first_lse = _causal(query, old_key, old_value, scale)
+    before, before_lse = fused.flash(later, old_key, old_value, scale=scale)
+    within, within_lse = _causal(later, new_key, new_value, scale)
+    _merge(within, within_lse, before, before_lse)
+    return torch.cat([first, within], dim=2), torch.cat([first_lse, within_lse], dim=2)
+
+
+def halves(query: Tensor) -> bool:
+    """Whether a causal square takes less time in halves."""
+    if query.shape[2] < tuning.MIN_HALVED_QUERIES or query.dtype != upcast(query[:0]).dtype:
+        return False
+    return busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= tuning.MIN_UNEVENNESS
+
+
+def busiest(heads: int, threads: int) -> float:
+    """How much more than the mean the busiest thread has to do, if each takes equally many rows of causal squares.
+
+    >>> busiest(1, 2), busiest(12, 2)
+    (1.5, 1.0)
+    """
+    shares = [thread * heads / threads for thread in range(threads + 1)]
+    done = [int(share) + (share - int(share)) ** 2 for share in shares]  # of a head's work, at the border of a share
+    return max(after - before for before, after in pairwise(done)) * threads / heads
+
+
+def _merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds what the same queries found in other keys to output and log-sum-exp."""
+    whole = torch.logaddexp(lse, more_lse)
+    share = exp(more_lse - whole)[..., None]
+    if output.dtype == share.dtype:
+        output.lerp_(more, share)
+    else:
+        output.copy_(torch.lerp(output.to(share.dtype), more.to(share.dtype), share))
+    lse.copy_(whole)
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    """With zeros up to `width` features, and features next to each other in memory, as torch's operator wants them."""
+    if tensor.shape[3] < width:
+        return F.pad(tensor, (0, width - tensor.shape[3]))
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _for_flash(query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad_output: Tensor, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
+    """Five tensors as the backward operator wants them, made when they are first asked for."""
+
+    @cache
+    def widen() -> tuple[Tensor, ...]:
+        width = max(query.shape[3], value.shape[3])
+        five = tuple(_padded(tensor, width) for tensor in (query, key, value, output, grad_output))
+        if grad_lse is None:
+            return five
+        # torch's operator knows no delta: dlse enters as one more feature, with value 0 and gradient 1
+        *three, out, grad = five
+        out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], dim=-1)
+        grad = torch.cat([grad, torch.ones_like(grad[..., :1])], dim=-1)
+        return (*(_padded(tensor, width + 1) for tensor in three), out, grad)
+
+    return widen

@@ -1,0 +1,188 @@
+"""A whole mask as strips: those that are alike stand as one, and what was found out is remembered by what the mask is.
+
+A mask that can only be asked about single scores, and cannot be told from others, is cut anew in every pass, one strip
+after another, so that nothing of size query_len x key_len is held.
+"""
+
+import ctypes
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from regard.indexing import indices
+from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
+from regard.kernels.strips import tuning
+from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided
+from regard.masks import Band, Mask, Tile
+from regard.masks.planning import MaskKey, by_batch
+from regard.shapes import Grid
+
+
+class StripPlan:
+    """A bound mask cut into strips, and what each of them hides.
+
+    Attributes:
+        masks: the mask of each batch row that has strips of its own, by row; under None that of all.
+    """
+
+    def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
+        self.masks = by_batch(mask, grid)
+        self._grid, self._by = grid, by
+        self._hidden: dict[Strip, Hidden] = {}
+        self._kept = self._looked = 0
+        self._strips: tuple[Strip, ...] | None = None
+        if mask.closed_form or mask.structure() is not None:
+            self._strips = tuple(self._together() if by.together else self._cut())
+
+    @property
+    def strips(self) -> Iterable[Strip]:
+        """All of them, in the order in which they have to be computed."""
+        return self._cut() if self._strips is None else self._strips
+
+    @property
+    def hides(self) -> bool:
+        """Whether anything may have to be hidden that torch's operator does not hide by itself."""
+        return self._strips is None or any(strip.kind is Kind.MASKED or not strip.keys for strip in self._strips)
+
+    @property
+    def only(self) -> Strip | None:
+        """The strip, if there is one alone."""
+        return self._strips[0] if self._strips is not None and len(self._strips) == 1 else None
+
+    @property
+    def merges(self) -> bool:
+        """Whether the keys of a query may lie in several strips."""
+        return self._strips is not None and any(strip.merges for strip in self._strips)
+
+    def _cut(self) -> Iterator[Strip]:
+        lengths = self._grid.query_len, self._grid.key_len
+        kept = 0
+        for batch_index, mask in self.masks.items():
+            way = cut_by_residue if is_strided(mask, self._grid.query_len) else cut
+            for strip in way(mask, *lengths, batch_index, by=self._by):
+                if strip.allowed is not None and self._keeps:
+                    kept += strip.allowed.numel()
+                yield strip if kept <= MAX_KEPT_SCORES else replace(strip, allowed=None)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether what was looked at is held as long as the plan is."""
+        masks = self.masks.values()
+        return all(mask.closed_form or mask.structure() is not None for mask in masks)
+
+    def _together(self) -> Iterator[Strip]:
+        """The strips, those that are alike and equally far apart as one, which is then a batch of views.
+
+        Keys that all of them see, as those of a prefix, are a strip of their own, which merges.
+        """
+        alike: dict[Hashable, list[Strip]] = {}
+        for strip in self._cut():
+            alike.setdefault(self._likeness(strip), []).append(strip)
+        for strips in alike.values():
+            most = max(1, tuning.MAX_QUERIES_TOGETHER // max(1, len(strips[0].queries) * self._grid.heads))
+            while strips:
+                first, times = strips[0], 1
+                *shared, moving = first.spans
+                step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
+                if shared and step != len(first.queries):  # between them lie queries that see something else
+                    most = 1
+                while (
+                    times < min(most, len(strips))
+                    and strips[times].queries.start - strips[times - 1].queries.start == step
+                ):
+                    times += 1
+                if times == 1:
+                    yield first
+                else:
+                    yield replace(first, spans=(moving,), times=times, step=step)
+                    if shared:
+                        queries = range(first.queries.start, strips[times - 1].queries.stop)
+                        yield Strip(first.batch_index, queries, tuple(shared), Kind.FULL, merges=True)
+                strips = strips[times:]
+
+    def _likeness(self, strip: Strip) -> Hashable:
+        """What strips share that may be computed by one call."""
+        *shared, moving = strip.spans
+        grid, queries, mask = self._grid, strip.queries, self.masks[strip.batch_index]
+        if not strip.keys or strip.merges or moving.step != queries.step:
+            return strip
+        if grid.batch > 1 and strip.batch_index is None:
+            return strip
+        gaps = queries.step > 1
+        if shared and (gaps or any(mask.tile(queries, span) is not Tile.FULL for span in shared)):
+            return strip
+        likeness = (
+            strip.batch_index,
+            len(queries),
+            queries.step,
+            tuple(shared),
+            len(moving),
+            moving.start - queries.start,
+        )
+        if strip.kind is not Kind.MASKED:
+            return (*likeness, strip.kind)
+        hides = mask if gaps else mask.restrict(queries, moving)
+        if isinstance(hides, Tile):
+            return (*likeness, hides)
+        if not gaps and all(isinstance(part, Band) and isinstance(part.offset, int) for part in hides.leaves()):
+            return (*likeness, hides.structure())  # bands move on with the queries
+        self._looked += len(queries) * len(moving)
+        if self._looked > MAX_KEPT_SCORES or grid.device.type != "cpu":
+            return strip
+        allowed = mask.allowed(indices(queries, grid.device), indices(moving, grid.device))
+        return (*likeness, allowed.shape, _bytes(allowed))
+
+    def hidden(self, strip: Strip) -> Hidden | None:
+        """What the mask hides in a strip: None for nothing, and in a causal square, where it is known without it."""
+        if strip.kind is not Kind.MASKED:
+            return None
+        if strip.allowed is not None and strip not in self._hidden:
+            hidden = Hidden(strip.allowed)
+            if self._strips is None:
+                return hidden
+            self._hidden[strip] = hidden
+        if strip not in self._hidden:
+            with torch.inference_mode(False):
+                return self._found(strip)
+        return self._hidden[strip]
+
+    def _found(self, strip: Strip) -> Hidden:
+        device = self._grid.device
+        allowed = self.masks[strip.batch_index].allowed(indices(strip.queries, device), keys_of(strip, device))
+        last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
+        if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
+            hidden = last  # along a band every strip looks the same
+        else:
+            hidden = Hidden(allowed)
+            self._kept += allowed.numel()
+        if self._kept <= MAX_KEPT_SCORES:
+            self._hidden[strip] = hidden
+        return hidden
+
+
+def keys_of(strip: Strip, device: torch.device) -> Tensor:
+    """The strip's keys as places in the call, its spans end to end."""
+    return torch.cat([indices(span, device) for span in strip.spans])
+
+
+def plan_strips(mask: Mask, grid: Grid, by: PlanOptions) -> StripPlan:
+    """A bound mask, cut; remembered where it can be told from others."""
+    known = MaskKey(mask)
+    if known.structure is None or torch._C._are_functorch_transforms_active():
+        return StripPlan(mask, grid, by)  # what is made in a transform must not be met outside it
+    return _remembered(known, grid, by)
+
+
+@lru_cache(maxsize=32)
+def _remembered(known: MaskKey, grid: Grid, by: PlanOptions) -> StripPlan:
+    with torch.inference_mode(False):  # whose tensors training could not use
+        return StripPlan(known.mask, grid, by)
+
+
+def _bytes(allowed: Tensor) -> bytes:
+    """What a bool tensor holds, as a key."""
+    allowed = allowed.contiguous()
+    return ctypes.string_at(allowed.data_ptr(), allowed.numel())

@@ -1,0 +1,152 @@
+"""Any mask at the price of the work it contains: a plan of dense calls, one for each strip.
+
+A mask is cut into *strips* (`plan`). A strip is one dense attention call over its spans laid end to end; where the mask
+allows all of it, without a mask, and where it does not, with a small one. Nothing of size query_len x key_len exists,
+not while planning either. Each strip is computed by torch's fused operator, or by plain products (`engine`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.biases import Given
+from regard.graphs import exporting, tracing
+from regard.kernels import fused
+from regard.kernels.call import Call, Kernel
+from regard.kernels.strips import engine, products
+from regard.kernels.strips.autograd import Strips
+from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.options import plan_of
+from regard.kernels.strips.plan import Kind, Strip
+from regard.masks import EVERYTHING
+from regard.masks.planning import is_top_left_causal
+from regard.numerics import upcast
+from regard.rules import spell
+
+
+def cannot(call: Call) -> str | None:
+    """Everything can be cut into strips, where there is something to cut."""
+    if exporting():
+        return "a graph that leaves this process can hold torch's own operators alone"
+    return None
+
+
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The strips; in a graph of torch.compile's, as one node of it."""
+    if not tracing():
+        return _run(call)
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    scoring, dropout = call.scoring, call.dropout
+    mask = spell(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
+    if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
+        broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+        return broken(call)  # the graph breaks here: a node has no words for functions
+    output, lse = in_graph(
+        *_tensors(call),
+        scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
+        None if scoring.bias is None else scoring.bias.numbers,
+        None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate,
+    )  # fmt: skip
+    return output.to(call.query.dtype), lse
+
+
+def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value.
+
+    In half precision torch's operator takes a short cut in exp, good enough for its output but not for an lse from
+    which weights are made again: that is computed in float32.
+    """
+    if call.wants_lse and engine.flash_can(call.query, call.scoring, call.dropout):
+        return upcast(call.query), upcast(call.key), upcast(call.value)
+    return call.query, call.key, call.value
+
+
+def _run(call: Call) -> tuple[Tensor, Tensor | None]:
+    scoring, plan = call.scoring, plan_of(call)
+    alone = plan.only
+    if alone is not None and _is_one_call(alone, call):
+        span = alone.spans[0]
+        key, value = (tensor[:, :, span.start : span.stop] for tensor in (call.key, call.value))
+        return fused.full_attention(call.query, key, value, scale=scoring.scale), None
+    tensors = _tensors(call)
+    rest: tuple[Any, ...] = (*tensors, scoring.sink, *scoring.learned())
+    if call.learns or torch._C._are_functorch_transforms_active():
+        output, lse = Strips.apply(scoring, call.dropout, plan, *rest)  # type: ignore[no-untyped-call]
+        return output.to(call.query.dtype), lse
+    # where nothing learns, without autograd's cost, which is as much as that of a small call
+    with torch.no_grad():
+        output, lse = engine.forward(*tensors, scoring.sink, scoring, call.dropout, plan, wants_lse=call.wants_lse)
+    return output.to(call.query.dtype), lse if call.wants_lse else None
+
+
+def _is_one_call(strip: Strip, call: Call) -> bool:
+    """Whether the only strip of a plan is torch's function on some of the keys, as in decoding."""
+    scoring = call.scoring
+    plain = not call.wants_lse and scoring.sink is None and scoring.bias is None
+    whole = strip.batch_index is None and strip.kind is Kind.FULL and len(strip.spans) == strip.spans[0].step == 1
+    if not (plain and whole and engine.flash_can(call.query, scoring, call.dropout)):
+        return False
+    return strip.times == 1 and not engine.products_pay(strip, call.query, call.key, backward=call.learns)
+
+
+def products_pay_alone(call: Call) -> bool:
+    """Whether plain products take less time than one call of torch's, which could do it as well."""
+    if not _is_one_call_of_torchs(call):
+        return False
+    causal, (batch, kv_heads), grid = _is_causal(call), call.key.shape[:2], call.scoring.grid
+    rows = grid.query_len * (grid.heads // kv_heads)
+    given = call.query.dtype, batch * kv_heads, rows, grid.key_len
+    return products.pay(*given, causal=causal, backward=call.learns)
+
+
+def halves_pay(call: Call) -> bool:
+    """Whether a causal square takes less time in halves; a compiler cannot ask for the number of threads."""
+    return _is_one_call_of_torchs(call) and _is_causal(call) and not tracing() and engine.halves(call.query)
+
+
+def _is_causal(call: Call) -> bool:
+    return is_top_left_causal(call.scoring.mask) and call.scoring.grid.query_len == call.scoring.grid.key_len
+
+
+def _is_one_call_of_torchs(call: Call) -> bool:
+    scoring = call.scoring
+    plain = scoring.mask is None or scoring.mask is EVERYTHING or _is_causal(call)
+    return plain and scoring.bias is None and engine.flash_can(call.query, scoring, call.dropout)
+
+
+def num_scores(call: Call) -> int:
+    """Scores in all strips; of a causal square all, if torch computes it, which leaves out what it can."""
+    grid, count = call.scoring.grid, 0
+    flash = engine.flash_can(call.query, call.scoring, call.dropout)
+    for strip in plan_of(call).strips:
+        of_one = len(strip.queries) * strip.keys
+        if strip.kind is Kind.CAUSAL and (not flash or engine.products_pay(strip, call.query, call.key)):
+            of_one = products.scores_of_square(strip.keys)
+        count += of_one * strip.times * (grid.batch if strip.batch_index is None else 1)
+    return grid.heads * count
+
+
+def peak_bytes(call: Call) -> int:
+    """The log-sum-exp, and for the largest strip what is added to its scores, its keys and result, or its pieces."""
+    grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
+    size = upcast(query[:0]).element_size()
+    flash = engine.flash_can(query, scoring, call.dropout)
+    sizes = []
+    for strip in plan_of(call).strips:
+        batch = grid.batch if strip.batch_index is None else 1
+        of_one = len(strip.queries) * strip.keys
+        masked = of_one * (1 + size) if strip.kind is Kind.MASKED else 0
+        biases = 0 if scoring.bias is None else 2 * batch * grid.heads * of_one * size
+        together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.keys * key.shape[3]
+        result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
+        pieces = 0 if flash else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size
+        sizes.append(masked + biases + pieces + (together + result) * query.element_size())
+    return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
+
+
+KERNEL = Kernel(
+    "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes,
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""A strip in pieces: scores of some rows of some heads, few enough to stay in a core's cache."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from regard.kernels.strips import tuning
+from regard.numerics import upcast
+
+
+class Piece(NamedTuple):
+    """Some scores of a strip.
+
+    Attributes:
+        by_query: what is there by query, as [stack, group, rows, ...], where a group are the heads that share a kv
+            head. by_key: as [stack, keys, ...]. tiles: what is added, broadcastable to [stack, group, rows, keys].
+        space: room for scores. batch, heads: where in the strip, if that was asked for. rows: which queries.
+    """
+
+    by_query: list[Tensor]
+    by_key: list[Tensor]
+    tiles: list[Tensor]
+    space: Tensor
+    batch: int
+    heads: slice
+    rows: slice
+
+
+def pieces(
+    by_query: Sequence[Tensor],
+    by_key: Sequence[Tensor],
+    tiles: Sequence[Tensor],
+    *,
+    causal: bool,
+    spaces: int,
+    apart: bool,
+) -> Iterator[Piece]:
+    """A strip in pieces of at most `PIECE_SCORES` scores, if one head's rows are not more.
+
+    Args:
+        spaces: for how many numbers per score there shall be room. apart: take batch rows one by one, and say which.
+        others: as in `Piece`, of the whole strip.
+    """
+    batch, heads, queries = by_query[0].shape[:3]
+    kv_heads, keys = by_key[0].shape[1:3]
+    group = heads // kv_heads
+    if not queries or not keys or not batch:
+        return
+    by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
+    tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
+    rows = tuning.PIECE_QUERIES if causal else rows_at_a_time(queries, keys, group)
+    most = max(tuning.PIECE_SCORES, group * min(rows, queries) * keys)
+    space = by_query[0].new_empty(spaces, most, dtype=upcast(by_query[0][:0]).dtype)
+    for start, stop in blocks(queries, rows):
+        if causal:
+            keys = stop
+        tensors = [tensor[:, :, :, start:stop] for tensor in by_query] + [tensor[:, :, :keys] for tensor in by_key]
+        tensors += [tile[:, :, :, start:stop, :keys] for tile in tiles]
+        together = max(1, tuning.PIECE_SCORES // (group * (stop - start) * keys))
+        for index, stack in stacks(tensors, apart):
+            for at in range(0, len(stack[0]), together):
+                piece = [tensor[at : at + together] for tensor in stack]
+                yield Piece(
+                    piece[: len(by_query)],
+                    piece[len(by_query) : len(by_query) + len(by_key)],
+                    piece[len(by_query) + len(by_key) :],
+                    space,
+                    index,
+                    slice(at * group, (at + len(piece[0])) * group),
+                    slice(start, stop),
+                )
+
+
+def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tensor]]]:
+    """Batch and heads as one axis, without a copy: if strides do not allow it, for one batch row or head at a time.
+
+    Args:
+        apart: take batch rows one by one, and say which it is.
+    """
+    batch, heads = tensors[0].shape[:2]
+    if not apart and batch > 1:
+        if heads == 1:
+            yield 0, [tensor[:, 0] for tensor in tensors]
+            return
+        if all(tensor.stride(0) == heads * tensor.stride(1) for tensor in tensors):
+            yield 0, [tensor.flatten(0, 1) for tensor in tensors]
+            return
+        if heads < batch:
+            for head in range(heads):
+                yield 0, [tensor[:, head] for tensor in tensors]
+            return
+    for row in range(batch):
+        yield row, [tensor[row] for tensor in tensors]
+
+
+def rows_at_a_time(queries: int, keys: int, group: int) -> int:
+    """Queries of each head in a piece, where so many heads share a kv head."""
+    return max(tuning.PIECE_QUERIES, min(queries, tuning.PIECE_SCORES // (4 * max(1, keys) * group)))
+
+
+def blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
+    """The rows from 0 to length, some at a time."""
+    return ((start, min(start + rows, length)) for start in range(0, length, rows))

@@ -1,0 +1,309 @@
+"""How a mask is cut into strips: some consecutive queries, and the spans of keys that any of them may see.
+
+Empty tiles are in no strip. Where the mask allows all of a strip it needs no mask, and where it does not, a small one.
+Nothing of size query_len x key_len exists: a mask answers for whole rectangles (`Mask.tile`), and rectangles are halved
+only where the answer is PARTIAL.
+
+    Causal() & Window(3)        strips of two queries
+
+    # . . . . .                 [0 1]                keys 0-1
+    # # . . . .
+    # # # . . .                     [2 3]            keys 0-3
+    . # # # . .
+    . . # # # .                         [4 5]        keys 2-5
+    . . . # # #
+
+A causal square is one strip, which torch's operator knows; so are queries that all see the same keys. Strips that are
+alike and equally far apart stand as one, a batch of views. What was found out is remembered by what the mask is.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.indexing import indices
+from regard.kernels.strips import tuning
+from regard.masks import EVERYTHING, Band, Mask, Prefix, Strided, Tile
+from regard.masks.planning import common_keys, factors, product_of, visible
+
+
+class Kind(Enum):
+    """What the queries of a strip see of its keys."""
+
+    FULL = "every query sees every key"
+    CAUSAL = "query i sees the first i + 1 keys of one span"
+    MASKED = "a small mask says"
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some queries, and the spans of keys that they may see; under a strided mask every step-th.
+
+    Attributes:
+        batch_index: the batch row it is for; None for all of them at once.
+        times, step: how many strips alike it stands for, each so many queries and keys after the one before.
+        merges: whether its queries were in a strip before this one, so that the two results have to be merged.
+        allowed: what was looked at to find it, where a mask has no closed form: True = may attend.
+    """
+
+    batch_index: int | None
+    queries: range
+    spans: tuple[range, ...]
+    kind: Kind
+    times: int = 1
+    step: int = 0
+    merges: bool = False
+    allowed: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def keys(self) -> int:
+        """How many keys each of its queries meets."""
+        return sum(map(len, self.spans))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it stands for several strips that share keys."""
+        return self.times > 1 and self.step < self.keys and self.queries.step == 1
+
+
+class PlanOptions(NamedTuple):
+    """How to cut: what is cheapest in one kind of call.
+
+    A score of a strip of h queries costs 1 + short / h of what it costs in a high one: torch's operator multiplies
+    smaller matrices. High strips are fewer, and hold more that is hidden where keys move on with the queries.
+    """
+
+    max_queries: int
+    """Queries in a strip, at most."""
+    short: float | None = None
+    """None: strips are as high as they may be."""
+    scores_per_call: float = 0.0
+    """What a strip costs by itself, in scores of all heads."""
+    together: bool = False
+    """Whether strips that are alike are computed by one call."""
+    causal: bool = True
+    """Whether a causal square is one strip."""
+
+
+def cut(
+    mask: Mask, query_len: int, key_len: int, batch_index: int | None = None, *, by: PlanOptions | None = None
+) -> Iterator[Strip]:
+    """The strips of a bound mask, in one batch row or all."""
+    by = PlanOptions(tuning.MAX_STRIP_QUERIES) if by is None else by
+    if not mask.closed_form:
+        yield from _cut_by_looking(mask, query_len, key_len, batch_index, by.max_queries)
+        return
+    breaks = {at for at in mask.breaks(query_len) if 0 < at < query_len}
+    if breaks and by.short is not None and common_keys(mask, range(query_len), key_len) is not None:
+        breaks = set()
+    diagonals = {at for part in mask.leaves() if (at := _diagonal(part)) is not None} if by.causal else set()
+    prefixes = {part.n for part in mask.leaves() if isinstance(part, Prefix) and isinstance(part.n, int)}
+    starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
+    breaks = breaks | {start for start, at in starts if _causal_at(at, mask, range(start, query_len), key_len)}
+    for segment in _segments(sorted(breaks), query_len):
+        square = next((found for at in diagonals if (found := _causal_at(at, mask, segment, key_len))), None)
+        if square is not None:
+            diagonal, before = square
+            yield Strip(batch_index, segment, (diagonal,), Kind.CAUSAL)
+            if before:
+                yield Strip(batch_index, segment, (before,), Kind.FULL, merges=True)
+            continue
+        if by.short is not None:
+            shared = common_keys(mask, segment, key_len)
+            if shared is not None:
+                yield Strip(batch_index, segment, (shared,), Kind.FULL if shared else Kind.MASKED)
+                continue
+        high = _height(mask, segment, key_len, by)
+        spans: list[range] = []
+        for start in range(segment.start, max(segment.stop, segment.start + 1), high):
+            queries = range(start, min(start + high, segment.stop))
+            places = _keys_near(spans, len(queries), key_len)
+            spans, full = [], True
+            for columns, tile in (
+                found for place in places for found in visible(mask, queries, place, tuning.KEY_STEP)
+            ):
+                full = full and tile is Tile.FULL
+                if spans and spans[-1].stop == columns.start:
+                    spans[-1] = range(spans[-1].start, columns.stop)
+                else:
+                    spans.append(columns)
+            if by.together and len(spans) > 1:
+                spans = [*(_exactly(mask, queries, span) for span in spans[:-1]), spans[-1]]
+            yield Strip(batch_index, queries, tuple(spans) or (range(0),), Kind.FULL if full and spans else Kind.MASKED)
+
+
+def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int | None, high: int) -> Iterator[Strip]:
+    """The strips of a mask that can only be asked about single scores: all of a strip's at once."""
+    closed = product_of(part for part in factors(mask) if part.closed_form)
+    for start in range(0, query_len, high):
+        queries = range(start, min(start + high, query_len))
+        near = [columns for columns, _ in visible(closed, queries, range(key_len), tuning.KEY_STEP)] or [range(0)]
+        keys = range(near[0].start, near[-1].stop)
+        allowed = mask.allowed(indices(queries, mask._device), indices(keys, mask._device))
+        if allowed.is_meta or not allowed.numel():
+            yield Strip(batch_index, queries, (keys,), Kind.MASKED)
+            continue
+        by_key = allowed.expand(*allowed.shape[:2], len(queries), len(keys)).flatten(0, 2).view(torch.uint8)
+        if bool(by_key.amin()):
+            yield Strip(batch_index, queries, (keys,), Kind.FULL)
+            continue
+        spans = _spans(by_key.amax(0).cpu(), keys.start)
+        if sum(map(len, spans)) < len(keys) and allowed.shape[3] > 1:
+            pieces = [allowed[..., span.start - keys.start : span.stop - keys.start] for span in spans]
+            allowed = torch.cat(pieces or [allowed[..., :0]], dim=-1)
+        yield Strip(batch_index, queries, tuple(spans) or (range(0),), Kind.MASKED, allowed=allowed)
+
+
+def _spans(seen: Tensor, start: int) -> list[range]:
+    """Where there are keys that are seen, as spans of whole steps.
+
+    Args:
+        seen: uint8 [keys], 1 where somebody sees the key; start: the first of these keys.
+    """
+    padded = torch.zeros(-(-len(seen) // tuning.KEY_STEP) * tuning.KEY_STEP, dtype=torch.uint8)
+    padded[: len(seen)] = seen
+    spans: list[range] = []
+    for step in padded.view(-1, tuning.KEY_STEP).amax(-1).nonzero().flatten().tolist():
+        first = start + step * tuning.KEY_STEP
+        last = min(first + tuning.KEY_STEP, start + len(seen))
+        if spans and spans[-1].stop == first:
+            first = spans.pop().start
+        spans.append(range(first, last))
+    return spans
+
+
+def _exactly(mask: Mask, queries: range, span: range) -> range:
+    """The keys of a span that are seen, if all queries see the same ones; else the span."""
+    if mask.tile(queries, span) is Tile.FULL or not mask.closed_form:
+        return span
+    shared = common_keys(mask, queries, span.stop, span.start)
+    return shared or span
+
+
+def _causal_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[range, range] | None:
+    """The keys of a causal square that the queries of a segment see, and keys before it that all of them see."""
+    diagonal = range(segment.start + offset, segment.stop + offset)
+    if len(segment) < tuning.MIN_STRIP_QUERIES or diagonal.start < 0 or diagonal.stop > key_len:
+        return None
+    if mask.tile(segment, range(diagonal.stop, key_len)) is not Tile.EMPTY:
+        return None
+    inside = mask.restrict(segment, diagonal)
+    if _diagonal(inside) != offset:
+        return None
+    if mask.tile(segment, range(diagonal.start)) is Tile.EMPTY:
+        return diagonal, range(0)
+    before = common_keys(mask, segment, diagonal.start) if len(segment) >= tuning.MAX_STRIP_QUERIES else None
+    return None if before is None else (diagonal, before)
+
+
+def _diagonal(mask: Mask | Tile) -> int | None:
+    """The offset of a causal mask; None for others."""
+    if not isinstance(mask, Band) or not isinstance(mask.offset, int) or mask.before is not None or mask.after is None:
+        return None
+    return mask.offset + mask.after
+
+
+def _height(mask: Mask, segment: range, key_len: int, by: PlanOptions) -> int:
+    """Queries in a strip of a segment, for the least cost, as its middle tells."""
+    if by.short is None or len(segment) <= tuning.MIN_STRIP_QUERIES:
+        return by.max_queries
+    short = by.short
+
+    def cost(height: int) -> float:
+        start = segment.start + len(segment) // 2 // height * height
+        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len), tuning.KEY_STEP)
+        return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.scores_per_call / height
+
+    heights = [by.max_queries >> n for n in range(by.max_queries.bit_length())]
+    return min((height for height in heights if height == heights[0] or height >= tuning.KEY_STEP), key=cost)
+
+
+def cut_by_residue(
+    mask: Mask, query_len: int, key_len: int, batch_index: int | None, by: PlanOptions
+) -> Iterator[Strip]:
+    """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
+    (strided,) = (part for part in factors(mask) if isinstance(part, Strided))
+    rest = product_of(part for part in factors(mask) if part is not strided)
+    step, offset = strided.step, strided.offset
+    assert isinstance(offset, int)  # `is_strided` has seen to it
+    for first in range(min(step, query_len)):
+        queries, keys = range(first, query_len, step), range((first + offset) % step, key_len, step)
+        for strip in cut(_thinned(rest, queries, keys), len(queries), len(keys), batch_index, by=by):
+            spans = tuple(keys[span.start : span.stop] for span in strip.spans)
+            yield replace(strip, queries=queries[strip.queries.start : strip.queries.stop], spans=spans)
+
+
+def _thinned(mask: Mask, queries: range, keys: range) -> Mask:
+    """A mask on queries and keys that stand equally far apart, as a mask on their numbers."""
+    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
+        return mask if mask is EVERYTHING else _Thinned(mask, queries, keys)
+    # query m and key n are (ahead + (m - n) step) apart
+    ahead, step = queries.start + mask.offset - keys.start, queries.step
+    before, after = mask.before, mask.after
+    return Band(
+        None if before is None else (before - ahead) // step,
+        None if after is None else (after + ahead) // step,
+        offset=0,
+    )
+
+
+class _Thinned(Mask):
+    """As `_thinned`, where no number can be said."""
+
+    def __init__(self, mask: Mask, queries: range, keys: range) -> None:
+        self.mask, self.queries, self.keys = mask, queries, keys
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query, key = (side.start + at * side.step for side, at in ((self.queries, query), (self.keys, key)))
+        return self.mask.rule(batch, head, query, key)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.mask.closed_form
+
+    def breaks(self, query_len: int) -> set[int]:
+        first, step = self.queries.start, self.queries.step
+        return {-((first - at) // step) for at in self.mask.breaks(first + query_len * step)}
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]
+        return self.mask.tile(range(queries[0], queries[-1] + 1), range(keys[0], keys[-1] + 1))
+
+
+def is_strided(mask: Mask, query_len: int) -> bool:
+    """Whether one mask among those that must all allow is strided, with enough queries to a residue."""
+    strided = [part for part in factors(mask) if isinstance(part, Strided)]
+    return (
+        len(strided) == 1
+        and isinstance(strided[0].offset, int)
+        and 1 < strided[0].step <= query_len // tuning.MIN_QUERIES_PER_RESIDUE
+    )
+
+
+def _segments(breaks: list[int], length: int) -> Iterator[range]:
+    """Queries between two breaks; short ones together, up to a strip's length."""
+    start = end = 0
+    for at in (*breaks, length):
+        if end > start and (at - start > tuning.MAX_STRIP_QUERIES or end - start >= tuning.MIN_STRIP_QUERIES):
+            yield range(start, end)
+            start = end
+        end = max(end, at)
+    yield range(start, end)
+
+
+def _keys_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
+    """All keys, in parts that are likely to be empty as a whole or not: around those of the strip before."""
+    start = 0
+    for span in spans:
+        stop = min(key_len, span.start + -(-(len(span) + moved) // tuning.KEY_STEP) * tuning.KEY_STEP)
+        if span.start > start:
+            yield range(start, span.start)
+        if stop > max(start, span.start):
+            yield range(max(start, span.start), stop)
+        start = max(start, stop)
+    if start < key_len:
+        yield range(start, key_len)

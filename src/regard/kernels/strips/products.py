@@ -1,0 +1,275 @@
+"""Attention as two matrix products and a softmax between them, for pieces of scores that stay in a core's cache.
+
+torch's flash attention for the CPU takes keys in blocks and multiplies small matrices, and knows neither softcap nor
+dropout nor a bias that learns. Here a few rows of scores at a time are made, whole, and used while they are near:
+
+    scores = softcap(scale query key^T) + what is added,    output = dropout(softmax(scores)) value
+
+A causal square is computed a few rows at a time, each with the keys up to its own end. The gradients are, with
+p = exp(scores - lse), m the dropout mask over 1 - dropout and delta = sum(output * doutput) - dlse (Dao et al. 2022,
+appendix B.4),
+
+    dvalue = (m p)^T doutput,    ds = p (m doutput value^T - delta)
+    dquery = scale ds key,       dkey = scale ds^T query
+
+Scores are float32 at least, whatever the call's dtype. Weights and ds are rounded to bfloat16 before they are
+multiplied by bfloat16, as torch's operator does too, where the processor is faster at that; else all is float32.
+
+softcap is computed as c tanh(s / c) = 2 c sigmoid(2 s / c) - c, since torch's sigmoid takes a sixth of the time of its
+tanh; with x = sigmoid(2 s / c) its derivative is 4 x (1 - x).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.kernels import processor
+from regard.kernels.strips import tuning
+from regard.kernels.strips.added import AddedToStrip
+from regard.kernels.strips.dropped import Dropped
+from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time
+from regard.kernels.strips.plan import Strip
+from regard.numerics import LOG2_E, upcast
+from regard.scores import Additive
+
+
+def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, backward: bool) -> bool:
+    """Whether this takes less time than torch's operator, which could do the same.
+
+    Measured on one x86-64 processor that has instructions for bfloat16, but not AMX; where that differs, it is no.
+
+    Args:
+        stack: kv heads, of all batch rows, that stand as one axis; rows: queries of each, of all heads that share it.
+    """
+    if not processor.MKL or rows < tuning.PIECE_QUERIES:
+        return False
+    scores = stack * keys * (tuning.PIECE_QUERIES if causal else rows)
+    if dtype == torch.float16 and not processor.FLOAT16:
+        return scores >= 1 << 15  # torch's operator is slow at numbers that the processor cannot multiply
+    if stack < 8 or scores < 3 << 16:
+        return False
+    if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
+        return keys <= (512 if backward and (causal or rows > 2 * tuning.PIECE_QUERIES) else 2048)
+    return causal and dtype == torch.float32 and keys in tuning.SQUARES_TORCH_COMPUTES_WHOLE
+
+
+def scores_of_square(length: int) -> int:
+    """Scores computed for a causal square."""
+    return sum((stop - start) * stop for start, stop in blocks(length, tuning.PIECE_QUERIES))
+
+
+def most_scores(strip: Strip, group: int) -> int:
+    """Scores of a strip that are held at a time, where `group` heads share a kv head."""
+    rows = min(len(strip.queries), rows_at_a_time(len(strip.queries), strip.keys, group))
+    return max(tuning.PIECE_SCORES, group * rows * strip.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What a score is in one strip, and what becomes of its weight.
+
+    Attributes:
+        causal: query i sees the first i + 1 keys, of as many; then the mask adds nothing.
+        added: numbers of bias and mask; None for none. dropped: which weights are; None for none.
+        additive: the similarity if it is not the product.
+    """
+
+    scale: float
+    causal: bool = False
+    softcap: float | None = None
+    added: AddedToStrip | None = None
+    dropped: Dropped | None = None
+    additive: Additive | None = None
+
+    @property
+    def tiles(self) -> Sequence[Tensor]:
+        return () if self.added is None else self.added.tiles
+
+    @property
+    def by_place(self) -> bool:
+        """Whether a piece must know which batch row and heads it is."""
+        return (
+            self.dropped is not None
+            or self.additive is not None
+            or (self.added is not None and bool(self.added.call.wanted))
+        )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, output: Tensor, lse: Tensor | None) -> None:
+    """Writes output and log-sum-exp: 0 and -inf for a query that sees nothing.
+
+    Args:
+        query, output: [batch, heads, query_len, size], whatever their strides; lse: [batch, heads, query_len].
+        key, value: [batch, kv_heads, key_len, size].
+    """
+    by_query = [query, output] if lse is None else [query, output, lse]
+    later = _later(query, formula.causal)
+    for piece in _pieces(by_query, [key, value], formula, 1):
+        (q, into, *into_lse), (k, v) = piece.by_query, piece.by_key
+        similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
+        scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
+        top = scores.amax(-1) if into_lse or formula.tiles else None
+        weights = torch.softmax(scores, -1, out=scores)
+        empty = None if top is None or not formula.tiles else top == -math.inf
+        if top is not None and into_lse:  # the largest weight is exp(top - lse)
+            sums = top.sub_(weights.amax(-1).log_())
+            into_lse[0].copy_((sums if empty is None else sums.masked_fill_(empty, -math.inf)).view_as(into_lse[0]))
+        if formula.dropped is not None:
+            weights.mul_(formula.dropped.factors(piece, weights))
+        weights, v = _factors(weights, v)
+        result = weights @ v
+        if empty is not None:
+            result.masked_fill_(empty[..., None], 0.0)
+        into.copy_(result.view_as(into))
+
+
+def gradients(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    formula: Formula,
+    *,
+    lse: Tensor,
+    delta: Tensor,
+    whole_rows: bool = False,
+    grads: tuple[Tensor, Tensor, Tensor],
+    overlap: bool = False,
+) -> None:
+    """Adds to the gradients of query, key and value, and of what is learned besides.
+
+    Args:
+        lse, delta: [batch, heads, query_len]; where lse is -inf it has to be replaced by something finite.
+        whole_rows: whether these are all keys that the queries see; then delta is -dlse alone, and the sum over
+            output is made here from weights that nobody has rounded.
+        grads: those of query, key and value, float32 at least.
+        overlap: whether batch rows share memory in the last two of them.
+        others: as in `attend`.
+    """
+    by_query, by_key = [query, grad_output, lse, delta, grads[0]], [key, value, *grads[1:]]
+    later = _later(query, formula.causal)
+    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3, overlap):
+        (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
+        similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
+        scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
+        weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
+        grad_out = grad_out.flatten(1, 2)
+        grad_weights = _room(piece.space[1], weights)
+        inner = inner.flatten(1)[..., None]
+        if formula.dropped is None and not whole_rows:
+            torch.baddbmm(inner, upcast(grad_out), upcast(v).mT, beta=-1, out=grad_weights)
+            grad_scores = grad_weights.mul_(weights)
+        else:
+            torch.bmm(upcast(grad_out), upcast(v).mT, out=grad_weights)
+            factors = None if formula.dropped is None else formula.dropped.factors(piece, weights)
+            if factors is not None:
+                grad_weights.mul_(factors)
+            if whole_rows:
+                inner = inner + (weights * grad_weights).sum(-1, keepdim=True)
+            grad_scores = grad_weights.sub_(inner).mul_(weights)
+            if factors is not None:
+                weights.mul_(factors)
+        weights, grad_out = _factors(weights, grad_out)
+        to_value += weights.mT @ grad_out
+        if formula.added is not None and formula.added.call.wanted:
+            heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
+            formula.added.pull(heads, piece.batch, piece.heads, piece.rows)
+        factor = formula.scale
+        if formula.softcap is not None:
+            slope = _room(piece.space[2], weights)  # a quarter of the derivative: `_scores` left it there
+            grad_scores.mul_(slope)
+            factor *= 4.0
+        if similarity is not None:
+            similarity.pull(grad_scores.mul_(factor), into, to_key, formula.added)
+            continue
+        grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
+        into.add_((grad_scores @ k).view_as(into), alpha=factor)
+        to_key.add_(grad_scores.mT @ q, alpha=factor)
+
+
+def _pieces(
+    by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int, apart: bool = False
+) -> Iterator[Piece]:
+    tiles, apart = formula.tiles, apart or formula.by_place
+    return pieces(by_query, by_key, tiles, causal=formula.causal, spaces=spaces, apart=apart)
+
+
+def _later(query: Tensor, causal: bool) -> Tensor | None:
+    """What hides later keys in the rows of a causal square, as numbers to add."""
+    if not causal:
+        return None
+    rows = tuning.PIECE_QUERIES
+    return query.new_full((rows, rows), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
+
+
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    formula: Formula,
+    tiles: list[Tensor],
+    later: Tensor | None,
+    space: Tensor,
+    similarity: "Similarity | None" = None,
+) -> Tensor:
+    """[stack, group * rows, keys]; in a causal square the last keys are the rows' own."""
+    stack, group, rows, _ = query.shape
+    keys = key.shape[1]
+    scores = space[0][: stack * group * rows * keys].view(stack, group * rows, keys)
+    scale, softcap = formula.scale, formula.softcap
+    factor = scale if softcap is None else 2.0 * scale / softcap
+    if similarity is not None:
+        torch.mul(similarity.numbers.detach().reshape(scores.shape), factor, out=scores)
+    else:
+        q, k = upcast(query.flatten(1, 2)), upcast(key).mT
+        if tiles and softcap is None and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2)):
+            first, *tiles = tiles
+            first = first[:, 0] if group == 1 else first[:, 0, :1]
+            torch.baddbmm(first, q, k, alpha=factor, out=scores)
+        else:
+            torch.baddbmm(scores, q, k, beta=0, alpha=factor, out=scores)
+    if softcap is not None:
+        x = scores.sigmoid_()
+        if len(space) > 2:
+            torch.addcmul(x, x, x, value=-1.0, out=_room(space[2], x))
+        scores.mul_(2.0 * softcap).sub_(softcap)
+    by_head = scores.view(stack, group, rows, keys)
+    for tile in tiles:
+        by_head.add_(tile)
+    if later is not None:
+        by_head[..., keys - rows :].add_(later[:rows, :rows])
+    return scores
+
+
+def _room(space: Tensor, like: Tensor) -> Tensor:
+    return space[: like.numel()].view_as(like)
+
+
+class Similarity:
+    """An additive similarity of one piece, with the graph that its gradients follow."""
+
+    def __init__(self, piece: Piece, query: Tensor, key: Tensor, additive: Additive) -> None:
+        self._heads = piece.heads
+        with torch.enable_grad():
+            leaves = query.flatten(0, 1), key, additive.v[self._heads]
+            self._leaves = [upcast(leaf.detach()).requires_grad_() for leaf in leaves]
+            q, k, v = self._leaves
+            self.numbers = Additive(v)(q[None], k[None])[0]
+
+    def pull(self, grad: Tensor, to_query: Tensor, to_key: Tensor, added: AddedToStrip | None) -> None:
+        """Adds to the gradients of query, key and v."""
+        of_query, of_key, of_v = torch.autograd.grad(self.numbers, self._leaves, grad.view_as(self.numbers))
+        to_query.add_(of_query.view_as(to_query))
+        to_key.add_(of_key)
+        total = None if added is None else added.call.grad_of_v
+        if total is not None:
+            total[self._heads] += of_v
+
+
+def _factors(first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Factors of a product in one dtype: bfloat16 where that is what was given and what the processor is fast at."""
+    if processor.BFLOAT16 and others[0].dtype == torch.bfloat16:
+        return (first.bfloat16(), *others)
+    return (first, *map(upcast, others))

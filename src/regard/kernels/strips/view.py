@@ -1,0 +1,54 @@
+"""One strip of a call: the pieces of query, key and value that it is about, as views where that is possible."""
+
+import torch
+from torch import Tensor
+
+from regard.kernels.strips.plan import Strip
+
+
+class StripView:
+    """A strip's piece of anything that is there one per query or one per key: [batch, heads, length, ...]."""
+
+    def __init__(self, strip: Strip) -> None:
+        self.strip = strip
+        at = strip.batch_index
+        self.batch = slice(None) if at is None else slice(at, at + 1)
+        self.queries = slice(strip.queries.start, strip.queries.stop, strip.queries.step)
+
+    def of_query(self, tensor: Tensor) -> Tensor:
+        """The strip's queries, or what is there one per query."""
+        tensor = tensor[self.batch]
+        return self._repeats(tensor, self.strip.queries) if self.strip.times > 1 else tensor[:, :, self.queries]
+
+    def of_key(self, tensor: Tensor) -> Tensor:
+        """The strip's keys or values, its spans end to end."""
+        tensor = tensor[self.batch]
+        if self.strip.times > 1:
+            return self._repeats(tensor, self.strip.spans[0])
+        pieces = [tensor[:, :, span.start : span.stop : span.step] for span in self.strip.spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _repeats(self, tensor: Tensor, first: range) -> Tensor:
+        """Strips that are alike as a batch, without a copy: [times, heads, length, ...]; their keys may overlap."""
+        start = tensor[0, :, first.start :]
+        heads, place, *rest = start.stride()
+        return start.as_strided(
+            (self.strip.times, len(start), len(first), *start.shape[2:]),
+            (self.strip.step * place, heads, first.step * place, *rest),
+        )
+
+    def add_to_key(self, total: Tensor, part: Tensor) -> None:
+        """Adds what is there one per key to the whole."""
+        total = total[self.batch]
+        if self.strip.times > 1:
+            repeats = self._repeats(total, self.strip.spans[0])
+            if not self.strip.overlaps:
+                repeats.add_(part)
+            else:
+                for view, one in zip(repeats, part, strict=True):
+                    view += one
+            return
+        start = 0
+        for span in self.strip.spans:
+            total[:, :, span.start : span.stop : span.step] += part[:, :, start : start + len(span)]
+            start += len(span)
