@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 
 import regard
 from cases import told
-from regard import Decoder, ModelConfig, attention, bench, steps
+from regard import Decoder, Mask, ModelConfig, attention, bench, steps
 from regard.cli import main
 from regard.cli.mask_expression import read_mask
+from regard.rules import RULE_KINDS
 from regard.training.checkpoint import load, save_model
 from regard.training.text import Tokenizer, train_tokenizer
 
@@ -502,6 +503,26 @@ def _document(*ids: list[int]) -> regard.Document:
 def test_documents_are_read_by_their_lengths_and_lists_may_be_repeated() -> None:
     read = read_mask(" Document.from_lengths([3, 2] * 2) ")
     assert read.draw(10, 10) == regard.Document.from_lengths([3, 2, 3, 2]).draw(10, 10)
+
+
+def test_a_class_in_a_file_of_masks_can_be_written_down_without_further_ado():
+    class EveryKey(Mask):
+        """All keys at a multiple of step."""
+
+        __module__ = "regard.masks.positional"
+
+        def __init__(self, step):
+            self.step = step
+
+        def rule(self, batch, head, query, key):
+            return key % self.step == 0
+
+    try:
+        assert read_mask("Causal() & EveryKey(3)").draw(4, 4) == "# . . .\n# . . .\n# . . .\n# . . #"
+        with pytest.raises(ValueError, match="did you mean EveryKey"):
+            read_mask("EveryKeys(3)")
+    finally:
+        del RULE_KINDS[EveryKey.kind]
 
 
 NO_MASKS = {

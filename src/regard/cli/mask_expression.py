@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regard.masks import Mask
 
-MASKS = ("Band", "Causal", "Chunk", "Document", "Padding", "Prefix", "Strided", "Window")
-"""Masks that can be written down; `Dense` and `Where` need a tensor and a function."""
+NOT_WRITTEN = ("Dense", "Positioned", "Where")
+"""Masks that cannot be written down: they need a tensor or a function, or are only derived from."""
 
 ENTRY_POINTS = "regard.masks"
 """The entry point under which an installed package brings masks of its own: name = "module:Class"."""
@@ -50,7 +50,7 @@ def _mask(node: ast.expr) -> "Mask":
     if isinstance(node, ast.Call):
         return _made(node)
     written = ast.unparse(node)
-    hint = f"; write {written}(...)" if written in MASKS else ""
+    hint = f"; write {written}(...)" if written in _known() else ""
     raise ValueError(f"mask: expected masks joined by & | ~, got {written!r}{hint}")
 
 
@@ -65,9 +65,9 @@ def _made(node: ast.Call) -> "Mask":
     found = _kind(kind) if maker == "" or name == "Document.from_lengths" else None
     if found is None:
         if name in ("Dense", "Where"):
-            raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(MASKS)}")
-        close = get_close_matches(name, MASKS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(MASKS)}"
+            raise ValueError(f"mask: {name} cannot be written down; there are: {', '.join(_known())}")
+        close = get_close_matches(name, _known(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(_known())}"
         raise ValueError(f"mask: {name!r} is no mask{hint}")
     values = [_value(argument, name) for argument in node.args]
     named = {str(keyword.arg): _value(keyword.value, name) for keyword in node.keywords}
@@ -84,14 +84,23 @@ def _made(node: ast.Call) -> "Mask":
         raise ValueError(f"mask: {ast.unparse(node)}: {error}") from None
 
 
+def _known() -> "dict[str, type[Mask]]":
+    """The masks of regard that numbers make, by name: every class of the files that define them."""
+    from regard.masks import Mask, data, positional
+    from regard.rules import RULE_KINDS
+
+    files = (positional.__name__, data.__name__)
+    kinds = {kind.__name__: kind for kind in RULE_KINDS.values() if kind.__module__ in files and issubclass(kind, Mask)}
+    return {name: kinds[name] for name in sorted(kinds.keys() - NOT_WRITTEN)}
+
+
 def _kind(name: str) -> "type[Mask] | None":
     """The class of that name: one of regard's, one that is defined, or one that a package brings."""
     from regard import masks
     from regard.rules import RULE_KINDS
 
-    if name in MASKS:
-        regards: type[Mask] = getattr(masks, name)
-        return regards
+    if name in _known():
+        return _known()[name]
     if not any(entry.name == name for entry in entry_points(group=ENTRY_POINTS)):
         own = (kind for kind in reversed(RULE_KINDS.values()) if not kind.__module__.startswith("regard."))
         return next((kind for kind in own if kind.__name__ == name and issubclass(kind, masks.Mask)), None)
