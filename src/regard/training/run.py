@@ -28,12 +28,16 @@ from regard.training.data import Packed
 from regard.training.lock import hold
 from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
 from regard.training.measures import Measures, measure
+from regard.training.memory import check_memory
 from regard.training.report import Listener
 from regard.training.settings import MAY_CHANGE, Recipe
 from regard.training.text import Tokenizer, train_tokenizer
 
 SIZES = {"vocab_size": 4096, "context_length": 512, "dim": 192, "layers": 6, "heads": 6}
 """Of a model that is begun anew, where the recipe names none."""
+
+LEAST_VOCABULARY = 257
+"""Tokens that every vocabulary has: the bytes, and the end. How many more there are, the texts decide."""
 
 CARD = "card.md"
 
@@ -65,6 +69,8 @@ def begin(
         _use_threads(recipe)
         first = None if recipe.start_from is None else load(recipe.start_from)
         config = _config(recipe, first)
+        fewest = min(config.vocab_size, LEAST_VOCABULARY) if first is None else config.vocab_size
+        _check_memory(replace(config, vocab_size=fewest), recipe)
         corpus = _read(recipe, listener)
         texts = [file.text for file in corpus.training]
         if first is None:
@@ -74,6 +80,7 @@ def begin(
             if tokenizer.vocab_size < config.vocab_size:
                 listener.note(f"{tokenizer.vocab_size:,} tokens in the vocabulary: the texts give no more")
             config = replace(config, vocab_size=tokenizer.vocab_size)
+            _check_memory(config, recipe)
         else:
             tokenizer = first.tokenizer
         data = _packed(texts, tokenizer, config, recipe, listener)
@@ -114,6 +121,7 @@ def resume(
             return None
         corpus = _read(recipe, listener)
         config = ModelConfig.from_dict(header["config"])
+        _check_memory(config, recipe)
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
         data = _packed([file.text for file in corpus.training], tokenizer, config, recipe, listener)
         check_facts(progress, header, facts_of(recipe, data))
@@ -220,12 +228,17 @@ def _continued(folder: Path, header: dict[str, Any], changes: dict[str, Any]) ->
     return replace(old, **{name: wanted[name] for name in changes if name in MAY_CHANGE or name == "steps"})
 
 
+def _hidden_dim(dim: int) -> int:
+    """8/3 of dim, in whole eights."""
+    return -(-8 * dim // 3 // 8) * 8
+
+
 def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
     """The sizes of the model: the recipe's, or those of the model that it starts from."""
     asked = {name: getattr(recipe, name) for name in (*SIZES, "hidden_dim") if getattr(recipe, name) is not None}
     if first is None:
         dim = asked.get("dim", SIZES["dim"])
-        return ModelConfig.from_dict({**SIZES, "hidden_dim": -(-8 * dim // 3 // 8) * 8, **asked})
+        return ModelConfig.from_dict({**SIZES, "hidden_dim": _hidden_dim(dim), **asked})
     config = first.model.config
     context_length = asked.pop("context_length", config.context_length)
     for name, size in asked.items():
@@ -238,6 +251,11 @@ def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
             f"got {context_length}"
         )
     return replace(config, context_length=context_length)
+
+
+def _check_memory(config: ModelConfig, recipe: Recipe) -> None:
+    usual = {**SIZES, "hidden_dim": _hidden_dim(config.dim), "batch_size": Recipe().batch_size}
+    check_memory(config, recipe.batch_size, usual)
 
 
 def _read(recipe: Recipe, listener: Listener) -> Corpus:

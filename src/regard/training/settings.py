@@ -8,6 +8,9 @@ MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
+LARGEST_VOCABULARY = 1 << 20
+"""Tokens; the tokenizers library takes memory for as many as are asked for before it reads a text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -98,6 +101,8 @@ class Recipe(Settings):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.vocab_size is not None and self.vocab_size > LARGEST_VOCABULARY:
+            raise ValueError(f"vocab_size must be at most {LARGEST_VOCABULARY:,}, got {self.vocab_size:,}")
 
 
 def settings_alone(settings: Settings) -> dict[str, Any]:

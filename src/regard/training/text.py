@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from regard.extras import need
 from regard.storage import replacing
+from regard.training.settings import LARGEST_VOCABULARY
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,9 +100,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "tokenizers
         vocab_size: how many tokens at most, 257 or more. Few texts may give fewer.
 
     Raises:
-        ValueError: `vocab_size` is too small to hold `<|end|>` and every byte.
+        ValueError: `vocab_size` is too small to hold `<|end|>` and every byte, or absurdly large.
         ImportError: the package tokenizers is not installed.
     """
+    if vocab_size > LARGEST_VOCABULARY:
+        raise ValueError(f"vocab_size: expected at most {LARGEST_VOCABULARY:,}, got {vocab_size:,}")
     library = _tokenizers()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
