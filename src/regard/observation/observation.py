@@ -341,15 +341,14 @@ def observe(
     additive: Additive | None = None,
     lse: Tensor | None = None,
 ) -> Observation:
-    """The weights of an attention call, to be asked about, without the call.
+    """The weights of an attention call, from its query and key, without computing its output.
+
+    Takes the arguments of `attention` except value, dropout and kernel, and raises what it raises.
 
     Shapes: query [batch, heads, query_len, head_dim], key [batch, kv_heads, key_len, head_dim].
     Args:
         lse: [batch, heads, query_len], float32 or wider, if `attention_with_lse` has given it already; None: computed
             when needed. Where a gradient is wanted, one without a graph is computed again.
-        The rest as in `attention`.
-    Raises:
-        What `attention` raises.
     """
     call = check_call("observe", query, key, key, mask, bias, scale, softcap, sink, additive, 0.0, None, wants_lse=True)
     if lse is not None:
