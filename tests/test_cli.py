@@ -323,7 +323,7 @@ def test_learned_positions_cannot_be_made_longer(tmp_path: Path, capsys: pytest.
     run = Run(capsys, "train", tmp_path / "then", "--from", tmp_path / "first", "--data", tmp_path / "text.txt",
               "--context-length", 32)  # fmt: skip
     assert run.code == 2
-    assert "a vector for each of 16 positions" in " ".join(run.err.split())
+    assert "learned vectors for 16 positions only" in " ".join(run.err.split())
 
 
 BAD = {

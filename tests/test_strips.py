@@ -519,6 +519,39 @@ def test_short_documents_share_a_strip(small, lengths):
     assert sum(len(strip.queries) < 4 for strip in found) <= 2
 
 
+def scattered(rows, documents, length=300):
+    draw = torch.Generator().manual_seed(documents)
+    return torch.randint(0, documents, (rows, length), generator=draw)
+
+
+@pytest.mark.parametrize(
+    ("mask", "share"),
+    [
+        (Document(scattered(1, 3)), 0.45),
+        (Document(scattered(2, 3)), 0.45),
+        (Document(scattered(2, 3)) & Causal(), 0.4),
+        (Document(scattered(2, 3), scattered(2, 4, 200)), 0.5),
+        (Document(scattered(1, 5)) & Window(200), 1.0),  # which goes by the places of tokens
+    ],
+    ids=["all rows alike", "by row", "causal", "other keys", "window"],
+)
+def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
+    key_len = next(part.key_ids.shape[1] for part in mask.leaves() if isinstance(part, Document))
+    query, key, value = (
+        torch.randn(2, n, t, 7, dtype=torch.float64).requires_grad_() for n, t in ((4, 300), (2, key_len), (2, key_len))
+    )
+    sink = torch.randn(4, dtype=torch.float64).requires_grad_()
+    found = []
+    for name in ("strips", "reference"):
+        output, lse = attention_with_lse(query, key, value, mask=mask, sink=sink, kernel=name)
+        loss = output.sin().sum() + lse.cos().sum()
+        found.append([output, lse, *torch.autograd.grad(loss, (query, key, value, sink))])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+    call = check_call("test", query, key, value, mask, *[None] * 5, 0.0, None, False)
+    assert strips_kernel.num_scores(call) <= share * 2 * 4 * 300 * key_len
+
+
 def test_a_cache_is_read_where_the_window_is_and_by_one_plain_call(monkeypatch):
     query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 384, 8)
     seen = []

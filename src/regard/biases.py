@@ -12,7 +12,7 @@ from typing import ClassVar, NoReturn, Self
 import torch
 from torch import Tensor
 
-from regard.indexing import Indices, indices, lookup, pick
+from regard.indexing import Indices, as_place, lookup, pick
 from regard.masks import Mask
 from regard.rules import Positioned, Rule, learned
 from regard.shapes import (
@@ -119,7 +119,7 @@ class Given(Bias):
         return lookup(self.numbers, batch, head, query, key)
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
-        return pick(self.numbers, indices(queries), indices(keys))  # rows and columns at once, not cell by cell
+        return pick(self.numbers, as_place(queries), as_place(keys))  # rows and columns at once, not cell by cell
 
     def __repr__(self) -> str:
         return f"Given(<{list(self.numbers.shape)}>)"

@@ -48,6 +48,11 @@ def split_at(whole: range, origin: int, step: int) -> Iterator[range]:
         start = stop
 
 
+def as_place(which: Indices) -> range | Tensor:
+    """What `pick` takes: a range without gaps as it is, which costs no copy; else a tensor."""
+    return which if isinstance(which, range) and which.step == 1 else indices(which)
+
+
 def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tensor:
     """Rows and columns of a tensor [.., query_len or 1, key_len or 1]; an axis of size 1 stays as it is."""
     for axis, which in ((-2, rows), (-1, columns)):

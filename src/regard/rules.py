@@ -120,7 +120,7 @@ class Rule:
 
     def ask(self, queries: Indices, keys: Indices) -> Tensor:
         """`rule` for a rectangle: what it returns, with axes for batch and heads in front."""
-        query, key = indices(queries)[:, None], indices(keys)[None, :]
+        query, key = indices(queries, self._device)[:, None], indices(keys, self._device)[None, :]
         device = query.device
         batch_size = self._size("batch") if self._batch is None else self._batch
         heads = self._size("heads") if self._heads is None else self._heads

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from regard.indexing import Indices, indices, lookup, pick
+from regard.graphs import tracing
+from regard.indexing import Indices, as_place, lookup, pick
 from regard.masks.algebra import Mask, Tile, coverage_of, together
 from regard.masks.positional import first_keys
 from regard.shapes import (
@@ -54,6 +55,11 @@ class Document(Mask):
 
     def arguments(self) -> dict[str, Any]:
         return {"query_ids": self.query_ids, "key_ids": None if self.key_ids is self.query_ids else self.key_ids}
+
+    @property
+    def closed_form(self) -> bool:
+        """Whether every document is one run; else its ids are looked at."""
+        return tracing() or self._ordered
 
     @property
     def _ordered(self) -> bool:
@@ -213,7 +219,7 @@ class Dense(Mask):
         return lookup(self.mask, batch, head, query, key)
 
     def allowed(self, queries: Indices, keys: Indices) -> Tensor:
-        return pick(self.mask, indices(queries), indices(keys))  # rows and columns at once, not cell by cell
+        return pick(self.mask, as_place(queries), as_place(keys))  # rows and columns at once, not cell by cell
 
     def coverage(self, rows: range, columns: range) -> Tile:
         return coverage_of(pick(self.mask, rows, columns))

@@ -150,8 +150,8 @@ class StripPlan:
         return self._hidden[strip]
 
     def _found(self, strip: Strip) -> Hidden:
-        device = self._grid.device
-        allowed = self.masks[strip.batch_index].allowed(indices(strip.queries, device), keys_of(strip, device))
+        keys = strip.spans[0] if len(strip.spans) == 1 else keys_of(strip, self._grid.device)
+        allowed = self.masks[strip.batch_index].allowed(strip.queries, keys)
         last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
         if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
             hidden = last  # along a band every strip looks the same

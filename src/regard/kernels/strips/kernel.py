@@ -6,6 +6,7 @@ not while planning either. Each strip is computed by torch's fused operator, or 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.options import plan_of
 from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.reordering import reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
@@ -65,6 +67,21 @@ def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor | None]:
+    changed = reordering(call)
+    if changed is None:
+        return _run_in_order(call)
+    key, value = (take(tensor, changed.keys) for tensor in (call.key, call.value))
+    output, lse = _run_in_order(replace(_planned(call), query=take(call.query, changed.queries), key=key, value=value))
+    return take(output, changed.back), None if lse is None else take(lse, changed.back)
+
+
+def _planned(call: Call) -> Call:
+    """The call with the mask that is cut into strips."""
+    changed = reordering(call)
+    return call if changed is None else replace(call, scoring=replace(call.scoring, mask=changed.mask))
+
+
+def _run_in_order(call: Call) -> tuple[Tensor, Tensor | None]:
     scoring, plan = call.scoring, plan_of(call)
     alone = plan.only
     if alone is not None and _is_one_call(alone, call):
@@ -121,7 +138,7 @@ def num_scores(call: Call) -> int:
     """Scores in all strips; of a causal square all, if torch computes it, which leaves out what it can."""
     grid, count = call.scoring.grid, 0
     flash = engine.flash_can(call.query, call.scoring, call.dropout)
-    for strip in plan_of(call).strips:
+    for strip in plan_of(_planned(call)).strips:
         of_one = len(strip.queries) * strip.keys
         if strip.kind is Kind.CAUSAL and (not flash or engine.products_pay(strip, call.query, call.key)):
             of_one = products.scores_of_square(strip.keys)
@@ -135,7 +152,7 @@ def peak_bytes(call: Call) -> int:
     size = upcast(query[:0]).element_size()
     flash = engine.flash_can(query, scoring, call.dropout)
     sizes = []
-    for strip in plan_of(call).strips:
+    for strip in plan_of(_planned(call)).strips:
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED else 0

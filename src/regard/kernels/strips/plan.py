@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.indexing import indices
 from regard.kernels.strips import tuning
 from regard.masks import EVERYTHING, Band, Mask, Prefix, Strided, Tile
 from regard.masks.planning import common_keys, factors, product_of, visible
@@ -139,11 +138,11 @@ def cut(
 def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int | None, high: int) -> Iterator[Strip]:
     """The strips of a mask that can only be asked about single scores: all of a strip's at once."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
-    for start in range(0, query_len, high):
-        queries = range(start, min(start + high, query_len))
+    breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
+    for queries in (part for segment in _segments(breaks, query_len) for part in _split(segment, high)):
         near = [columns for columns, _ in visible(closed, queries, range(key_len), tuning.KEY_STEP)] or [range(0)]
         keys = range(near[0].start, near[-1].stop)
-        allowed = mask.allowed(indices(queries, mask._device), indices(keys, mask._device))
+        allowed = mask.allowed(queries, keys)
         if allowed.is_meta or not allowed.numel():
             yield Strip(batch_index, queries, (keys,), Kind.MASKED)
             continue
@@ -293,6 +292,11 @@ def _segments(breaks: list[int], length: int) -> Iterator[range]:
             start = end
         end = max(end, at)
     yield range(start, end)
+
+
+def _split(queries: range, high: int) -> Iterator[range]:
+    """So many queries at a time."""
+    return (queries[start : start + high] for start in range(0, len(queries), high))
 
 
 def _keys_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
