@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from regard.training import lock
 from regard.training.lock import LOCK, hold
 
 HOLDER = """
@@ -96,6 +97,29 @@ def test_of_many_that_want_a_folder_one_has_it_at_a_time(tmp_path):
         thread.join()
     assert most == 1
     assert len(turns) >= 200
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(tmp_path, monkeypatch):
+    locked, refused = lock._locked, []
+
+    def after_the_holder_has_left(descriptor, folder):
+        monkeypatch.setattr(lock, "_locked", locked)
+        (folder / LOCK).unlink()
+        return locked(descriptor, folder)
+
+    monkeypatch.setattr(lock, "_locked", after_the_holder_has_left)
+
+    def another():
+        with pytest.raises(ValueError, match="is in use"), hold(tmp_path):
+            pass
+        refused.append(True)
+
+    with hold(tmp_path):
+        assert (tmp_path / LOCK).exists()
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+    assert refused == [True]
 
 
 def test_folders_that_were_made_for_nothing_are_removed(tmp_path):

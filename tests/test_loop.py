@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.models import Decoder, ModelConfig
+from learning import CONTEXT, model_of, rows
+from regard.models import Decoder
 from regard.training import loop
 from regard.training.checkpoint import load, progress_header, read
 from regard.training.data import IGNORED, Batch, Packed
@@ -20,7 +21,6 @@ from regard.training.metrics import Metrics, read_metrics
 from regard.training.settings import Settings
 from regard.training.text import Tokenizer, train_tokenizer
 
-CONTEXT = 16
 SETTINGS = Settings(steps=6, batch_size=2, precision="no", save_every=4, seed=3)
 
 
@@ -35,17 +35,9 @@ def _ctrl_c():
 interruptible = pytest.mark.usefixtures("_ctrl_c")
 
 
-def model_of(seed=0, **changes):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 31, "context_length": CONTEXT, "dim": 12, "layers": 2, "heads": 3, "hidden_dim": 17}
-    return Decoder(ModelConfig(**sizes | changes))
-
-
 @pytest.fixture(scope="module")
 def data():
-    draw = torch.Generator().manual_seed(1)
-    documents = [torch.randint(1, 31, (length,), generator=draw).tolist() for length in (5, 40, 1, 23, 17)]
-    return Packed(documents, context_length=CONTEXT, vocab_size=31, seed=7, repeats=0.25)
+    return rows()
 
 
 def weights(model):
@@ -462,7 +454,10 @@ def test_texts_that_have_changed_since_are_refused(tmp_path):
 def test_a_signal_to_end_lets_the_step_finish_saves_and_exits_with_its_code(
     number, code, data, uninterrupted_run, tmp_path, monkeypatch
 ):
-    before = signal.signal(number, signal.SIG_DFL)
+    def unheard(*_):
+        raise AssertionError("the signal would have ended the process")
+
+    before = signal.signal(number, unheard)
     try:
         with pytest.raises(SystemExit) as ended:
             train(model_of(), data, SETTINGS, tmp_path, report=lambda r: r.step == 3 and signal.raise_signal(number))

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from learning import CONTEXT, model_of, rows
 from regard.models import Decoder, ModelConfig
 from regard.training.card import card
 from regard.training.corpus import Corpus, TextFile, xz_bits_per_byte
@@ -14,22 +15,7 @@ from regard.training.measures import Measures, bits_per_byte, copying_loss, meas
 from regard.training.settings import Recipe, settings_alone
 from regard.training.text import Tokenizer, train_tokenizer
 
-CONTEXT = 16
 RECIPE = Recipe(steps=6, batch_size=2, precision="no", save_every=4, seed=3, data="/home/me/letters")
-
-
-def model_of(seed=0, **changes):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 31, "context_length": CONTEXT, "dim": 12, "layers": 2, "heads": 3, "hidden_dim": 17}
-    return Decoder(ModelConfig(**sizes | changes))
-
-
-@pytest.fixture(scope="module")
-def data():
-    draw = torch.Generator().manual_seed(1)
-    documents = [torch.randint(1, 31, (length,), generator=draw).tolist() for length in (5, 40, 1, 23, 17)]
-    return Packed(documents, context_length=CONTEXT, vocab_size=31, seed=7, repeats=0.25)
-
 
 TEXTS = [
     "the cat sat on the mat, the hat",
@@ -162,8 +148,8 @@ def test_measures_are_those_of_the_held_out_files(tokenizer):
     assert nothing.copy_first == measures.copy_first
 
 
-def test_a_card_says_what_was_trained_on_what_how_and_how_good_it_is(data):
-    model = model_of()
+def test_a_card_says_what_was_trained_on_what_how_and_how_good_it_is():
+    model, data = model_of(), rows()
     measures = Measures(1.5, 3.0, 2.0, 3.4, 0.5)
     text = card(measures, model, data, RECIPE, corpus(), command="regard train runs/mine", seconds=90.0)
     config = json.loads(text.split("| configuration | `")[1].split("`")[0])
