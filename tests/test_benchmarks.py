@@ -281,19 +281,19 @@ def test_the_page_says_what_the_results_say() -> None:
     assert "| an image | 131,072 | 21.5 s | 416 |" in page
     assert "| a tile | 131,072 | 0.250 ms | 400 |" in page
     assert "| recorded, statistics | 2,000 | 150 |" in page
-    assert "which takes 1,200 MiB beyond the plain forward" in page
-    assert "statistics is 2.50 times as fast, and takes 50.0 MiB beyond the plain forward pass" in page
-    assert "statistics is 2.00 times as fast, and takes 25.0 MiB beyond" in page
-    assert "`gather` is 4.00 times as fast, and takes 0 MiB beyond" in page
+    assert "which needs 1,200 MiB beyond the plain forward" in page
+    assert "statistics, is 2.50 times as fast and needs 50.0 MiB beyond the plain forward pass" in page
+    assert "statistics, is 2.00 times as fast and needs 25.0 MiB beyond" in page
+    assert "`gather` is 4.00 times as fast and needs 0 MiB beyond" in page
     assert "inputs and output are 8.00 MiB" in page
-    assert "regard takes 1.50 MiB beside them (18.8%)" in page
-    assert "stopped" not in page
+    assert "regard needs 1.50 MiB more (18.8%)" in page
+    assert "interrupted" not in page
     assert "quick" not in page.lower()
 
 
-def test_the_page_says_that_a_run_was_quick_or_was_stopped() -> None:
+def test_the_page_says_that_a_run_was_quick_or_was_interrupted() -> None:
     assert "1/8 of what its name says" in masks.report(stored(row("full", 8), shrink=8), *REST, [])
-    assert "A run that was stopped: 1 of 40 rows" in masks.report(stored(row("full", 8), planned=40), *REST, [])
+    assert "An interrupted run: 1 of 40 rows" in masks.report(stored(row("full", 8), planned=40), *REST, [])
 
 
 def test_the_page_in_the_docs_is_the_one_that_the_committed_results_make() -> None:
@@ -335,7 +335,7 @@ def test_a_run_keeps_every_row_as_soon_as_it_is_done(tmp_path: Path, monkeypatch
     assert [r["task"] for r in kept["rows"]] == ["full", "full"]
     assert len(shown) == 2
     assert kept["planned"] == len(bench.chosen(None, SHRINK))
-    assert "A run that was stopped: 2 of" in masks.report(kept, *REST, [])
+    assert "An interrupted run: 2 of" in masks.report(kept, *REST, [])
 
 
 def test_a_part_of_the_rows_is_not_kept_in_place_of_the_whole(
