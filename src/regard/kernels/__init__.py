@@ -1,8 +1,8 @@
-"""The ways to compute attention, and the choice among them.
+"""The implementations of attention, and the choice among them.
 
-A kernel says whether it can do a call (`cannot` gives the reason if not), does it (`run`), and tells what that costs
+A kernel says whether it supports a call (`cannot` returns the reason if not), computes it (`run`) and reports the cost
 (`num_scores`: scores computed; `quadratic_numbers`: numbers of size query_len x key_len held). To add one, write a file
-here that ends in a `Kernel`, and give it a row in the table of `choice`, where it belongs.
+here that ends in a `Kernel`, and add a row for it to the table in `choice`.
 """
 
 from regard.kernels.call import Call, Kernel, KernelError, all_scores

@@ -1,4 +1,4 @@
-"""What a kernel is given, and what a kernel is."""
+"""The input of a kernel, and the interface that every kernel implements."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from regard.scores import Scoring
 
 
 class KernelError(RuntimeError):
-    """A kernel that was asked for by name cannot do this call, or there is no such kernel."""
+    """The kernel requested by name does not support this call, or does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One checked call: tensors, what a score is, what is dropped, and whether lse is wanted."""
+    """One validated call: tensors, scoring, dropout, and whether lse is wanted."""
 
     query: Tensor
     key: Tensor
@@ -28,7 +28,7 @@ class Call:
 
     @property
     def learns(self) -> bool:
-        """Whether a gradient is wanted of any tensor in it."""
+        """Whether any of its tensors needs a gradient."""
         if not torch.is_grad_enabled():
             return False
         return any(map(learns, (self.query, self.key, self.value, self.scoring.sink, *self.scoring.learned())))
@@ -39,22 +39,22 @@ def learns(tensor: Tensor | None) -> bool:
 
 
 def all_scores(call: Call) -> int:
-    """How many scores a call has, hidden ones too."""
+    """Number of scores of a call, masked ones included."""
     grid = call.scoring.grid
     return grid.batch * grid.heads * grid.query_len * grid.key_len
 
 
 class Kernel(NamedTuple):
-    """A way to compute attention."""
+    """An implementation of attention."""
 
     name: str
     cannot: Callable[[Call], str | None]
-    """Why it cannot do a call; None if it can."""
+    """Why it does not support a call; None if it does."""
     run: Callable[[Call], tuple[Tensor, Tensor | None]]
-    """Output and lse; None for lse is allowed where the call does not want it."""
+    """Output and lse; lse may be None if the call does not want it."""
     num_scores: Callable[[Call], int]
-    """How many scores it computes, over all batch rows and heads."""
+    """Number of scores it computes, over all batch indices and heads."""
     quadratic_numbers: Callable[[Call], int]
-    """How many numbers of size query_len x key_len it holds at once: 0 for a kernel that needs none."""
+    """Numbers it holds at once in quadratic tensors (query_len x key_len); 0 if it needs none."""
     peak_bytes: Callable[[Call], int]
-    """How many bytes it holds at once beside inputs and output, in a forward pass; an estimate."""
+    """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""

@@ -1,7 +1,6 @@
-"""Which kernel computes a call: a table, read from the top. `regard.plan` prints the row that was taken.
+"""Which kernel computes a call: a table, of which the first row that applies wins. `regard.plan` prints that row.
 
-Only this file knows preferences. A kernel knows what it can do and what that costs; kernels import neither each other
-nor the reference.
+Only this file holds preferences. A kernel knows what it supports and what that costs; kernels do not import each other.
 """
 
 from collections.abc import Callable
@@ -27,11 +26,11 @@ REFERENCE = Kernel(
 KERNELS: tuple[Kernel, ...] = (sdpa.KERNEL, flex.KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE)
 
 FEW_NUMBERS = 1 << 16
-"""Up to this many numbers of query_len x key_len, building them costs less than avoiding them."""
+"""Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
 class Preference(NamedTuple):
-    """A row of the table: the kernel that is taken if it can do a call and the condition holds, and why."""
+    """A row of the table: the kernel used if it supports the call and the condition holds, and the reason."""
 
     kernel: Kernel
     reason: str
@@ -39,7 +38,7 @@ class Preference(NamedTuple):
 
 
 def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
-    """Nothing is decided by sizes in a graph that leaves this process: there they are not numbers yet."""
+    """False in a graph that is exported, where sizes are symbolic and must not decide anything."""
     return lambda call: not exporting() and condition(call)
 
 
@@ -72,15 +71,15 @@ PREFERENCES = (
 
 
 def preference(call: Call) -> Preference:
-    """The first row of the table that holds."""
+    """The first row of the table that applies."""
     return next(row for row in PREFERENCES if row.kernel.cannot(call) is None and row.condition(call))
 
 
 def choose(call: Call, name: str = "auto") -> Kernel:
-    """The kernel for a call: that of the first row of the table that holds, or the one that is named.
+    """The kernel for a call: that of the first row that applies, or the one requested by name.
 
     Raises:
-        KernelError: the named kernel cannot do it, or does not exist.
+        KernelError: the requested kernel does not support the call, or does not exist.
     """
     if name == "auto":
         return preference(call).kernel
@@ -95,7 +94,7 @@ def choose(call: Call, name: str = "auto") -> Kernel:
 
 
 def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
-    """Why a kernel was not taken."""
+    """Why a kernel was not chosen."""
     cannot = kernel.cannot(call)
     if cannot is not None:
         return cannot
@@ -106,10 +105,10 @@ def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
 
 
 def gives_lse(call: Call) -> bool:
-    """Whether the kernel that is chosen has lse on the way: asking for it changes no bit of the output.
+    """Whether the chosen kernel computes lse anyway, so that requesting it leaves the output bit-identical.
 
-    So it is in float32 and float64 on a CPU, where torch's own function is the same operator as that of strips. Not
-    said of calls so small that asking costs more than having it later, nor of those that learn.
+    This holds in float32 and float64 on a CPU, where torch's own function runs the same operator as strips. False for
+    tiny calls, where computing lse later is cheaper, and for calls that need gradients.
     """
     grid, query = call.scoring.grid, call.query
     if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_scores(call) < FEW_NUMBERS:

@@ -1,15 +1,14 @@
-"""All scores of a call at once, where they are few: two matrix products with a softmax between them.
+"""All scores of a small call at once: two matrix products with a softmax between them.
 
-    scores = scale query key^T + what is added,    output = softmax(scores) value
+    scores = scale query key^T + bias and mask,    output = softmax(scores) value
 
-One new token with a cache, or a short text: torch's fused operator has nothing to save there, and what surrounds it (a
-mask made into numbers, query heads copied apart, a check of every key that is hidden) costs more than it does. Here
-query heads that share a kv head lie one below the other, and what the mask adds is laid out once for all layers.
+For one new token with a cache, or a short text, the preparation for torch's fused operator (an additive mask, expanded
+query heads, a check of every hidden key) costs more than the operator itself. Here query heads that share a kv head are
+stacked along the queries, and the additive mask is built once for all layers.
 
-Where nothing learns, hidden keys need no look at all: whatever they hold, their scores are -inf, or NaN, and their
-values are multiplied by 0, which is 0, or NaN. So if what comes out is a number, nothing of them is in it, and only if
-it is none is the call done again with zeros in their place. Of gradients the same cannot be said: there, zeros come
-first.
+Without gradients, hidden keys and values need no check beforehand. Whatever they contain, their scores are -inf or NaN,
+and their values are multiplied by 0, which gives 0 or NaN. So if the result is not NaN, they did not contribute;
+otherwise the call is repeated with zeros in their place. Gradients offer no such check, so there the zeros come first.
 """
 
 import math
@@ -26,11 +25,11 @@ from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
 
 MAX_DIRECT_SCORES = 1 << 16
-"""Scores of all heads up to which this takes less time than any other kernel."""
+"""Scores of all heads up to which this is the fastest kernel."""
 
 
 def cannot(call: Call) -> str | None:
-    """What is no product with a softmax behind it."""
+    """Why this kernel does not support a call."""
     if tracing():
         return "it looks at its answer, and a graph has none yet"
     if call.scoring.additive is not None:
@@ -39,7 +38,7 @@ def cannot(call: Call) -> str | None:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The answer; where it can be looked at, with zeros in place of what is hidden only if it is not a number."""
+    """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
     scoring = call.scoring
     if _may_look(call):
         output, lse = _attend(call, hidden_in(scoring.mask, scoring.grid), call.query, call.key, call.value)
@@ -53,7 +52,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _may_look(call: Call) -> bool:
-    """Whether the answer is known at once, and is all that is wanted."""
+    """Whether the result can be inspected at once, and no gradient is needed."""
     if call.query.device.type != "cpu" or call.learns:
         return False
     return not torch._C._are_functorch_transforms_active()
@@ -79,7 +78,7 @@ def _attend(
         scores = torch.cat([scores, fold(sink, batch, heads, kv_heads, rows)], dim=-1)
     lse = torch.logsumexp(scores, -1).view(batch, heads, rows) if call.wants_lse else None
     output = torch.bmm(torch.softmax(scores, -1)[..., :keys], value).view(batch, heads, rows, value.shape[2])
-    if hidden is not None and hidden.queries is not None:  # those that see nothing; a sink is all that they have
+    if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
             alone = lse.new_tensor(-math.inf) if scoring.sink is None else scoring.sink.to(lse.dtype)[:, None]
@@ -88,7 +87,7 @@ def _attend(
 
 
 def _added(call: Call, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | None:
-    """What mask and bias add to the scores; nothing to those of a query that sees nothing, whose answer is known."""
+    """What mask and bias add to the scores; 0 for fully masked queries, whose output is set afterwards."""
     scoring, batch, heads, kv_heads = call.scoring, *call.query.shape[:2], call.key.shape[1]
     if scoring.bias is None:
         return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads, call.query.shape[2])
@@ -100,7 +99,7 @@ def _added(call: Call, hidden: Hidden | None, dtype: torch.dtype) -> Tensor | No
 
 
 def pays(call: Call) -> bool:
-    """Whether this takes less time than the others."""
+    """Whether this is faster than the other kernels."""
     scoring, mask = call.scoring, call.scoring.mask
     if (
         not processor.MKL
@@ -115,12 +114,12 @@ def pays(call: Call) -> bool:
 
 
 def quadratic_numbers(call: Call) -> int:
-    """The scores, the weights, and what is added to them."""
+    """The scores, the weights, and bias and mask."""
     return 3 * all_scores(call)
 
 
 def peak_bytes(call: Call) -> int:
-    """What is quadratic."""
+    """The quadratic tensors."""
     return quadratic_numbers(call) * max(4, call.query.element_size())
 
 

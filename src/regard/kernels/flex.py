@@ -1,12 +1,12 @@
-"""torch's FlexAttention, for masks on a GPU: the mask as a function of one cell, its empty blocks skipped.
+"""torch's FlexAttention, for masks on a GPU: the mask as a function of one cell, with empty blocks skipped.
 
-FlexAttention compiles attention anew for a function of (batch, head, query, key), and takes a list of the blocks that
-hold something. torch finds those by asking the function about every cell, N x N of them; here they come from the mask's
-own answers for rectangles (`Mask.tile`). On a CPU it has no backward pass, and strips take its place there.
+FlexAttention compiles attention for a given function of (batch, head, query, key) and takes a list of non-empty blocks.
+torch builds that list by evaluating the function in all N x N cells; here it comes from the mask's closed form for
+rectangles (`Mask.tile`). On a CPU, FlexAttention has no backward pass, so strips are used there.
 
-That "auto" prefers it to strips on CUDA devices rests on what is published, not on a measurement of ours:
+"auto" prefers it to strips on CUDA devices because of published results, not because of our own measurements:
 Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", arXiv:2412.05496.
-Mask, blocks and results are compared with the reference on a CPU, without the compiler.
+Mask, blocks and results are tested against the reference on a CPU, without the compiler.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,19 @@ from regard.numerics import add_sink, zero_unless
 from regard.shapes import Grid
 
 BLOCK = 128
-"""Queries and keys in a block, as torch's own default."""
+"""Queries and keys in a block: torch's default."""
 
 KEY_STEP = 32
-"""Keys in the smallest part of a block that a mask is asked about."""
+"""Keys in the smallest rectangle for which a mask is evaluated."""
 
 
 class Blocks(NamedTuple):
-    """What of a mask FlexAttention is told, and what nobody sees.
+    """The block lists that FlexAttention takes, and which queries and keys are not fully masked.
 
     Attributes:
-        partial, full: which key blocks each block of queries meets, and how many: int [batch or 1, 1, rows, columns]
-            and [batch or 1, 1, rows].
-        queries, keys: bool [batch or 1, length], which see something, which are seen by somebody.
+        partial, full: number of key blocks for each block of queries, and their indices: int [batch or 1, 1, rows]
+            and [batch or 1, 1, rows, columns].
+        queries, keys: bool [batch or 1, length], False where fully masked.
     """
 
     partial: tuple[Tensor, Tensor]
@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(mask: Mask, grid: Grid) -> Blocks:
-    """The blocks of a bound mask, from what it says of rectangles."""
+    """The blocks of a bound mask, from its coverage of rectangles."""
     rows, columns = -(-grid.query_len // BLOCK), -(-grid.key_len // BLOCK)
     masks = list(by_batch(mask, grid).values())
     order = torch.zeros(2, len(masks), 1, rows, columns, dtype=torch.int32)
@@ -56,7 +56,7 @@ def blocks(mask: Mask, grid: Grid) -> Blocks:
     for n, one in enumerate(masks):
         for row in range(rows):
             of_block = range(row * BLOCK, min((row + 1) * BLOCK, grid.query_len))
-            covered: dict[int, int] = {}  # keys of a block that everybody in the row sees; -1: somebody does not
+            covered: dict[int, int] = {}  # keys of a block that all queries of the row see; -1: some do not
             for found, tile in visible(one, of_block, range(grid.key_len), KEY_STEP):
                 for column in range(found.start // BLOCK, -(-found.stop // BLOCK)):
                     inside = min(found.stop, (column + 1) * BLOCK) - max(found.start, column * BLOCK)
@@ -92,7 +92,7 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=32)
 def _planned(known: MaskKey, grid: Grid) -> tuple[Any, Blocks]:
-    """torch's BlockMask, with the function in it: the same object for the same mask, or torch compiles again."""
+    """torch's BlockMask: the same object for the same mask, since torch would otherwise recompile."""
     from torch.nn.attention.flex_attention import BlockMask
 
     found = blocks(known.mask, grid)
@@ -104,7 +104,7 @@ def _planned(known: MaskKey, grid: Grid) -> tuple[Any, Blocks]:
 
 
 def cannot(call: Call) -> str | None:
-    """Why FlexAttention would not compute what was asked."""
+    """Why FlexAttention does not support a call."""
     scoring = call.scoring
     if call.query.device.type != "cuda":
         return "torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass"
@@ -122,7 +122,7 @@ def cannot(call: Call) -> str | None:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """One call of FlexAttention; a sink, which it does not know, scales its result."""
+    """One call of FlexAttention; a sink is applied afterwards, by rescaling the result with lse."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     scoring, query, key, value = call.scoring, call.query, call.key, call.value

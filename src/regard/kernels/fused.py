@@ -1,8 +1,8 @@
 """torch's fused attention for the CPU: the operator beneath `scaled_dot_product_attention`, forward and backward.
 
-Its name is private and promises nothing, so what is relied on is tried once, with numbers (`FLASH`). Unlike the public
-function it returns the log-sum-exp, and its backward pass can be given output and log-sum-exp of a whole row, of which
-its keys are a part.
+The operator is private, so the behaviour relied on is checked once, on a small example (`FLASH`). Unlike the public
+function, it returns the log-sum-exp, and its backward pass accepts the output and log-sum-exp of a whole row when its
+keys are only part of that row.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; output 0 and lse 0 for a query that sees nothing.
+    """Output and log-sum-exp; output 0 and lse 0 for a fully masked query.
 
     Args:
         more: `attn_mask`, numbers to add, or `is_causal`.
@@ -35,8 +35,8 @@ def flash_backward(
 
 
 def is_as_expected() -> bool:
-    """Whether this torch has the operator, and it does what is relied on: two queries that see one key each, and one
-    that sees nothing, forward and backward, in float32 and in bfloat16 with float32 numbers to add."""
+    """Whether this version of torch has the operator, and it behaves as expected for two queries that see one key each
+    and one that is fully masked: forward and backward, in float32 and in bfloat16 with a float32 mask."""
     try:
         for dtype in (torch.float32, torch.bfloat16):
             query = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]], dtype=dtype)
@@ -54,16 +54,16 @@ def is_as_expected() -> bool:
 
 
 FLASH = is_as_expected()
-"""Where this is false, plain products take the operator's place everywhere."""
+"""If false, plain products replace the operator everywhere."""
 
 
 def full_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool = False) -> Tensor:
-    """torch's function where it needs no mask, for grouped heads too.
+    """torch's function for calls without a mask tensor, with grouped heads too.
 
-    Without a causal mask, the query heads that share a kv head are laid one below the other: keys and values are read
-    once, not once per head.
+    Without a causal mask, the query heads that share a kv head are stacked along the queries, so that keys and values
+    are read once and not once per head.
     """
-    # torch's fused form wants the features of a token next to each other, and falls to all scores where they are not
+    # torch's fused operator needs contiguous features; without them it falls back to computing all scores
     query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
     shape = query.shape
     grouped = bool(shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors

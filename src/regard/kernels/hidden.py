@@ -1,9 +1,8 @@
-"""What a mask hides in a rectangle of scores, in the forms that kernels need, found once and used in every call.
+"""What a mask hides in a rectangle of scores, in the forms that kernels need: computed once, used in every call.
 
-NaN and inf in a key or value that no query may see must reach nothing. A weight of exactly 0 keeps out any number that
-is not too large, so it is enough to look at the keys that are hidden: zeros take their place only if one of them holds
-something worse. What is hidden changes only where the mask does; it is remembered by what the mask is, and all layers
-of a step share it.
+NaN and inf in a fully masked key or value must not reach any result. A weight of exactly 0 cancels any moderate number,
+so it suffices to inspect the hidden keys and to zero them only if one holds something larger. The result depends on the
+mask alone: it is cached by mask structure and shared by all layers of a step.
 """
 
 from functools import cached_property, lru_cache
@@ -19,10 +18,10 @@ from regard.scores import Scoring
 from regard.shapes import Grid
 
 HARMLESS = 2.0**32
-"""A number in a hidden key or value that is smaller reaches nothing: it is multiplied by a weight of exactly 0."""
+"""Smaller numbers in a hidden key or value are harmless: a weight of exactly 0 cancels them."""
 
 MAX_KEPT_SCORES = 1 << 20
-"""Cells of a mask that is remembered: up to 9 MiB for one."""
+"""Most cells of a mask that is cached: up to 9 MiB each."""
 
 
 class Hidden:
@@ -41,39 +40,39 @@ class Hidden:
 
     @property
     def queries(self) -> Tensor | None:
-        """Which queries see something; None for all, where that can be known without waiting."""
+        """Which queries see any key; None if all do and this is known without a device sync."""
         return self._some(-1)
 
     @property
     def keys(self) -> Tensor | None:
-        """Which keys are seen, likewise."""
+        """Which keys are seen by any query; None as above."""
         return self._some(-2)
 
     def _some(self, axis: int) -> Tensor | None:
-        if axis not in self._seeing:  # no cached_property: a graph cannot hold its lock
+        if axis not in self._seeing:  # not a cached_property: torch.compile cannot trace its lock
             some = self.allowed.any(axis)
             self._seeing[axis] = None if self._ask and bool(some.all()) else some
         return self._seeing[axis]
 
     @property
     def hides(self) -> bool:
-        """Whether anything is hidden, as far as that can be known without waiting."""
+        """Whether anything is hidden; True if this is not known without a device sync."""
         return not self._ask or not bool(self.allowed.all())
 
     @cached_property
     def unseen(self) -> slice | Tensor:
-        """The places of all keys that are hidden from every query of some batch row or head."""
+        """The indices of all keys that are hidden from every query of some batch index or head."""
         assert self.keys is not None
         places = (~self.keys).flatten(0, -2).any(0).nonzero().flatten()
         first, last = int(places[0]), int(places[-1])
         return slice(first, last + 1) if last - first < 2 * len(places) else places
 
     def seeing(self, query: Tensor) -> Tensor:
-        """Queries with zeros where they see nothing, so that NaN there reaches nothing."""
+        """The queries, with fully masked ones zeroed, so that NaN in them has no effect."""
         return query if self.queries is None else zero_empty_queries(query, self.allowed)
 
     def seen(self, key: Tensor) -> Tensor:
-        """Keys or values with zeros where nobody sees them; themselves, not a copy, where what is there is harmless."""
+        """Keys or values with fully masked ones zeroed; the input itself, not a copy, if they are harmless."""
         if self.keys is None:
             return key
         if self._ask and harmless(key[:, :, self.unseen]):
@@ -81,20 +80,20 @@ class Hidden:
         return zero_unseen(key, self.allowed)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """0 where allowed and -inf where not, which is what torch takes."""
+        """The mask as torch's operators take it: 0 where allowed, -inf elsewhere."""
         if dtype not in self._numbers:
             with torch.inference_mode(False):
-                # 1 - 1/1 = 0 and 1 - 1/0 = -inf: torch fills by a mask many times more slowly than it divides
+                # 1 - 1/1 = 0 and 1 - 1/0 = -inf: much faster than masked_fill
                 self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
 
     def where_seeing(self, dtype: torch.dtype) -> Tensor:
-        """The same numbers; 0 everywhere for a query that sees nothing, whose softmax would be no number."""
+        """The same numbers, but 0 in fully masked rows, whose softmax would be NaN."""
         numbers = self.numbers(dtype)
         return numbers if self.queries is None else numbers.masked_fill(~self.queries[..., None], 0.0)
 
     def folded(self, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
-        """These, laid out as `fold` does."""
+        """These numbers in the layout of `fold`."""
         key = dtype, batch, heads, kv_heads, query_len
         if key not in self._folded:
             with torch.inference_mode(False):
@@ -103,19 +102,19 @@ class Hidden:
 
 
 def harmless(*tensors: Tensor) -> bool:
-    """Whether nothing in these can reach anything through a weight of 0; False where that takes waiting to know."""
+    """Whether a weight of 0 cancels every number in these tensors; False if finding out needs a device sync."""
     for tensor in tensors:
         if tensor.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
             return False
         if tensor.numel():
             low, high = tensor.detach().aminmax()
-            if not (low.item() > -HARMLESS and high.item() < HARMLESS):  # which is not so for NaN
+            if not (low.item() > -HARMLESS and high.item() < HARMLESS):  # false for NaN
                 return False
     return True
 
 
 def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
-    """Numbers for the scores of a call where the query heads that share a kv head lie one below the other.
+    """Numbers for the scores of a call in which query heads that share a kv head are stacked along the queries.
 
     Shapes: [1 or batch, 1 or heads, 1 or query_len, columns] -> [1 or batch * kv_heads, 1 or heads // kv_heads *
     query_len, columns].
@@ -130,11 +129,11 @@ def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int, query_len: int)
 
 
 def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
-    """What a bound mask hides in a whole call; None for nothing. Remembered where the mask can be told from others."""
+    """What a bound mask hides in a whole call; None for nothing. Cached if the mask has a structure to compare."""
     if mask is None or mask is EVERYTHING:
         return None
     if tracing() or torch._C._are_functorch_transforms_active():
-        return _looked_at(mask, grid)  # what is made in a transform must not be met outside it
+        return _looked_at(mask, grid)  # tensors made in a functorch transform must not be cached
     known = MaskKey(mask)
     if known.structure is None or grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
         return _looked_at(mask, grid)
@@ -142,7 +141,7 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
 
 
 def hidden_in_call(scoring: Scoring) -> Hidden | None:
-    """What mask and bias hide in a whole call; a bias is asked anew in each."""
+    """What mask and bias hide in a whole call; a bias is evaluated in every call."""
     if scoring.bias is None:
         return hidden_in(scoring.mask, scoring.grid)
     allowed = scoring.allowed(*(whole(length, scoring.grid.device) for length in scoring.grid[2:4]))
@@ -151,7 +150,7 @@ def hidden_in_call(scoring: Scoring) -> Hidden | None:
 
 @lru_cache(maxsize=8)
 def _remembered(known: MaskKey, grid: Grid) -> Hidden | None:
-    with torch.inference_mode(False):  # whose tensors training could not use
+    with torch.inference_mode(False):  # autograd cannot save inference tensors
         return _looked_at(known.mask, grid)
 
 

@@ -1,4 +1,4 @@
-"""What was found out about a mask is remembered by what the mask is: a call like the one before is not asked again."""
+"""A cache of bound masks, by mask structure: repeated calls skip the binding."""
 
 from functools import lru_cache
 
@@ -11,14 +11,14 @@ from regard.shapes import Grid
 
 
 def bind(mask: Mask, grid: Grid) -> Mask:
-    """`Mask.bind`; all layers of a step, whose mask is one, have it bound once."""
+    """`Mask.bind`, cached, so that all layers of a step that share a mask bind it once."""
     if tracing() or torch._C._are_functorch_transforms_active():
-        return mask.bind(grid)  # what is made in a transform must not be met outside it
+        return mask.bind(grid)  # tensors made in a functorch transform must not be cached
     known = MaskKey(mask)
     return mask.bind(grid) if known.structure is None else _bound(known, grid)
 
 
 @lru_cache(maxsize=8)
 def _bound(known: MaskKey, grid: Grid) -> Mask:
-    with torch.inference_mode(False):  # whose tensors training could not use
+    with torch.inference_mode(False):  # autograd cannot save inference tensors
         return known.mask.bind(grid)

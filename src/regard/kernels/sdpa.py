@@ -1,9 +1,9 @@
-"""torch's own `scaled_dot_product_attention`, where its meaning equals ours.
+"""torch's `scaled_dot_product_attention`, where it computes the same as regard's definition.
 
-It has no softcap, no sink and no log-sum-exp, and its dropout cannot be made again; its causal mask is aligned to the
-top left (our offset 0). Any other mask is handed over as a whole tensor of query_len x key_len: exact, and slow. Two
-things are taken care of here because torch does not: keys that no query may see are zeroed, since NaN in them would
-reach the output, and a bias is only handed over in the precision it was given in.
+It has no softcap, no sink and no log-sum-exp, and its dropout is not reproducible; its causal mask is aligned top-left
+(regard's offset 0). Any other mask is passed as a tensor of query_len x key_len: exact, but slow. Two things that
+torch leaves to the caller are done here: fully masked keys are zeroed, since NaN in them would reach the output, and a
+bias is never rounded to a lower precision.
 """
 
 import math
@@ -21,7 +21,7 @@ from regard.masks.planning import is_top_left_causal
 
 
 def cannot(call: Call) -> str | None:
-    """Why torch's function would not compute what was asked."""
+    """Why torch's function does not support a call."""
     scoring = call.scoring
     if call.wants_lse:
         return "torch's scaled_dot_product_attention does not return lse"
@@ -48,7 +48,7 @@ def run(call: Call) -> tuple[Tensor, None]:
         pass
     elif bias is None and is_top_left_causal(mask):
         causal = True
-        if scoring.grid.key_len > scoring.grid.query_len:  # later keys are seen by nobody
+        if scoring.grid.key_len > scoring.grid.query_len:  # no query sees later keys
             key, value = key[:, :, : scoring.grid.query_len], value[:, :, : scoring.grid.query_len]
     else:
         hidden = hidden_in_call(scoring)
@@ -70,13 +70,13 @@ def run(call: Call) -> tuple[Tensor, None]:
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, 0.0, False, scale=scoring.scale, enable_gqa=grouped
     )
-    if exporting() and allowed is not None:  # an empty row is NaN where the graph goes, 0 here
+    if exporting() and allowed is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
         output = output.masked_fill(~allowed.any(dim=-1)[..., None], 0.0)
     return output, None
 
 
 def quadratic_numbers(call: Call) -> int:
-    """A mask or bias is built whole; and torch itself builds all scores where its fused form does not fit."""
+    """The mask or bias tensor; and all scores where torch cannot use its fused operator."""
     scoring, grid = call.scoring, call.scoring.grid
     scores = grid.query_len * grid.key_len
     fused = call.query.shape[-1] == call.value.shape[-1]
@@ -94,7 +94,7 @@ def quadratic_numbers(call: Call) -> int:
 
 
 def peak_bytes(call: Call) -> int:
-    """What is quadratic, and torch's log-sum-exp."""
+    """The quadratic tensors, and torch's log-sum-exp."""
     grid = call.scoring.grid
     return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 

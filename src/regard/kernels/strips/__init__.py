@@ -1,13 +1,13 @@
-"""The strips kernel: any mask, forward and backward, in memory that grows with the length.
+"""The strips kernel: any mask, forward and backward, in memory linear in the length.
 
-What lives here knows how a mask becomes strips and how a strip is computed. From a mask to a result:
+This folder decides how a mask is cut into strips and how a strip is computed:
 
-    plan        a mask, cut into strips                      added       bias and mask as numbers, strip by strip
-    grouping    those that are alike, and what is kept       dropped     which weights are dropped
-    options     how a call is cut                            products    two products with a softmax between them
-    view        a strip's part of a tensor                   engine      all strips, forward and backward
-    pieces      a few rows of scores at a time               tuning      what was found by measuring
-    autograd, compiled, kernel    how others call it
+    plan        cutting a mask into strips                   added       bias and mask as numbers, strip by strip
+    grouping    batches of equal strips; the plan cache      dropped     which weights are dropped
+    options     how to cut a given call                      products    two products with a softmax between them
+    reordering  sorting tokens by document                   engine      all strips, forward and backward
+    view        a strip's part of a tensor                   tuning      measured constants
+    pieces      cache-sized pieces of a strip                autograd, compiled, kernel    entry points
 """
 
 from regard.kernels.strips.kernel import KERNEL

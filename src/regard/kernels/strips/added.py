@@ -1,8 +1,8 @@
-"""What is added to the scores of a strip, mask and bias, as numbers; and the gradient of what a bias has learned.
+"""Bias and mask as numbers added to the scores of a strip, and the gradients of trainable biases.
 
-A bias that depends on the distance between key and query alone is one row of numbers for the whole call, and every
-strip is a view into a few copies of it; what its queries may not see is -inf in the same row, if the mask is a band. A
-tensor is read where it stands. Only other biases are asked for every score.
+A bias that depends only on the distance between key and query is one row of numbers for the whole call, and every strip
+is a view into a few copies of that row; if the mask is a band, the row also holds its -inf. A bias tensor is read in
+place. Any other bias is evaluated for every score.
 """
 
 import math
@@ -22,10 +22,10 @@ from regard.shapes import Grid
 
 
 class Added:
-    """What a call adds to its scores, strip by strip.
+    """What is added to the scores of a call.
 
     Args:
-        learned: the tensors of the bias that may want a gradient; with `wanted`, gradients add up in `grads`.
+        learned: tensors of the bias that may need a gradient; those that do are in `wanted`, gradients in `grads`.
     """
 
     def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
@@ -62,7 +62,7 @@ class Added:
         return AddedToStrip(self, strip)
 
     def finish(self) -> list[Tensor]:
-        """The gradients of what is wanted."""
+        """The gradients of `wanted`."""
         if self._grad_distances is not None:
             assert self._distances is not None
             self._add(torch.autograd.grad(self._distances, self.wanted, self._grad_distances, allow_unused=True))
@@ -75,7 +75,7 @@ class Added:
 
 
 def _terms(bias: Bias) -> Iterator[Bias]:
-    """The biases that add up to one."""
+    """The terms of a sum of biases."""
     if isinstance(bias, Sum):
         yield from _terms(bias.left)
         yield from _terms(bias.right)
@@ -84,7 +84,7 @@ def _terms(bias: Bias) -> Iterator[Bias]:
 
 
 def _of_all_distances(leaves: list[Bias], scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
-    """What these say of all distances of a call, from the last query and first key to the first query and last key:
+    """The sum of these biases for all distances of a call, from (last query, first key) to (first query, last key):
     [batch or 1, heads or 1, query_len + key_len - 1]."""
     if not leaves:
         return None
@@ -97,7 +97,7 @@ def _of_all_distances(leaves: list[Bias], scoring: Scoring, dtype: torch.dtype) 
 
 
 def _all_distances(grid: Grid) -> tuple[Tensor, Tensor]:
-    """One query, and keys at all distances that there are between a query and a key: some of them beyond the call."""
+    """One query, and keys at every distance that occurs in the call (some lie beyond its last key)."""
     query = torch.tensor([grid.query_len - 1], device=grid.device)
     return query, torch.arange(grid.query_len + grid.key_len - 1, device=grid.device)
 
@@ -110,7 +110,7 @@ class AddedToStrip:
     """What is added to the scores of one strip.
 
     Attributes:
-        tiles: numbers that broadcast to [batch, heads, queries, keys] of the strip; all of them are added.
+        tiles: tensors that broadcast to the strip's [batch, heads, queries, keys]; all of them are added.
     """
 
     def __init__(self, call: Added, strip: Strip) -> None:
@@ -147,7 +147,7 @@ class AddedToStrip:
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 
     def _of_given(self, numbers: Tensor) -> Tensor:
-        """The piece of a tensor that is broadcastable to the scores of a call."""
+        """The strip's part of a tensor that broadcasts to the scores of the call."""
         if numbers.shape[0] > 1:
             numbers = numbers[self._batch]
         if numbers.shape[2] > 1:
@@ -159,7 +159,7 @@ class AddedToStrip:
         return numbers
 
     def _of_others(self) -> Tensor:
-        """What must be asked for every score; with a graph, where something in it learns."""
+        """The biases that are evaluated for every score; with a graph, if they are trainable."""
         call, strip = self.call, self.strip
         grid = call.scoring.grid
         with torch.set_grad_enabled(bool(call.wanted)):
@@ -174,7 +174,7 @@ class AddedToStrip:
         return total
 
     def whole(self) -> Tensor | None:
-        """All of it in one tile: [batch or 1, heads or 1, queries, keys]."""
+        """The sum of all tiles: [batch or 1, heads or 1, queries, keys]."""
         if not self.tiles:
             return None
         total = self.tiles[0]
@@ -185,7 +185,7 @@ class AddedToStrip:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def pull(self, grad_scores: Tensor, batch: int, heads: slice, rows: slice) -> None:
-        """Takes the gradient of some scores: [heads, rows, keys] of one batch row of the strip."""
+        """Accumulates the gradient of some scores: [heads, rows, keys] of one batch index of the strip."""
         call, strip = self.call, self.strip
         at = strip.batch_index if strip.batch_index is not None else batch
         if call._grad_distances is not None:
@@ -231,7 +231,7 @@ class AddedToStrip:
             _add_into(total[..., span.start : span.stop : span.step] if total.shape[2] > 1 else total, of_span, heads)
 
     def finish(self) -> None:
-        """Hands the gradients of what was asked for every score on to what is learned."""
+        """Backpropagates through the biases that were evaluated for every score."""
         if self._grad_made is not None:
             assert self._made is not None
             call = self.call
@@ -239,7 +239,7 @@ class AddedToStrip:
 
 
 def _add_into(total: Tensor, part: Tensor, heads: slice, rows: slice = slice(None)) -> None:
-    """Adds [heads, rows, keys] to a piece of a tensor of which every axis may be 1."""
+    """Adds [heads, rows, keys] to part of a tensor, any axis of which may be 1."""
     total = total[heads] if total.shape[0] > 1 else total
     total = total[:, rows] if total.shape[1] > 1 else total
     axes = [axis for axis in range(3) if total.shape[axis] == 1 and part.shape[axis] != 1]
@@ -247,7 +247,7 @@ def _add_into(total: Tensor, part: Tensor, heads: slice, rows: slice = slice(Non
 
 
 def diagonal_tile(row: Tensor, rows: int) -> Tensor:
-    """A tile that is constant along its diagonals, from the row of numbers on them: lowest left corner first.
+    """A tile that is constant along its diagonals, from the numbers on them, starting at the bottom left corner.
 
     Shapes: [..., rows + columns - 1] -> [..., rows, columns]; tile[i, j] = row[rows - 1 - i + j].
 
@@ -261,7 +261,7 @@ def diagonal_tile(row: Tensor, rows: int) -> Tensor:
 
 
 def sum_diagonals(tile: Tensor) -> Tensor:
-    """The sums along diagonals, which is the gradient of `diagonal_tile`.
+    """Sums along the diagonals: the gradient of `diagonal_tile`.
 
     >>> sum_diagonals(torch.tensor([[[1, 2, 3], [0, 1, 2]]])).tolist()
     [[0, 2, 4, 3]]

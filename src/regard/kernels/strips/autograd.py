@@ -1,6 +1,6 @@
-"""The strips of a call as one function that autograd, torch.func and a second backward pass can go through.
+"""The strips of a call as a `torch.autograd.Function`, for autograd and torch.func.
 
-A gradient of a gradient is left to the reference.
+Double backward runs on the reference.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from regard.scores import Scoring
 
 
 class Strips(torch.autograd.Function):
-    """The strips of a call, as autograd and torch.func see them."""
+    """Attention by strips, as a differentiable function."""
 
     @staticmethod
     def forward(
@@ -41,7 +41,7 @@ class Strips(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: activation checkpointing has them once
+        saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
         if grad_output is None:
             grad_output = torch.zeros_like(saved[0])
         grads = Gradients.apply(*ctx.fixed, grad_output, grad_lse, *saved)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Strips(torch.autograd.Function):
 
 
 class Gradients(torch.autograd.Function):
-    """The backward pass of `Strips`, as something that can be differentiated in turn: by the reference."""
+    """The backward pass of `Strips`, itself differentiable by the reference."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ class Gradients(torch.autograd.Function):
 
 
 def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-    """torch.func.vmap's rule: the calls one after another, each of which keeps the machine busy by itself."""
+    """The rule for torch.func.vmap: one call after another, since each keeps all cores busy."""
     calls = [
         function.apply(*(x if at is None else x.select(at, n) for x, at in zip(inputs, in_dims, strict=True)))
         for n in range(info.batch_size)

@@ -1,7 +1,7 @@
-"""The strips of a call as one node in a graph of torch.compile's: an operator of regard's own, with its backward pass.
+"""The strips of a call as a custom operator, one node in a graph of torch.compile, with its backward pass.
 
-The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.spell`), so that one graph serves
-every length; the strips are planned when the node runs.
+The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.spell`), so that one graph works
+for every length; the strips are planned when the node runs.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ def in_graph(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
     softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Strips` as one node of a graph of torch.compile's.
+    """`Strips` as a custom operator.
 
     Args:
         mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.spell`).
-        seed, rate: of a dropout.
+        seed, rate: of the dropout.
     """
     scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
     return engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan)
@@ -42,7 +42,7 @@ def _in_graph_backward(
     value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
     scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Gradients` likewise; that of a sink or a bias is empty where there is none, or where it does not learn."""
+    """`Gradients` likewise; the gradient of a sink or bias is empty if there is none, or if it is not trainable."""
     scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
     learned = [tensor.detach().requires_grad_(learns) for tensor in scoring.learned()]
     grads = engine.backward(
@@ -63,7 +63,7 @@ def _of_node(
     query: Tensor, key: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
     softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float,
 ) -> tuple[Scoring, StripPlan]:  # fmt: skip
-    """What a node of a graph stands for."""
+    """Scoring and strips of a node, from its arguments."""
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added = None if bias is None else Given(bias).bind(grid)
@@ -105,7 +105,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> 
     )
     of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
     of_tensors = [None] * len(tensors)
-    of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for one of tensors
+    of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for a list of tensors
     return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None)
 
 

@@ -18,7 +18,7 @@ class Dropped:
         self._keys = strip.spans[0] if alone else keys_of(strip, grid.device)
 
     def factors(self, piece: Piece, weights: Tensor) -> Tensor:
-        """What the weights of a piece are multiplied by: 0, or 1 / (1 - rate). Shape: as they are."""
+        """Factors for the weights of a piece, in their shape: 0, or 1 / (1 - rate)."""
         at = piece.batch if self._strip.batch_index is None else self._strip.batch_index
         kept = self._dropout.keep(
             self._grid,

@@ -1,7 +1,7 @@
-"""All strips of a call, forward and backward: each by torch's fused operator, or by plain products.
+"""Forward and backward pass over all strips of a call: each by torch's fused operator or by plain products.
 
-The gradients of strips add up exactly, because every strip's backward pass uses the row's own output and log-sum-exp
-(Dao et al. 2022, appendix B.4). A sink changes only these two: it is a place with value 0.
+The gradients of the strips add up exactly, because the backward pass of every strip uses the output and log-sum-exp of
+the whole row (Dao et al. 2022, appendix B.4). A sink changes only these two: it acts like a key with value 0.
 """
 
 import math
@@ -27,7 +27,7 @@ from regard.scores import Scoring
 
 
 class Part(StripView):
-    """One strip of a call: its tensors, what is added to its scores, and what nobody may see."""
+    """One strip of a call: its tensors, bias and mask as numbers, and which queries and keys are fully masked."""
 
     def __init__(self, strip: Strip, added: Added, dropout: Dropout | None, careful: bool) -> None:
         super().__init__(strip)
@@ -48,12 +48,12 @@ class Part(StripView):
         )
 
     def safe_query(self, tensor: Tensor) -> Tensor:
-        """The strip's queries; zeros where they see nothing, if what is there could reach anything."""
+        """The strip's queries; fully masked ones are zeroed if they could affect anything."""
         query = self.of_query(tensor)
         return query if self._hidden is None else zero_empty_queries(query, self._hidden.allowed)
 
     def safe_key(self, tensor: Tensor) -> Tensor:
-        """The strip's keys or values; zeros where nobody sees them, likewise."""
+        """The strip's keys or values; fully masked ones are zeroed, likewise."""
         key = self.of_key(tensor)
         return key if self._hidden is None else zero_unseen(key, self._hidden.allowed)
 
@@ -68,7 +68,7 @@ def forward(
     plan: StripPlan,
     wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp where it is wanted (else it is unfinished)."""
+    """Output and log-sum-exp (incomplete if it is not wanted)."""
     size = value.shape[3]
     by_flash = flash_can(query, scoring, dropout)
     if by_flash:
@@ -76,7 +76,7 @@ def forward(
         query, key, value = (_padded(t, width) for t in (query, key, value))
     added = Added(scoring, plan, upcast(query[:0]).dtype)
     careful = (plan.hides or scoring.bias is not None) and not harmless(query, key, value)
-    # queries that no strip has a key for stay as they are
+    # these values remain for queries without keys in any strip
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
     needs_lse = wants_lse or sink is not None or plan.merges
@@ -115,24 +115,24 @@ def backward(
     grad_output: Tensor,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, sink, and what is learned besides."""
+    """The gradients of query, key, value, sink and `learned`."""
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
     finite = finite_lse(lse)
     delta = (upcast(grad_output) * upcast(output)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
-    # a row that is whole in one strip needs no output that was rounded to half precision
+    # a row that lies in one strip does not need the output, which was rounded to half precision
     whole_rows = not by_flash and not plan.merges and query.dtype != lse.dtype
     less_lse = torch.zeros_like(lse) if grad_lse is None else -grad_lse
     added = Added(scoring, plan, lse.dtype, learned)
     careful = (plan.hides or scoring.bias is not None) and not harmless(query, key, value)
-    # strips that share keys add up in float32, whatever the call's dtype
+    # gradients of shared keys accumulate in float32, whatever the call's dtype
     grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
     for strip in _not_empty(plan, query):
         part = Part(strip, added, dropout, careful)
         if not by_flash or products_pay(strip, query, key, backward=True):
-            alone = len(strip.spans) == 1  # and not a copy of several spans
+            alone = len(strip.spans) == 1  # otherwise it is a copy of several spans
             to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
             products.gradients(
                 part.of_query(grad_output),
@@ -178,21 +178,21 @@ def backward(
 
 
 def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
-    """Whether torch's operator computes what was asked, on this device."""
+    """Whether torch's operator supports the call, on this device."""
     plain = dropout is None and scoring.softcap is None and scoring.additive is None
     return plain and fused.FLASH and query.device.type == "cpu"
 
 
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
-    """Those strips in which there is something to compute."""
+    """The strips that have anything to compute."""
     return (strip for strip in plan.strips if strip.keys and query.numel())
 
 
 def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = False) -> bool:
-    """Whether plain products take less time for a strip than torch's operator."""
+    """Whether plain products are faster for a strip than torch's operator."""
     heads, times = key.shape[1], strip.times
     stack = heads * (query.shape[0] if strip.batch_index is None else 1)
-    if times > 1:  # either heads or strips are one axis; strips cannot be where their gradients add up
+    if times > 1:  # either heads or strips form one axis; not strips if their gradients overlap
         stack = heads if backward and strip.overlaps else max(heads, times)
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
@@ -210,7 +210,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     numbers = part.added.whole()
     output, lse = fused.flash(query, key, value, scale=scale, attn_mask=numbers)
     if numbers is not None:
-        nothing = lse == 0.0  # what the operator says of a query that sees nothing, and by chance of another one
+        nothing = lse == 0.0  # the operator's lse of a fully masked query, and by coincidence of others
         if bool(nothing.any()):
             empty = (numbers.amax(-1) == -math.inf).expand(lse.shape)
             output, lse = output.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
@@ -218,11 +218,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A causal square; in halves where torch would leave a thread idle.
+    """A causal square; in halves if torch would leave threads idle.
 
-    torch gives each thread equally many rows, one head after another, though the later rows of a head have more to do.
-    Here the second half of the queries sees all of the first half of the keys, which is the same work for every row,
-    and a square half as long; the two results are merged by lse.
+    torch gives each thread the same number of rows, head by head, although later rows of a head take longer. Here the
+    second half of the queries attends to the first half of the keys without a mask, which is equal work for every row,
+    and to its own half as a smaller causal square; the two results are merged by lse.
     """
     if not halves(query):
         return fused.flash(query, key, value, scale=scale, is_causal=True)
@@ -238,25 +238,25 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
 
 
 def halves(query: Tensor) -> bool:
-    """Whether a causal square takes less time in halves."""
+    """Whether a causal square is faster in halves."""
     if query.shape[2] < tuning.MIN_HALVED_QUERIES or query.dtype != upcast(query[:0]).dtype:
         return False
     return busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= tuning.MIN_UNEVENNESS
 
 
 def busiest(heads: int, threads: int) -> float:
-    """How much more than the mean the busiest thread has to do, if each takes equally many rows of causal squares.
+    """Work of the busiest thread relative to the mean, if each takes the same number of rows of causal squares.
 
     >>> busiest(1, 2), busiest(12, 2)
     (1.5, 1.0)
     """
     shares = [thread * heads / threads for thread in range(threads + 1)]
-    done = [int(share) + (share - int(share)) ** 2 for share in shares]  # of a head's work, at the border of a share
+    done = [int(share) + (share - int(share)) ** 2 for share in shares]  # heads completed at the end of each share
     return max(after - before for before, after in pairwise(done)) * threads / heads
 
 
 def _merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Adds what the same queries found in other keys to output and log-sum-exp."""
+    """Merges the results of the same queries for other keys into output and log-sum-exp."""
     whole = torch.logaddexp(lse, more_lse)
     share = exp(more_lse - whole)[..., None]
     if output.dtype == share.dtype:
@@ -267,14 +267,14 @@ def _merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:
-    """With zeros up to `width` features, and features next to each other in memory, as torch's operator wants them."""
+    """Padded with zeros to `width` features and with contiguous features, as torch's operator needs it."""
     if tensor.shape[3] < width:
         return F.pad(tensor, (0, width - tensor.shape[3]))
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _for_flash(query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad_output: Tensor, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
-    """Five tensors as the backward operator wants them, made when they are first asked for."""
+    """The five tensors in the form that the backward operator needs, built on first use."""
 
     @cache
     def widen() -> tuple[Tensor, ...]:
@@ -282,7 +282,7 @@ def _for_flash(query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad_o
         five = tuple(_padded(tensor, width) for tensor in (query, key, value, output, grad_output))
         if grad_lse is None:
             return five
-        # torch's operator knows no delta: dlse enters as one more feature, with value 0 and gradient 1
+        # torch's operator takes no delta: dlse is passed as one more feature, with value 0 and gradient 1
         *three, out, grad = five
         out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], dim=-1)
         grad = torch.cat([grad, torch.ones_like(grad[..., :1])], dim=-1)

@@ -1,7 +1,7 @@
-"""A whole mask as strips: those that are alike stand as one, and what was found out is remembered by what the mask is.
+"""The strips of a whole mask, with equal strips grouped into batches, and the cache of such plans by mask structure.
 
-A mask that can only be asked about single scores, and cannot be told from others, is cut anew in every pass, one strip
-after another, so that nothing of size query_len x key_len is held.
+A mask that has neither a closed form nor a comparable structure is cut again in every pass, strip by strip, so that
+nothing of size query_len x key_len is held.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from regard.shapes import Grid
 
 
 class StripPlan:
-    """A bound mask cut into strips, and what each of them hides.
+    """The strips of a bound mask, and what the mask hides in each.
 
     Attributes:
-        masks: the mask of each batch row that has strips of its own, by row; under None that of all.
+        masks: the mask of each batch index with separate strips; the key None if one mask holds for all.
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
@@ -39,22 +39,22 @@ class StripPlan:
 
     @property
     def strips(self) -> Iterable[Strip]:
-        """All of them, in the order in which they have to be computed."""
+        """All strips, in the order in which they must be computed."""
         return self._cut() if self._strips is None else self._strips
 
     @property
     def hides(self) -> bool:
-        """Whether anything may have to be hidden that torch's operator does not hide by itself."""
+        """Whether anything may be hidden beyond torch's own causal form."""
         return self._strips is None or any(strip.kind is Kind.MASKED or not strip.keys for strip in self._strips)
 
     @property
     def only(self) -> Strip | None:
-        """The strip, if there is one alone."""
+        """The strip, if there is exactly one."""
         return self._strips[0] if self._strips is not None and len(self._strips) == 1 else None
 
     @property
     def merges(self) -> bool:
-        """Whether the keys of a query may lie in several strips."""
+        """Whether a query may be in several strips, whose results are merged."""
         return self._strips is not None and any(strip.merges for strip in self._strips)
 
     def _cut(self) -> Iterator[Strip]:
@@ -69,14 +69,14 @@ class StripPlan:
 
     @property
     def _keeps(self) -> bool:
-        """Whether what was looked at is held as long as the plan is."""
+        """Whether evaluated masks are kept as long as the plan."""
         masks = self.masks.values()
         return all(mask.closed_form or mask.structure() is not None for mask in masks)
 
     def _together(self) -> Iterator[Strip]:
-        """The strips, those that are alike and equally far apart as one, which is then a batch of views.
+        """The strips, with equal ones at equal distances joined into a batch of views.
 
-        Keys that all of them see, as those of a prefix, are a strip of their own, which merges.
+        Keys that all of them see, such as a prefix, become a separate strip, whose result is merged.
         """
         alike: dict[Hashable, list[Strip]] = {}
         for strip in self._cut():
@@ -87,7 +87,7 @@ class StripPlan:
                 first, times = strips[0], 1
                 *shared, moving = first.spans
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
-                if shared and step != len(first.queries):  # between them lie queries that see something else
+                if shared and step != len(first.queries):  # the queries in between see other keys
                     most = 1
                 while (
                     times < min(most, len(strips))
@@ -104,7 +104,7 @@ class StripPlan:
                 strips = strips[times:]
 
     def _likeness(self, strip: Strip) -> Hashable:
-        """What strips share that may be computed by one call."""
+        """A key that is equal for strips that may be batched."""
         *shared, moving = strip.spans
         grid, queries, mask = self._grid, strip.queries, self.masks[strip.batch_index]
         if not strip.keys or strip.merges or moving.step != queries.step:
@@ -128,7 +128,7 @@ class StripPlan:
         if isinstance(hides, Tile):
             return (*likeness, hides)
         if not gaps and all(isinstance(part, Band) and isinstance(part.offset, int) for part in hides.leaves()):
-            return (*likeness, hides.structure())  # bands move on with the queries
+            return (*likeness, hides.structure())  # a band looks the same relative to the queries
         self._looked += len(queries) * len(moving)
         if self._looked > MAX_KEPT_SCORES or grid.device.type != "cpu":
             return strip
@@ -136,7 +136,7 @@ class StripPlan:
         return (*likeness, allowed.shape, _bytes(allowed))
 
     def hidden(self, strip: Strip) -> Hidden | None:
-        """What the mask hides in a strip: None for nothing, and in a causal square, where it is known without it."""
+        """What the mask hides in a strip; None for nothing, and for a causal square, which needs no mask."""
         if strip.kind is not Kind.MASKED:
             return None
         if strip.allowed is not None and strip not in self._hidden:
@@ -154,7 +154,7 @@ class StripPlan:
         allowed = self.masks[strip.batch_index].allowed(strip.queries, keys)
         last = None if allowed.is_meta else next(reversed(self._hidden.values()), None)
         if last is not None and last.allowed.shape == allowed.shape and torch.equal(last.allowed, allowed):
-            hidden = last  # along a band every strip looks the same
+            hidden = last  # every strip of a band looks the same
         else:
             hidden = Hidden(allowed)
             self._kept += allowed.numel()
@@ -164,25 +164,25 @@ class StripPlan:
 
 
 def keys_of(strip: Strip, device: torch.device) -> Tensor:
-    """The strip's keys as places in the call, its spans end to end."""
+    """The indices of the strip's keys, its spans concatenated."""
     return torch.cat([indices(span, device) for span in strip.spans])
 
 
 def plan_strips(mask: Mask, grid: Grid, by: PlanOptions) -> StripPlan:
-    """A bound mask, cut; remembered where it can be told from others."""
+    """The strips of a bound mask; cached if the mask has a structure to compare."""
     known = MaskKey(mask)
     if known.structure is None or torch._C._are_functorch_transforms_active():
-        return StripPlan(mask, grid, by)  # what is made in a transform must not be met outside it
+        return StripPlan(mask, grid, by)  # tensors made in a functorch transform must not be cached
     return _remembered(known, grid, by)
 
 
 @lru_cache(maxsize=32)
 def _remembered(known: MaskKey, grid: Grid, by: PlanOptions) -> StripPlan:
-    with torch.inference_mode(False):  # whose tensors training could not use
+    with torch.inference_mode(False):  # autograd cannot save inference tensors
         return StripPlan(known.mask, grid, by)
 
 
 def _bytes(allowed: Tensor) -> bytes:
-    """What a bool tensor holds, as a key."""
+    """The contents of a bool tensor, as a hashable key."""
     allowed = allowed.contiguous()
     return ctypes.string_at(allowed.data_ptr(), allowed.numel())

@@ -1,8 +1,8 @@
-"""Any mask at the price of the work it contains: a plan of dense calls, one for each strip.
+"""Any mask, at a cost proportional to what it allows: a plan of dense calls, one for each strip.
 
-A mask is cut into *strips* (`plan`). A strip is one dense attention call over its spans laid end to end; where the mask
-allows all of it, without a mask, and where it does not, with a small one. Nothing of size query_len x key_len exists,
-not while planning either. Each strip is computed by torch's fused operator, or by plain products (`engine`).
+A mask is cut into *strips* (`plan`). A strip is one dense attention call over its concatenated spans: without a mask if
+all of it is allowed, else with a small one. Nothing of size query_len x key_len is built, not even for planning. Each
+strip is computed by torch's fused operator or by plain products (`engine`).
 """
 
 from collections.abc import Callable
@@ -29,14 +29,14 @@ from regard.rules import spell
 
 
 def cannot(call: Call) -> str | None:
-    """Everything can be cut into strips, where there is something to cut."""
+    """Why strips do not support a call: only an exported graph cannot contain them."""
     if exporting():
         return "a graph that leaves this process can hold torch's own operators alone"
     return None
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The strips; in a graph of torch.compile's, as one node of it."""
+    """Computes the strips; in a graph of torch.compile, as one node."""
     if not tracing():
         return _run(call)
     tensors: list[Tensor] = []
@@ -45,7 +45,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     mask = spell(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
     if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-        return broken(call)  # the graph breaks here: a node has no words for functions
+        return broken(call)  # a graph break: a node cannot hold a function
     output, lse = in_graph(
         *_tensors(call),
         scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
@@ -58,8 +58,8 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value.
 
-    In half precision torch's operator takes a short cut in exp, good enough for its output but not for an lse from
-    which weights are made again: that is computed in float32.
+    In half precision, torch's operator approximates exp: accurate enough for the output, but not for an lse from which
+    weights are recomputed. That is computed in float32.
     """
     if call.wants_lse and engine.flash_can(call.query, call.scoring, call.dropout):
         return upcast(call.query), upcast(call.key), upcast(call.value)
@@ -76,7 +76,7 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def _planned(call: Call) -> Call:
-    """The call with the mask that is cut into strips."""
+    """The call with its mask after reordering."""
     changed = reordering(call)
     return call if changed is None else replace(call, scoring=replace(call.scoring, mask=changed.mask))
 
@@ -93,14 +93,14 @@ def _run_in_order(call: Call) -> tuple[Tensor, Tensor | None]:
     if call.learns or torch._C._are_functorch_transforms_active():
         output, lse = Strips.apply(scoring, call.dropout, plan, *rest)  # type: ignore[no-untyped-call]
         return output.to(call.query.dtype), lse
-    # where nothing learns, without autograd's cost, which is as much as that of a small call
+    # without gradients, skip autograd, whose overhead equals a small call
     with torch.no_grad():
         output, lse = engine.forward(*tensors, scoring.sink, scoring, call.dropout, plan, wants_lse=call.wants_lse)
     return output.to(call.query.dtype), lse if call.wants_lse else None
 
 
 def _is_one_call(strip: Strip, call: Call) -> bool:
-    """Whether the only strip of a plan is torch's function on some of the keys, as in decoding."""
+    """Whether the only strip of a plan is a plain call of torch's function on some of the keys, as in decoding."""
     scoring = call.scoring
     plain = not call.wants_lse and scoring.sink is None and scoring.bias is None
     whole = strip.batch_index is None and strip.kind is Kind.FULL and len(strip.spans) == strip.spans[0].step == 1
@@ -110,7 +110,7 @@ def _is_one_call(strip: Strip, call: Call) -> bool:
 
 
 def products_pay_alone(call: Call) -> bool:
-    """Whether plain products take less time than one call of torch's, which could do it as well."""
+    """Whether plain products are faster than one call of torch's function that would do the same."""
     if not _is_one_call_of_torchs(call):
         return False
     causal, (batch, kv_heads), grid = _is_causal(call), call.key.shape[:2], call.scoring.grid
@@ -120,7 +120,7 @@ def products_pay_alone(call: Call) -> bool:
 
 
 def halves_pay(call: Call) -> bool:
-    """Whether a causal square takes less time in halves; a compiler cannot ask for the number of threads."""
+    """Whether a causal square is faster in halves; False while tracing, where the thread count is unknown."""
     return _is_one_call_of_torchs(call) and _is_causal(call) and not tracing() and engine.halves(call.query)
 
 
@@ -135,7 +135,7 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 
 def num_scores(call: Call) -> int:
-    """Scores in all strips; of a causal square all, if torch computes it, which leaves out what it can."""
+    """Scores of all strips; a causal square computed by torch counts in full, although torch skips part of it."""
     grid, count = call.scoring.grid, 0
     flash = engine.flash_can(call.query, call.scoring, call.dropout)
     for strip in plan_of(_planned(call)).strips:
@@ -147,7 +147,7 @@ def num_scores(call: Call) -> int:
 
 
 def peak_bytes(call: Call) -> int:
-    """The log-sum-exp, and for the largest strip what is added to its scores, its keys and result, or its pieces."""
+    """The log-sum-exp, and for the largest strip its mask and bias, copied keys, result and pieces of scores."""
     grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
     size = upcast(query[:0]).element_size()
     flash = engine.flash_can(query, scoring, call.dropout)

@@ -1,4 +1,4 @@
-"""A strip in pieces: scores of some rows of some heads, few enough to stay in a core's cache."""
+"""Cuts a strip into pieces: scores of some rows of some heads, few enough to stay in a core's cache."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,9 +13,12 @@ class Piece(NamedTuple):
     """Some scores of a strip.
 
     Attributes:
-        by_query: what is there by query, as [stack, group, rows, ...], where a group are the heads that share a kv
-            head. by_key: as [stack, keys, ...]. tiles: what is added, broadcastable to [stack, group, rows, keys].
-        space: room for scores. batch, heads: where in the strip, if that was asked for. rows: which queries.
+        by_query: per-query tensors [stack, group, rows, ...]; a group is the heads that share a kv head.
+        by_key: per-key tensors [stack, keys, ...].
+        tiles: numbers to add to the scores, broadcastable to [stack, group, rows, keys].
+        space: a buffer for scores.
+        batch, heads: place in the strip (batch only with `apart`).
+        rows: which queries.
     """
 
     by_query: list[Tensor]
@@ -36,11 +39,11 @@ def pieces(
     spaces: int,
     apart: bool,
 ) -> Iterator[Piece]:
-    """A strip in pieces of at most `PIECE_SCORES` scores, if one head's rows are not more.
+    """The pieces of a strip, each with at most `PIECE_SCORES` scores, unless one head's rows have more.
 
     Args:
-        spaces: for how many numbers per score there shall be room. apart: take batch rows one by one, and say which.
-        others: as in `Piece`, of the whole strip.
+        spaces: numbers per score in the buffer. apart: take batch indices one by one, and report which.
+        others: as in `Piece`, for the whole strip.
     """
     batch, heads, queries = by_query[0].shape[:3]
     kv_heads, keys = by_key[0].shape[1:3]
@@ -73,10 +76,10 @@ def pieces(
 
 
 def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tensor]]]:
-    """Batch and heads as one axis, without a copy: if strides do not allow it, for one batch row or head at a time.
+    """Batch and heads as one axis, without a copy: if strides do not allow it, one batch index or head at a time.
 
     Args:
-        apart: take batch rows one by one, and say which it is.
+        apart: take batch indices one by one, and report which.
     """
     batch, heads = tensors[0].shape[:2]
     if not apart and batch > 1:
@@ -95,10 +98,10 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
 
 
 def rows_at_a_time(queries: int, keys: int, group: int) -> int:
-    """Queries of each head in a piece, where so many heads share a kv head."""
+    """Queries of each head in a piece, if `group` heads share a kv head."""
     return max(tuning.PIECE_QUERIES, min(queries, tuning.PIECE_SCORES // (4 * max(1, keys) * group)))
 
 
 def blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
-    """The rows from 0 to length, some at a time."""
+    """(start, stop) of successive blocks of rows."""
     return ((start, min(start + rows, length)) for start in range(0, length, rows))

@@ -1,8 +1,8 @@
-"""How a mask is cut into strips: some consecutive queries, and the spans of keys that any of them may see.
+"""Cuts a mask into strips: blocks of consecutive queries with the spans of keys that any of them may attend to.
 
-Empty tiles are in no strip. Where the mask allows all of a strip it needs no mask, and where it does not, a small one.
-Nothing of size query_len x key_len exists: a mask answers for whole rectangles (`Mask.tile`), and rectangles are halved
-only where the answer is PARTIAL.
+Empty tiles belong to no strip. A strip that is allowed entirely needs no mask; any other needs a small one. Nothing of
+size query_len x key_len is built: a mask reports the coverage of whole rectangles (`Mask.tile`), and only PARTIAL
+rectangles are subdivided.
 
     Causal() & Window(3)        strips of two queries
 
@@ -13,8 +13,8 @@ only where the answer is PARTIAL.
     . . # # # .                         [4 5]        keys 2-5
     . . . # # #
 
-A causal square is one strip, which torch's operator knows; so are queries that all see the same keys. Strips that are
-alike and equally far apart stand as one, a batch of views. What was found out is remembered by what the mask is.
+A causal square is one strip, since torch's operator supports it; so are queries that all see the same keys. Equal
+strips at equal distances are computed as one batch of views (`grouping`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ from regard.masks.planning import common_keys, factors, product_of, visible
 
 
 class Kind(Enum):
-    """What the queries of a strip see of its keys."""
+    """Which of its keys the queries of a strip see."""
 
     FULL = "every query sees every key"
     CAUSAL = "query i sees the first i + 1 keys of one span"
@@ -40,13 +40,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Some queries, and the spans of keys that they may see; under a strided mask every step-th.
+    """Some queries, and the spans of keys that they may see; ranges with a step under a strided mask.
 
     Attributes:
-        batch_index: the batch row it is for; None for all of them at once.
-        times, step: how many strips alike it stands for, each so many queries and keys after the one before.
-        merges: whether its queries were in a strip before this one, so that the two results have to be merged.
-        allowed: what was looked at to find it, where a mask has no closed form: True = may attend.
+        batch_index: the batch index it is for; None for all of them.
+        times, step: it stands for `times` equal strips, each `step` queries and keys after the previous one.
+        merges: whether an earlier strip has the same queries, so that the two results have to be merged.
+        allowed: the evaluated mask, if it has no closed form: True = may attend.
     """
 
     batch_index: int | None
@@ -60,30 +60,30 @@ class Strip:
 
     @property
     def keys(self) -> int:
-        """How many keys each of its queries meets."""
+        """Number of keys that its queries are compared with."""
         return sum(map(len, self.spans))
 
     @property
     def overlaps(self) -> bool:
-        """Whether it stands for several strips that share keys."""
+        """Whether it stands for several strips with common keys."""
         return self.times > 1 and self.step < self.keys and self.queries.step == 1
 
 
 class PlanOptions(NamedTuple):
-    """How to cut: what is cheapest in one kind of call.
+    """How to cut most cheaply for one kind of call.
 
-    A score of a strip of h queries costs 1 + short / h of what it costs in a high one: torch's operator multiplies
-    smaller matrices. High strips are fewer, and hold more that is hidden where keys move on with the queries.
+    A score in a strip of h queries costs 1 + short / h times as much as in a high strip, since torch's operator
+    multiplies smaller matrices. Higher strips are fewer, but contain more masked scores under a window.
     """
 
     max_queries: int
-    """Queries in a strip, at most."""
+    """Most queries in a strip."""
     short: float | None = None
-    """None: strips are as high as they may be."""
+    """None: strips are as high as allowed."""
     scores_per_call: float = 0.0
-    """What a strip costs by itself, in scores of all heads."""
+    """Fixed cost of a strip, in scores of all heads."""
     together: bool = False
-    """Whether strips that are alike are computed by one call."""
+    """Whether equal strips are computed as one batch."""
     causal: bool = True
     """Whether a causal square is one strip."""
 
@@ -91,7 +91,7 @@ class PlanOptions(NamedTuple):
 def cut(
     mask: Mask, query_len: int, key_len: int, batch_index: int | None = None, *, by: PlanOptions | None = None
 ) -> Iterator[Strip]:
-    """The strips of a bound mask, in one batch row or all."""
+    """The strips of a bound mask, for one batch index or all."""
     by = PlanOptions(tuning.MAX_STRIP_QUERIES) if by is None else by
     if not mask.closed_form:
         yield from _cut_by_looking(mask, query_len, key_len, batch_index, by.max_queries)
@@ -136,7 +136,7 @@ def cut(
 
 
 def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int | None, high: int) -> Iterator[Strip]:
-    """The strips of a mask that can only be asked about single scores: all of a strip's at once."""
+    """The strips of a mask without closed form: the mask is evaluated for a whole strip at a time."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
     breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
     for queries in (part for segment in _segments(breaks, query_len) for part in _split(segment, high)):
@@ -158,10 +158,10 @@ def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int |
 
 
 def _spans(seen: Tensor, start: int) -> list[range]:
-    """Where there are keys that are seen, as spans of whole steps.
+    """The spans that contain visible keys, in multiples of KEY_STEP.
 
     Args:
-        seen: uint8 [keys], 1 where somebody sees the key; start: the first of these keys.
+        seen: uint8 [keys], 1 where some query sees the key; start: index of the first key.
     """
     padded = torch.zeros(-(-len(seen) // tuning.KEY_STEP) * tuning.KEY_STEP, dtype=torch.uint8)
     padded[: len(seen)] = seen
@@ -176,7 +176,7 @@ def _spans(seen: Tensor, start: int) -> list[range]:
 
 
 def _exactly(mask: Mask, queries: range, span: range) -> range:
-    """The keys of a span that are seen, if all queries see the same ones; else the span."""
+    """The visible keys of a span, if they are the same for all queries; else the span."""
     if mask.tile(queries, span) is Tile.FULL or not mask.closed_form:
         return span
     shared = common_keys(mask, queries, span.stop, span.start)
@@ -184,7 +184,7 @@ def _exactly(mask: Mask, queries: range, span: range) -> range:
 
 
 def _causal_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[range, range] | None:
-    """The keys of a causal square that the queries of a segment see, and keys before it that all of them see."""
+    """The keys of the causal square of a segment of queries, and earlier keys that all of them see."""
     diagonal = range(segment.start + offset, segment.stop + offset)
     if len(segment) < tuning.MIN_STRIP_QUERIES or diagonal.start < 0 or diagonal.stop > key_len:
         return None
@@ -207,7 +207,7 @@ def _diagonal(mask: Mask | Tile) -> int | None:
 
 
 def _height(mask: Mask, segment: range, key_len: int, by: PlanOptions) -> int:
-    """Queries in a strip of a segment, for the least cost, as its middle tells."""
+    """The cheapest strip height for a segment, estimated at its middle."""
     if by.short is None or len(segment) <= tuning.MIN_STRIP_QUERIES:
         return by.max_queries
     short = by.short
@@ -224,11 +224,11 @@ def _height(mask: Mask, segment: range, key_len: int, by: PlanOptions) -> int:
 def cut_by_residue(
     mask: Mask, query_len: int, key_len: int, batch_index: int | None, by: PlanOptions
 ) -> Iterator[Strip]:
-    """The strips of a strided mask: the queries that share a residue see the same keys, every step-th."""
+    """The strips of a strided mask: queries with the same residue modulo the step see the same keys."""
     (strided,) = (part for part in factors(mask) if isinstance(part, Strided))
     rest = product_of(part for part in factors(mask) if part is not strided)
     step, offset = strided.step, strided.offset
-    assert isinstance(offset, int)  # `is_strided` has seen to it
+    assert isinstance(offset, int)  # checked by `is_strided`
     for first in range(min(step, query_len)):
         queries, keys = range(first, query_len, step), range((first + offset) % step, key_len, step)
         for strip in cut(_thinned(rest, queries, keys), len(queries), len(keys), batch_index, by=by):
@@ -237,7 +237,7 @@ def cut_by_residue(
 
 
 def _thinned(mask: Mask, queries: range, keys: range) -> Mask:
-    """A mask on queries and keys that stand equally far apart, as a mask on their numbers."""
+    """A mask on every step-th query and key, as a mask on their consecutive numbers."""
     if not isinstance(mask, Band) or not isinstance(mask.offset, int):
         return mask if mask is EVERYTHING else _Thinned(mask, queries, keys)
     # query m and key n are (ahead + (m - n) step) apart
@@ -251,7 +251,7 @@ def _thinned(mask: Mask, queries: range, keys: range) -> Mask:
 
 
 class _Thinned(Mask):
-    """As `_thinned`, where no number can be said."""
+    """`_thinned` for masks other than bands."""
 
     def __init__(self, mask: Mask, queries: range, keys: range) -> None:
         self.mask, self.queries, self.keys = mask, queries, keys
@@ -274,7 +274,7 @@ class _Thinned(Mask):
 
 
 def is_strided(mask: Mask, query_len: int) -> bool:
-    """Whether one mask among those that must all allow is strided, with enough queries to a residue."""
+    """Whether exactly one factor of the mask is strided, with enough queries per residue."""
     strided = [part for part in factors(mask) if isinstance(part, Strided)]
     return (
         len(strided) == 1
@@ -284,7 +284,7 @@ def is_strided(mask: Mask, query_len: int) -> bool:
 
 
 def _segments(breaks: list[int], length: int) -> Iterator[range]:
-    """Queries between two breaks; short ones together, up to a strip's length."""
+    """The queries between breaks; short segments are joined, up to the height of a strip."""
     start = end = 0
     for at in (*breaks, length):
         if end > start and (at - start > tuning.MAX_STRIP_QUERIES or end - start >= tuning.MIN_STRIP_QUERIES):
@@ -295,12 +295,12 @@ def _segments(breaks: list[int], length: int) -> Iterator[range]:
 
 
 def _split(queries: range, high: int) -> Iterator[range]:
-    """So many queries at a time."""
+    """Blocks of `high` queries."""
     return (queries[start : start + high] for start in range(0, len(queries), high))
 
 
 def _keys_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
-    """All keys, in parts that are likely to be empty as a whole or not: around those of the strip before."""
+    """All keys, split around the spans of the previous strip, so that the parts in between are probably empty."""
     start = 0
     for span in spans:
         stop = min(key_len, span.start + -(-(len(span) + moved) // tuning.KEY_STEP) * tuning.KEY_STEP)

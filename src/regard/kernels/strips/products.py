@@ -1,19 +1,19 @@
-"""Attention as two matrix products and a softmax between them, for pieces of scores that stay in a core's cache.
+"""Attention as two matrix products with a softmax between them, over pieces of scores that stay in a core's cache.
 
-torch's flash attention for the CPU takes keys in blocks and multiplies small matrices, and knows neither softcap nor
-dropout nor a bias that learns. Here a few rows of scores at a time are made, whole, and used while they are near:
+torch's flash attention for the CPU takes keys in blocks and multiplies small matrices. It supports neither softcap nor
+dropout nor trainable biases. Here a few whole rows of scores are computed at a time and used while in the cache:
 
-    scores = softcap(scale query key^T) + what is added,    output = dropout(softmax(scores)) value
+    scores = softcap(scale query key^T) + bias and mask,    output = dropout(softmax(scores)) value
 
-A causal square is computed a few rows at a time, each with the keys up to its own end. The gradients are, with
+A causal square is computed a few rows at a time, each with the keys up to its last row. The gradients are, with
 p = exp(scores - lse), m the dropout mask over 1 - dropout and delta = sum(output * doutput) - dlse (Dao et al. 2022,
 appendix B.4),
 
     dvalue = (m p)^T doutput,    ds = p (m doutput value^T - delta)
     dquery = scale ds key,       dkey = scale ds^T query
 
-Scores are float32 at least, whatever the call's dtype. Weights and ds are rounded to bfloat16 before they are
-multiplied by bfloat16, as torch's operator does too, where the processor is faster at that; else all is float32.
+Scores are float32 or wider, whatever the call's dtype. On processors with fast bfloat16 products, weights and ds are
+rounded to bfloat16 before they are multiplied, as in torch's operator; elsewhere all products are in float32.
 
 softcap is computed as c tanh(s / c) = 2 c sigmoid(2 s / c) - c, since torch's sigmoid takes a sixth of the time of its
 tanh; with x = sigmoid(2 s / c) its derivative is 4 x (1 - x).
@@ -37,18 +37,18 @@ from regard.scores import Additive
 
 
 def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, backward: bool) -> bool:
-    """Whether this takes less time than torch's operator, which could do the same.
+    """Whether this is faster than torch's operator for a call that both support.
 
-    Measured on one x86-64 processor that has instructions for bfloat16, but not AMX; where that differs, it is no.
+    Measured on one x86-64 processor with bfloat16 instructions but without AMX; False on other processors.
 
     Args:
-        stack: kv heads, of all batch rows, that stand as one axis; rows: queries of each, of all heads that share it.
+        stack: kv heads of all batch indices that form one axis; rows: queries per kv head, of all heads that share it.
     """
     if not processor.MKL or rows < tuning.PIECE_QUERIES:
         return False
     scores = stack * keys * (tuning.PIECE_QUERIES if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
-        return scores >= 1 << 15  # torch's operator is slow at numbers that the processor cannot multiply
+        return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if stack < 8 or scores < 3 << 16:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
@@ -57,24 +57,24 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
 
 
 def scores_of_square(length: int) -> int:
-    """Scores computed for a causal square."""
+    """Number of scores computed for a causal square."""
     return sum((stop - start) * stop for start, stop in blocks(length, tuning.PIECE_QUERIES))
 
 
 def most_scores(strip: Strip, group: int) -> int:
-    """Scores of a strip that are held at a time, where `group` heads share a kv head."""
+    """Most scores of a strip held at a time, if `group` heads share a kv head."""
     rows = min(len(strip.queries), rows_at_a_time(len(strip.queries), strip.keys, group))
     return max(tuning.PIECE_SCORES, group * rows * strip.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """What a score is in one strip, and what becomes of its weight.
+    """How scores and weights are computed in one strip.
 
     Attributes:
-        causal: query i sees the first i + 1 keys, of as many; then the mask adds nothing.
-        added: numbers of bias and mask; None for none. dropped: which weights are; None for none.
-        additive: the similarity if it is not the product.
+        causal: query i sees the first i + 1 keys of a square; the mask then adds no numbers.
+        added: bias and mask as numbers, or None. dropped: the dropout, or None.
+        additive: the similarity, if it is not the dot product.
     """
 
     scale: float
@@ -90,7 +90,7 @@ class Formula:
 
     @property
     def by_place(self) -> bool:
-        """Whether a piece must know which batch row and heads it is."""
+        """Whether a piece must know its batch index and heads."""
         return (
             self.dropped is not None
             or self.additive is not None
@@ -99,10 +99,10 @@ class Formula:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, output: Tensor, lse: Tensor | None) -> None:
-    """Writes output and log-sum-exp: 0 and -inf for a query that sees nothing.
+    """Writes output and log-sum-exp: 0 and -inf for a fully masked query.
 
     Args:
-        query, output: [batch, heads, query_len, size], whatever their strides; lse: [batch, heads, query_len].
+        query, output: [batch, heads, query_len, size], any strides; lse: [batch, heads, query_len].
         key, value: [batch, kv_heads, key_len, size].
     """
     by_query = [query, output] if lse is None else [query, output, lse]
@@ -139,14 +139,14 @@ def gradients(
     grads: tuple[Tensor, Tensor, Tensor],
     overlap: bool = False,
 ) -> None:
-    """Adds to the gradients of query, key and value, and of what is learned besides.
+    """Adds to the gradients of query, key and value, and of trainable biases.
 
     Args:
-        lse, delta: [batch, heads, query_len]; where lse is -inf it has to be replaced by something finite.
-        whole_rows: whether these are all keys that the queries see; then delta is -dlse alone, and the sum over
-            output is made here from weights that nobody has rounded.
-        grads: those of query, key and value, float32 at least.
-        overlap: whether batch rows share memory in the last two of them.
+        lse, delta: [batch, heads, query_len]; an lse of -inf must be replaced by a finite number.
+        whole_rows: whether these are all keys that the queries see; then delta is -dlse alone, and
+            sum(output * doutput) is computed here, from unrounded weights.
+        grads: gradients of query, key and value, float32 or wider.
+        overlap: whether batch indices share memory in the gradients of key and value.
         others: as in `attend`.
     """
     by_query, by_key = [query, grad_output, lse, delta, grads[0]], [key, value, *grads[1:]]
@@ -179,7 +179,7 @@ def gradients(
             formula.added.pull(heads, piece.batch, piece.heads, piece.rows)
         factor = formula.scale
         if formula.softcap is not None:
-            slope = _room(piece.space[2], weights)  # a quarter of the derivative: `_scores` left it there
+            slope = _room(piece.space[2], weights)  # a quarter of the derivative, stored by `_scores`
             grad_scores.mul_(slope)
             factor *= 4.0
         if similarity is not None:
@@ -198,7 +198,7 @@ def _pieces(
 
 
 def _later(query: Tensor, causal: bool) -> Tensor | None:
-    """What hides later keys in the rows of a causal square, as numbers to add."""
+    """The additive mask that hides later keys in the last columns of a causal square."""
     if not causal:
         return None
     rows = tuning.PIECE_QUERIES
@@ -214,7 +214,7 @@ def _scores(
     space: Tensor,
     similarity: "Similarity | None" = None,
 ) -> Tensor:
-    """[stack, group * rows, keys]; in a causal square the last keys are the rows' own."""
+    """The scores of a piece, [stack, group * rows, keys]; in a causal square, the last keys are those of the rows."""
     stack, group, rows, _ = query.shape
     keys = key.shape[1]
     scores = space[0][: stack * group * rows * keys].view(stack, group * rows, keys)
@@ -248,7 +248,7 @@ def _room(space: Tensor, like: Tensor) -> Tensor:
 
 
 class Similarity:
-    """An additive similarity of one piece, with the graph that its gradients follow."""
+    """The additive similarity of one piece, with its autograd graph."""
 
     def __init__(self, piece: Piece, query: Tensor, key: Tensor, additive: Additive) -> None:
         self._heads = piece.heads
@@ -269,7 +269,7 @@ class Similarity:
 
 
 def _factors(first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """Factors of a product in one dtype: bfloat16 where that is what was given and what the processor is fast at."""
+    """The factors of a product in one dtype: bfloat16 if they are given in it and the processor is fast at it."""
     if processor.BFLOAT16 and others[0].dtype == torch.bfloat16:
         return (first.bfloat16(), *others)
     return (first, *map(upcast, others))

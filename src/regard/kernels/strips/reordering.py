@@ -1,7 +1,7 @@
-"""Documents whose tokens lie apart, brought together: queries and keys are sorted by document before they are cut.
+"""Sorts queries and keys by document, for documents whose tokens are not contiguous.
 
-Under a mask of documents alone, or with a causal one, it is all the same in which order documents stand, as long as the
-tokens of each keep theirs. Sorted, every document is one rectangle, and nothing else is computed.
+Under a document mask, alone or with a causal one, the order of the documents does not matter as long as the tokens of
+each keep theirs. After sorting, every document is one rectangle, and nothing else is computed.
 """
 
 from functools import lru_cache
@@ -17,11 +17,11 @@ from regard.shapes import Grid
 
 
 class Reordering(NamedTuple):
-    """A call whose tokens have changed places.
+    """The order in which the tokens of a call are sorted.
 
     Attributes:
-        queries, keys: which token stands where, [batch or 1, length]. back: where each query went.
-        mask: that of the new places, bound.
+        queries, keys: index of the token at each sorted place, [batch or 1, length]. back: the inverse for queries.
+        mask: the mask of the sorted tokens, bound.
     """
 
     queries: Tensor
@@ -31,10 +31,10 @@ class Reordering(NamedTuple):
 
 
 def reordering(call: Call) -> Reordering | None:
-    """How the tokens of a call are brought together; None where they lie together, or must stay where they are."""
+    """How to sort the tokens of a call; None if documents are contiguous, or the order matters."""
     scoring = call.scoring
     if scoring.mask is None or scoring.bias is not None or call.dropout is not None:
-        return None  # these depend on the place
+        return None  # these depend on the order
     if not any(isinstance(part, Document) for part in factors(scoring.mask)):
         return None
     known = MaskKey(scoring.mask)
@@ -45,7 +45,7 @@ def reordering(call: Call) -> Reordering | None:
 
 @lru_cache(maxsize=8)
 def _remembered(known: MaskKey, grid: Grid) -> Reordering | None:
-    with torch.inference_mode(False):  # whose tensors training could not use
+    with torch.inference_mode(False):  # autograd cannot save inference tensors
         return _found(known.mask, grid)
 
 
@@ -70,7 +70,7 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
 
 
 def take(tensor: Tensor, places: Tensor) -> Tensor:
-    """The tokens at these places, in this order.
+    """The tokens at these indices, in this order.
 
     Shapes: tensor [batch, heads, length, ...], places [batch or 1, length].
     """

@@ -1,4 +1,4 @@
-"""One strip of a call: the pieces of query, key and value that it is about, as views where that is possible."""
+"""The parts of query, key and value that belong to one strip, as views where possible."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from regard.kernels.strips.plan import Strip
 
 
 class StripView:
-    """A strip's piece of anything that is there one per query or one per key: [batch, heads, length, ...]."""
+    """A strip's part of per-query or per-key tensors [batch, heads, length, ...]."""
 
     def __init__(self, strip: Strip) -> None:
         self.strip = strip
@@ -16,12 +16,12 @@ class StripView:
         self.queries = slice(strip.queries.start, strip.queries.stop, strip.queries.step)
 
     def of_query(self, tensor: Tensor) -> Tensor:
-        """The strip's queries, or what is there one per query."""
+        """The strip's part of a per-query tensor."""
         tensor = tensor[self.batch]
         return self._repeats(tensor, self.strip.queries) if self.strip.times > 1 else tensor[:, :, self.queries]
 
     def of_key(self, tensor: Tensor) -> Tensor:
-        """The strip's keys or values, its spans end to end."""
+        """The strip's part of a per-key tensor, its spans concatenated."""
         tensor = tensor[self.batch]
         if self.strip.times > 1:
             return self._repeats(tensor, self.strip.spans[0])
@@ -29,7 +29,7 @@ class StripView:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _repeats(self, tensor: Tensor, first: range) -> Tensor:
-        """Strips that are alike as a batch, without a copy: [times, heads, length, ...]; their keys may overlap."""
+        """Equal strips as a batch of views: [times, heads, length, ...]; their keys may overlap."""
         start = tensor[0, :, first.start :]
         heads, place, *rest = start.stride()
         return start.as_strided(
@@ -38,7 +38,7 @@ class StripView:
         )
 
     def add_to_key(self, total: Tensor, part: Tensor) -> None:
-        """Adds what is there one per key to the whole."""
+        """Adds the strip's part to a per-key tensor."""
         total = total[self.batch]
         if self.strip.times > 1:
             repeats = self._repeats(total, self.strip.spans[0])
