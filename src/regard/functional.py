@@ -1,4 +1,4 @@
-"""`attention`: check the call, choose a kernel, run it. And `plan`: the same, told instead of run."""
+"""`attention` checks a call, chooses a kernel and runs it; `plan` reports the same without running it."""
 
 import math
 import warnings
@@ -32,11 +32,11 @@ from regard.shapes import (
 )
 
 MIN_WARNED_NUMBERS = 1 << 28
-"""From this many numbers of a query_len x key_len object on (1 GiB in float32), a call warns."""
+"""A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
 
 
 class SquareWarning(UserWarning):
-    """A call is about to hold query_len x key_len numbers, and they are many."""
+    """A call is about to hold very large tensors of query_len x key_len."""
 
 
 @hinted(hints.ATTENTION)
@@ -75,11 +75,11 @@ def attention(
         additive: Bahdanau's similarity in place of the product; None for the product.
         dropout: probability that a weight is dropped, in this call: pass 0.0 outside training.
         generator: where the seed of dropout comes from; None: torch's default generator.
-        kernel: "auto" or the name of a kernel, which is then used or refused, never replaced.
+        kernel: "auto" or the name of a kernel, which is then used or refused, never replaced by another.
     Raises:
         ShapeError: axes, mask or bias that do not fit each other.
         TypeError, ValueError: something of the wrong type or out of range.
-        KernelError: the named kernel cannot do this call.
+        KernelError: the named kernel does not support this call.
     Notes:
         A fully masked query gets output 0 and gradient 0. NaN or inf in a fully masked key or value reaches neither
         output nor gradients.
@@ -127,7 +127,7 @@ def attention_with_lse(
         "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
     )
     output, lse = run(call, kernel)
-    assert lse is not None  # the call wants it, and a kernel that has none says that it cannot
+    assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
 
 
@@ -144,7 +144,7 @@ def attention_and_perhaps_lse(
     additive: Additive | None,
     dropout: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attention`, to the bit, and lse where the same kernel has it on the way; for those who look, not in the way."""
+    """Bit-identical to `attention`; also returns lse if the chosen kernel computes it anyway. For recordings."""
     call = check_call("attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, None, False)
     return run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
 
@@ -164,7 +164,7 @@ def check_call(
     generator: torch.Generator | None,
     wants_lse: bool,
 ) -> Call:
-    """The gate: every argument of a call checked, mask and bias bound to its lengths."""
+    """Validates every argument of a call, and binds mask and bias to its lengths."""
     grid = check_attention(function, query, key, value)
     if scale is None:
         scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
@@ -203,7 +203,7 @@ Form = tuple[Any, ...]
 
 
 def form_of(query: Tensor, key: Tensor, value: Tensor) -> Form:
-    """What calls share that are legal or not together, and that one kernel suits, if all else is the same."""
+    """A key: calls of the same form and with the same other arguments are equally valid and use the same kernel."""
     learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     shapes = query.shape, key.shape, value.shape
     return (*shapes, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, learns)
@@ -211,7 +211,7 @@ def form_of(query: Tensor, key: Tensor, value: Tensor) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A call that was checked and has its kernel, to be made again with other tensors of the same form.
+    """A validated call with its kernel, which can be repeated with other tensors of the same form.
 
     >>> query, mask = torch.randn(1, 2, 3, 4), Causal()
     >>> again = Checked.of(query, query, query, mask=mask, scale=None, softcap=None)
@@ -238,7 +238,7 @@ class Checked:
 
 
 def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
-    """Output and lse (None where the call does not want it) of a call that was checked, by the kernel of that name."""
+    """Output and lse (None if the call does not want it) of a validated call, by the kernel of that name."""
     return _compute(call, choose(call, name))
 
 
@@ -250,11 +250,11 @@ def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
             f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
             f"key_len for the scores {grid}; regard.plan(...) says why",
             SquareWarning,
-            stacklevel=5,  # the caller of the public function, which `hinted` stands around
+            stacklevel=5,  # the caller of the public function, past the wrapper of `hinted`
         )
     device = grid.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):  # the dtype of query decides, and no score is rounded on the way
+        with torch.autocast(device, enabled=False):  # the dtype of query decides; autocast must not round scores
             return kernel.run(call)
     return kernel.run(call)
 
@@ -265,15 +265,15 @@ class Plan:
 
     Attributes:
         kernel: the kernel that would run.
-        why: the reason for it.
+        why: the reason for this choice.
         others: for each other kernel, why it is not used.
-        tiles: how many tiles of `tile_size` x `tile_size` scores the mask calls empty, partial and full.
+        tiles: number of tiles of `tile_size` x `tile_size` scores that are empty, partial and full under the mask.
         flops_needed: floating-point operations (a multiply-add is two) for the scores that the mask allows, counted in
-            whole tiles, or for those that are computed, if they are fewer.
+            whole tiles, or for those that the kernel computes, if they are fewer.
         flops_computed: the same for the scores that the kernel computes.
         bytes_moved: query, key and value read once, output written once.
-        square_numbers: numbers of query_len x key_len that the kernel holds; 0 where it needs none.
-        peak_bytes: the most that a forward pass holds at once beside its inputs, output included; an estimate.
+        square_numbers: numbers that the kernel holds in quadratic tensors (query_len x key_len); 0 if it needs none.
+        peak_bytes: estimated peak memory of a forward pass beyond its inputs, output included.
     """
 
     kernel: str
@@ -343,7 +343,7 @@ def plan(
     FLOPs   3.99e+06 needed, 5.76e+06 computed
     memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing square
     """
-    generator = torch.Generator()  # nothing is dropped here, so torch's own generator stays where it is
+    generator = torch.Generator()  # nothing is dropped here, so torch's default generator must not advance
     call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
     check_whole("plan", "tile_size", tile_size)
     chosen = choose(call, kernel)
@@ -371,9 +371,9 @@ def plan(
 
 
 def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[dict[Tile, int], int]:
-    """How many tiles are empty, partial and full, and how many scores lie in those that are not empty.
+    """Number of empty, partial and full tiles, and number of scores in those that are not empty.
 
-    A rectangle that is empty or full is counted whole; only partial ones are halved and looked into.
+    Empty and full rectangles are counted as a whole; only partial ones are halved further.
     """
     counts, cells = dict.fromkeys(Tile, 0), 0
     todo = [(range(query_len), range(key_len))] if query_len and key_len else []
@@ -394,7 +394,7 @@ def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[di
 
 
 def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, int], grid: Grid) -> None:
-    """A sink, or the v of an additive similarity: floating, of one size, where the call runs."""
+    """A sink, or the v of an additive similarity: floating, of the right shape, on the device of the call."""
     axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     wanted = f"{function}: {name} must be a floating tensor [{axes}], got {kind(tensor)}"
     if not is_plain(tensor) or not tensor.is_floating_point():

@@ -1,8 +1,8 @@
-"""The one place around attention where a model is looked into, or changed, while it runs.
+"""Hooks around attention, by which recordings, statistics and interventions see or change a running model.
 
 Every attention layer, regard's own or one of transformers, calls `attend` with its heads. Inside a ``with hooked(...)``
-block that names the layer, the call goes through the block's hook, which is plain middleware: it is given the attention
-inside of it and returns another.
+block for that layer, the call goes through the block's hook. A hook works like middleware: it gets the attention
+function and returns a wrapped one.
 
     Attend   (heads, scoring) -> output, lse or None
     Hook     (layer, attend) -> attend
@@ -13,13 +13,12 @@ inside of it and returns another.
             return 2 * output, lse
         return doubled
 
-A block sees the calls of its own thread (of its own context, see `contextvars`). Layers are known by identity and
-nothing is written into them, so a copy of a model is another model. Compiled models run uncompiled while a block is
-open in the process, since compiled code would leave the hooks out.
+A block applies to calls in its own thread (its own context, see `contextvars`). Layers are identified by object
+identity and are not modified, so a copy of a model is a different model. While a block is open in the process, compiled
+models run uncompiled, since compiled code would skip the hooks.
 
-Activation checkpointing runs a layer again for the backward pass. Such a call is no new call of the model: it goes
-through the hooks that its forward pass went through, in their `again` form, whether their blocks are still open or not,
-and whichever thread it is in.
+Activation checkpointing repeats a layer's forward pass during backward. A repeated call goes through the same hooks as
+the original call, in their `again` form, even if their blocks are closed by then, and in whatever thread it runs.
 """
 
 import inspect
@@ -43,7 +42,7 @@ from regard.scores import Additive
 
 
 class Heads(NamedTuple):
-    """What an attention layer hands to attention: projected, split, turned, and with the cache's tokens in front."""
+    """Query, key and value after projection, head split, rotary positions and cache."""
 
     query: Tensor
     key: Tensor
@@ -51,7 +50,7 @@ class Heads(NamedTuple):
 
 
 class ScoringArguments(TypedDict):
-    """The arguments of `attention` that say what a score is."""
+    """The arguments of `attention` that define a score."""
 
     mask: Mask | None
     bias: Bias | Tensor | None
@@ -62,14 +61,14 @@ class ScoringArguments(TypedDict):
 
 
 Result = tuple[Tensor, Tensor | None]
-"""Output [batch, heads, query_len, value_dim], and lse [batch, heads, query_len] where it was had on the way."""
+"""Output [batch, heads, query_len, value_dim], and lse [batch, heads, query_len] if it was computed anyway."""
 
 Attend = Callable[[Heads, ScoringArguments], Result]
 Hook = Callable[[nn.Module, Attend], Attend]
 
 
 class Compute:
-    """Attention itself, inside of all hooks: to the bit what a layer does without them."""
+    """Attention itself, inside all hooks: bit-identical to a layer without them."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
@@ -81,12 +80,12 @@ class Compute:
 def attend(
     layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float = 0.0, compute: Compute | None = None
 ) -> Tensor:
-    """What a layer does with its heads: attention, through the hooks that stand around it.
+    """Attention for the heads of a layer, through the hooks that are open around it.
 
     Shapes: [batch, heads, query_len, value_dim].
     Args:
-        layer: the module that calls. dropout: on the weights.
-        compute: in place of attention itself, where more is wanted of it; None: attention with that dropout.
+        layer: the calling module. dropout: probability that a weight is dropped.
+        compute: replaces attention itself, if more than its output is needed; None: attention with that dropout.
     """
     if _active:
         return _through_hooks(layer, heads, scoring, dropout, compute)
@@ -94,7 +93,7 @@ def attend(
 
 
 def alone() -> bool:
-    """Whether no hook stands around any layer of this process."""
+    """Whether no hook is open in this process."""
     return not _active
 
 
@@ -110,7 +109,7 @@ class Block:
     """
 
     def __init__(self, layers: Iterable[nn.Module], hook: Hook, again: Hook | None, innermost: bool) -> None:
-        self.layers = {id(layer): layer for layer in layers}  # held, so that no other module gets their ids
+        self.layers = {id(layer): layer for layer in layers}  # held, so that their ids are not reused
         self.hook, self.again, self.innermost = hook, again, innermost
         self.open, self.elsewhere = True, False
 
@@ -121,12 +120,12 @@ def hooked(
 ) -> Iterator[Block]:
     """Puts a hook around the attention of some layers while the ``with`` block runs, in this thread.
 
-    Several blocks: the inner one's hook stands outside of the outer one's, but those that are `innermost` stand next to
-    attention itself, the inner one's nearest.
+    With several blocks, the hook of the inner block wraps that of the outer block. `innermost` hooks are applied next
+    to attention itself, that of the inner block nearest.
 
     Args:
-        again: the hook for calls that activation checkpointing repeats in the backward pass; it must compute what
-            `hook` computed, and keep nothing. None: attention is repeated without it.
+        again: the hook for calls that activation checkpointing repeats in the backward pass; it must compute the same
+            as `hook`, and keep nothing. None: attention is repeated without a hook.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(8, 2, output=False)
@@ -149,16 +148,16 @@ def hooked(
 
 
 _blocks: ContextVar[tuple[Block, ...]] = ContextVar("regard.hooks", default=())
-"""The blocks of this context, the outer ones first. Those that were closed in another context are no longer open."""
+"""The blocks of this context, outer ones first. It may hold blocks that were closed in another context."""
 
 _everywhere: list[Block] = []
-"""Those of all threads."""
+"""The open blocks of all threads."""
 
 _repeats: dict[int, tuple[weakref.ref[Any], tuple[Block, ...]]] = {}
-"""What calls in a checkpoint went through, by the id of the checkpoint, for when it is run again."""
+"""The blocks that applied to the calls of a checkpoint, by its id, for when it is repeated."""
 
 _active = False
-"""Whether there is any of both. A constant for compiled code, which is made anew if it changes."""
+"""Whether there is any of either. A constant for compiled code, which is recompiled when it changes."""
 
 _lock = threading.RLock()
 _uncompiled: Any = None
@@ -178,16 +177,16 @@ def _closed(block: Block) -> None:
 
 
 def _settle() -> None:
-    """Brings what depends on the open blocks into line with them."""
+    """Updates everything that depends on which blocks are open."""
     global _active, _uncompiled
     _active = bool(_everywhere or _repeats)
     try:
-        if _everywhere and _uncompiled is None and "torch._dynamo" in sys.modules:  # else nothing was compiled yet
+        if _everywhere and _uncompiled is None and "torch._dynamo" in sys.modules:  # else nothing was compiled
             _uncompiled = torch.compiler.set_stance("force_eager")
         elif not _everywhere and _uncompiled is not None:
             _uncompiled.__exit__(None, None, None)
             _uncompiled = None
-    except RuntimeError:  # inside of a compiled function, which leaves its graph for the hooks
+    except RuntimeError:  # inside a compiled function, where the hooks cause a graph break
         pass
 
 
@@ -211,7 +210,7 @@ def _through_hooks(
     for block in [b for b in reversed(here) if b.innermost] + [b for b in here if not b.innermost]:
         hook = block.hook if repeated is None else block.again
         call = call if hook is None else hook(layer, call)
-    if isinstance(call, Compute):  # nobody wants this layer
+    if isinstance(call, Compute):  # no hook wraps this layer
         return _alone(heads, scoring, dropout, compute)
     return call(heads, scoring)[0]
 
@@ -228,12 +227,12 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def checkpoints() -> tuple[list[Any], Any]:
-    """The checkpoints in whose forward pass the caller runs, the inner ones first; and, in a backward pass, the one
-    that is run again, or None.
+    """The checkpoints in whose forward pass the caller runs, inner ones first; and the one that is being repeated for
+    the backward pass, or None.
 
-    A checkpoint is torch's own object for one: the context of a `torch.autograd.Function` that runs its module with
-    gradients off and again in its backward (``use_reentrant=True``, and those of other libraries), or the frame of
-    ``use_reentrant=False``. They are found on the stack, since torch tells nobody.
+    A checkpoint is identified by torch's own object: the context of a `torch.autograd.Function` that runs its module
+    without gradients and repeats it in backward (``use_reentrant=True``, and other libraries), or the frame of
+    ``use_reentrant=False``. They are found on the call stack, since torch has no API for this.
     """
     forward: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
@@ -242,7 +241,7 @@ def checkpoints() -> tuple[list[Any], Any]:
         if code is _CHECKPOINT:
             generator = frame.f_locals.get("gen")
             state = None if generator is None else generator.gi_frame.f_locals.get("new_frame")
-            if state is not None:  # none where no gradient is recorded
+            if state is not None:  # None if no gradient is recorded
                 forward.append(state)
         elif code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINT.co_filename:
             return forward, frame.f_locals["frame"]
@@ -257,7 +256,7 @@ def checkpoints() -> tuple[list[Any], Any]:
 
 
 def loses_gradients() -> bool:
-    """Whether what the caller computes has no gradient though the model's output has one: inside the forward pass of a
+    """Whether the caller's results get no gradient although the model's output does: inside the forward pass of a
     `torch.autograd.Function`, such as activation checkpointing with ``use_reentrant=True``."""
     if torch.is_grad_enabled():
         return False
@@ -265,7 +264,7 @@ def loses_gradients() -> bool:
 
 
 def _remember(checkpoint: Any, blocks: tuple[Block, ...]) -> None:
-    """Keeps what is needed to run a checkpoint again, for as long as torch keeps the checkpoint."""
+    """Keeps the blocks needed to repeat a checkpoint, for as long as torch keeps the checkpoint."""
     key = id(checkpoint)
     if not blocks:
         return

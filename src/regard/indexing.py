@@ -1,4 +1,4 @@
-"""Which queries and keys: ranges, slices and index tensors, and the data that stands at them."""
+"""Selections of queries and keys: ranges, slices and index tensors, and reading data at them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 Indices = range | slice | Tensor
-"""Which queries or keys: a range, a slice with a stop, or a 1-D tensor of integers."""
+"""A selection of queries or keys: a range, a slice with a stop, or a 1-D tensor of integers."""
 
 
 def indices(which: Indices, device: torch.device | None = None) -> Tensor:
@@ -14,7 +14,7 @@ def indices(which: Indices, device: torch.device | None = None) -> Tensor:
     if isinstance(which, Tensor):
         if which.dim() != 1 or which.is_floating_point() or which.dtype == torch.bool:
             raise TypeError(f"indices must be a 1-D tensor of integers, got {which.dtype} {list(which.shape)}")
-        return which.to(torch.int64)  # the small integer dtypes cannot index: torch takes uint8 for a mask
+        return which.to(torch.int64)  # torch would treat uint8 as a mask
     which = as_range(which)
     return torch.arange(which.start, which.stop, which.step, device=device)
 
@@ -29,18 +29,18 @@ def as_range(which: range | slice) -> range:
 
 
 def overlap(one: range, other: range) -> range:
-    """What lies in both."""
+    """The intersection of two ranges."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
 def hull(ranges: Sequence[range]) -> range:
-    """From the first to the last of all."""
+    """The smallest range that contains all of them."""
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))
 
 
 def split_at(whole: range, origin: int, step: int) -> Iterator[range]:
-    """The parts of a range between multiples of `step` counted from an origin."""
+    """A range split at multiples of `step`, counted from an origin."""
     start = whole.start
     while start < whole.stop:
         stop = min(whole.stop, start + step - (start - origin) % step)
@@ -49,7 +49,7 @@ def split_at(whole: range, origin: int, step: int) -> Iterator[range]:
 
 
 def as_place(which: Indices) -> range | Tensor:
-    """What `pick` takes: a range without gaps as it is, which costs no copy; else a tensor."""
+    """The form that `pick` takes: a range without gaps unchanged, which needs no copy; else a tensor."""
     return which if isinstance(which, range) and which.step == 1 else indices(which)
 
 
@@ -66,7 +66,7 @@ def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tenso
 
 
 def lookup(data: Tensor, *places: Tensor) -> Tensor:
-    """``data[places]`` with one index tensor for each axis; an axis of size 1 holds for every place.
+    """``data[places]`` with one index tensor for each axis; an axis of size 1 broadcasts.
 
     >>> ids = torch.tensor([[7, 8, 9]])                               # one row, for every batch index
     >>> lookup(ids, torch.arange(2)[:, None], torch.tensor([0, 2])).tolist()

@@ -1,14 +1,13 @@
-"""What masks and biases share: a rule for one query and one key, and data that is declared once.
+"""The base class of masks and biases: a rule for one query and one key, and data declared once.
 
-A mask says for every query and key whether the one may attend to the other; a bias says which number is added to their
-score. Either is a class with one method, in the signature of FlexAttention's ``mask_mod``:
+A mask decides for every query and key whether attending is allowed; a bias gives a number to add to their score. Either
+is a class with one method, with the signature of FlexAttention's ``mask_mod``:
 
-    rule(batch, head, query, key)    index tensors that broadcast against each other -> what it says there
+    rule(batch, head, query, key)    index tensors that broadcast against each other -> bools or numbers
 
-The arguments of its constructor, kept under their own names, are all the data it has. Tensors among them may declare
-their axes. Everything else follows from that: how it is checked against a call (`bind`), what it says at one batch
-index (`for_batch`), how it moves to a device (`to`), how two of them compare (`same`, `structure`), how it is written
-down and read again (`spell`, `unspell`).
+Its only data are the arguments of its constructor, stored as attributes of the same names. Tensors among them may
+declare their axes. Everything else follows: validation against a call (`bind`), selection of one batch index
+(`for_batch`), moving to a device (`to`), comparison (`same`, `structure`), serialisation (`spell`, `unspell`).
 
     class EveryBlock(Mask):
         \"\"\"Keys in every k-th block of n.\"\"\"
@@ -32,28 +31,27 @@ from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
 
 MAX_COMPARED_NUMBERS = 1 << 20
-"""Numbers in a tensor that is remembered with what was found out about it: a few per token, not per pair."""
+"""Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
-"""Every kind of mask and bias by the name under which it is written down: regard's own by their class, others with
-their module."""
+"""Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
 
 
 class Rule:
-    """A mask or a bias: what holds between one query and one key.
+    """A mask or a bias: a function of one query and one key.
 
     Attributes:
         fields: the names of its arguments; each is an attribute too.
-        axes: the axes of the tensors among them: "batch", "heads", "query_len", "key_len", or a name of its own for an
-            axis that is none of these. A size of 1 stands for any size.
-        kind: its name where it is written down.
+        axes: the axes of the tensors among them: "batch", "heads", "query_len", "key_len", or any other name for an
+            axis that is none of these. A size of 1 broadcasts.
+        kind: its serialised name.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     kind: ClassVar[str]
 
-    # settled by `bind`: how many batch indices and heads a call has; by `for_batch`: which of them is index 0
+    # set by `bind`: numbers of batch indices and heads of the call; by `for_batch`: the batch index that becomes 0
     _batch: int | None = None
     _heads: int | None = None
     _device: torch.device = torch.device("cpu")
@@ -76,9 +74,9 @@ class Rule:
         RULE_KINDS[cls.kind] = cls
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """What it says of each query and key: index tensors that broadcast against each other, and so does the answer.
+        """Its value for each query and key. The arguments are index tensors that broadcast against each other.
 
-        It is asked with tensors of a rectangle at once, and with single numbers by FlexAttention.
+        Called with the index tensors of a rectangle, or by FlexAttention with single numbers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no rule(batch, head, query, key)")
 
@@ -95,7 +93,7 @@ class Rule:
     # --- one call ---------------------------------------------------------------------------------------------------
 
     def _bound(self, grid: Grid) -> Self:
-        """For one call: data checked, parts bound, numbers of batch indices and heads known."""
+        """For one call: data validated, parts bound, numbers of batch indices and heads set."""
         for name, axes in self.axes.items():
             data = getattr(self, name)
             if isinstance(data, Tensor):
@@ -110,16 +108,16 @@ class Rule:
         return self._with(_batch=grid.batch, _heads=grid.heads, _device=grid.device, **changed)
 
     def bind(self, grid: Grid) -> Any:
-        """This mask or bias for one call: data checked, default offset settled, and simplified where that is free.
+        """This mask or bias for one call: data validated, default offset fixed, and simplified where that is free.
 
         Raises:
-            ShapeError: it carries data for another batch, number of heads or length.
-            ValueError: it carries data on another device.
+            ShapeError: its data is for another batch size, number of heads or length.
+            ValueError: its data is on another device.
         """
         return self._bound(grid)
 
     def ask(self, queries: Indices, keys: Indices) -> Tensor:
-        """`rule` for a rectangle: what it returns, with axes for batch and heads in front."""
+        """The values of `rule` for a rectangle, with axes for batch and heads in front."""
         query, key = indices(queries, self._device)[:, None], indices(keys, self._device)[None, :]
         device = query.device
         batch_size = self._size("batch") if self._batch is None else self._batch
@@ -130,7 +128,7 @@ class Rule:
         return said.reshape((1,) * (4 - said.dim()) + said.shape) if said.dim() < 4 else said
 
     def _size(self, axis: str) -> int:
-        """Of an axis, as its data tells: what is known of a call before one is bound."""
+        """The size of an axis, inferred from its data: used before it is bound to a call."""
         sizes = [part._size(axis) for part in self.parts()]
         for name, axes in self.axes.items():
             data = getattr(self, name)
@@ -139,16 +137,16 @@ class Rule:
         return next((size for size in sizes if size != 1), 1)
 
     def _called(self, name: str) -> str:
-        """A field in an error."""
+        """The name of a field in errors."""
         return f"{type(self).__name__}: {name}"
 
     def _hint(self, name: str) -> str:
-        """What to say after a field that does not fit a call."""
+        """A hint for the error about a field that does not fit a call."""
         return ""
 
     @property
     def varies_by_batch(self) -> bool:
-        """Whether it carries data that differs between batch indices."""
+        """Whether its data differs between batch indices."""
         for name, axes in self.axes.items():
             data = getattr(self, name)
             if axes[0] == "batch" and isinstance(data, Tensor) and data.dim() and data.shape[0] > 1:
@@ -156,7 +154,7 @@ class Rule:
         return any(part.varies_by_batch for part in self.parts())
 
     def for_batch(self, index: int) -> Any:
-        """What it says at one batch index, for a call with batch=1. Bind it before use."""
+        """The mask or bias of one batch index, for a call with batch=1. Bind it before use."""
 
         def at_index(name: str, value: Any) -> Any:
             if isinstance(value, Rule):
@@ -174,12 +172,12 @@ class Rule:
     # --- as data ----------------------------------------------------------------------------------------------------
 
     def parts(self) -> "Iterator[Rule]":
-        """The masks and biases that it is made of."""
+        """The masks and biases it is composed of."""
         for name in self.fields:
             yield from _rules_in(getattr(self, name, None))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor in it changed, those of its parts too."""
+        """A copy with every tensor changed, including those of its parts."""
         arguments = self.arguments()
         changed = {name: _map(value, change) for name, value in arguments.items()}
         if all(changed[name] is arguments[name] for name in arguments):
@@ -187,14 +185,14 @@ class Rule:
         return self._again(changed)._with(_batch=self._batch, _heads=self._heads, _first_batch=self._first_batch)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with its data on another device."""
+        """A copy with its data on another device."""
         return self.map_tensors(lambda tensor: tensor.to(device))
 
     def structure(self) -> Hashable | None:
-        """What two of them share that always answer alike: their kind, numbers and parts, and the tensors they hold.
+        """A key that is equal for masks or biases that are always equal: their kind, numbers, parts and tensors.
 
-        None where that cannot be told: a function may answer otherwise tomorrow, a tensor of inference mode may change
-        unseen, and a large one is not worth keeping.
+        None if they cannot be compared: functions may change their results, inference tensors may change unnoticed, and
+        large tensors are not worth keeping.
         """
         try:
             found = tuple(_comparable(value) for value in self.arguments().values())
@@ -204,25 +202,25 @@ class Rule:
 
     @property
     def of_positions(self) -> bool:
-        """Whether it depends on nothing but where query and key stand, counted from the last of both."""
+        """Whether it depends only on the positions of query and key, counted from the last of both."""
         return False
 
     def _again(self, arguments: Mapping[str, Any]) -> Self:
-        """Made anew with other arguments."""
+        """A new one with other arguments."""
         return type(self)(**arguments)
 
     def _with(self, **attributes: Any) -> Self:
-        """The same with some attributes changed, which nothing else was derived from."""
+        """A copy with some attributes changed from which nothing else is derived."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **attributes)
         return made
 
 
 class Positioned(Rule):
-    """A mask or bias that compares positions: query i stands at ``i + offset``, key j at j.
+    """A mask or bias that compares positions: query i has position ``i + offset``, key j position j.
 
     Args:
-        offset: position of query 0; default ``key_len - query_len``, settled when a call binds it.
+        offset: position of query 0; default ``key_len - query_len``, fixed when it is bound to a call.
     """
 
     axes: ClassVar = {"offset": ("batch",)}
@@ -241,18 +239,18 @@ class Positioned(Rule):
         return self.offset is None
 
     def position(self, batch: Tensor, query: Tensor) -> Tensor:
-        """Positions of queries: those of each batch index where each has its offset."""
+        """Positions of queries; per batch index if each has its own offset."""
         if isinstance(self.offset, Tensor) and self.offset.dim():
             return query + lookup(self.offset, batch)
         return query if self.offset is None else query + self.offset  # torch.jit.trace has lengths in tensors
 
 
 def check_data(owner: Rule, name: str, data: Tensor, axes: Sequence[str], grid: Grid) -> None:
-    """Data must fit the call: every axis of its size or 1, and what there is per token on its device."""
+    """Data must fit the call: every axis has the call's size or 1, and per-token data is on its device."""
     fits, per_token = True, False
     for size, axis in zip(data.shape, axes):  # noqa: B905  (lengths [batch] and cells [batch, key_len] share a field)
         if axis in _OF_A_CALL:
-            # of one axis, there is a number for each; of several, one may stand for all
+            # data with one axis must match exactly; with several, an axis of size 1 broadcasts
             fits = fits and (size == getattr(grid, axis) or (size == 1 and data.dim() > 1))
             per_token = per_token or axis in ("query_len", "key_len")
     if not fits:
@@ -267,7 +265,7 @@ _OF_A_CALL = ("batch", "heads", "query_len", "key_len")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two masks, biases, tensors or numbers are the same; of two functions, whether they are one."""
+    """Whether two masks, biases, tensors or numbers are equal; functions are compared by identity."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -284,7 +282,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_data(value: Any) -> bool:
-    """Whether it is made of numbers and tensors alone, so that it can be written down and read again."""
+    """Whether it consists of numbers and tensors only, so that it can be serialised."""
     if isinstance(value, Rule):
         return RULE_KINDS.get(value.kind) is type(value) and all(is_data(part) for part in value.arguments().values())
     if isinstance(value, (list, tuple)):
@@ -293,10 +291,10 @@ def is_data(value: Any) -> bool:
 
 
 def kind_called(name: str) -> "type[Rule]":
-    """The class of masks or biases that is written down under a name.
+    """The class of masks or biases with a serialised name.
 
     Raises:
-        ValueError: there is none; one of somebody's own has to be defined, by importing its module, before it is read.
+        ValueError: there is none; the module that defines a custom class has to be imported before reading it.
     """
     if name not in RULE_KINDS:
         module, own, _ = name.partition(":")
@@ -306,9 +304,9 @@ def kind_called(name: str) -> "type[Rule]":
 
 
 def spell(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
-    """A mask as a line of JSON and the tensors it names, which are added to the list; None for one with a function.
+    """A mask as a line of JSON; its tensors are appended to the list. None for a mask with a function.
 
-    With a list of numbers they are named too, not written: in a graph for any length they are not known yet.
+    With `numbers`, integers are appended there instead of being written: in a graph for any length they are symbolic.
 
     >>> from regard import Causal, Window
     >>> spell(Causal() & ~Window(3), [])
@@ -343,7 +341,7 @@ def _spelt(value: Any, tensors: list[Tensor], numbers: list[int] | None) -> str 
 
 
 def unspell(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Any:
-    """The mask that was spelt."""
+    """The mask that `spell` wrote."""
 
     def made(part: Any) -> Any:
         if isinstance(part, list):
@@ -359,7 +357,7 @@ def unspell(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -
 
 
 def learned(value: Any) -> Iterator[Tensor]:
-    """The tensors in a bias that may want a gradient: floating tensors, those of modules, at any depth."""
+    """The tensors in a bias that may need a gradient: floating tensors and parameters of modules, at any depth."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -395,11 +393,11 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _NotComparableError(Exception):
-    """Something of which nobody can tell whether it will answer the same tomorrow."""
+    """A value that has no comparable structure."""
 
 
 class _Same:
-    """A tensor as it is now: equal to itself until it is changed."""
+    """A tensor in its current version: equal to itself until it is modified."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version

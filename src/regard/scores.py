@@ -3,8 +3,8 @@
     scores = softcap(scale * query @ key^T) + bias,    softcap(s) = c * tanh(s / c)
     scores = -inf where the mask does not allow
 
-Everything that needs a score, the reference, kernels, inspection and the step-by-step view, asks `Scoring` for a
-rectangle of them.
+The reference, the statistics and the step-by-step view compute scores through `Scoring`, for any rectangle; the kernels
+are tested against it.
 """
 
 import math
@@ -24,7 +24,7 @@ from regard.shapes import Grid
 
 
 class Stage(NamedTuple):
-    """One step on the way to a score."""
+    """One step in the computation of a score."""
 
     name: str
     formula: str
@@ -36,8 +36,8 @@ class Additive:
 
         similarity(q_i, k_j) = v . tanh(q_i + k_j)
 
-    where query and key are already projected (W q and U k). Held at most `CELLS` numbers at a time, forward and
-    backward: the tanh of [batch, heads, rows, columns, head_dim] is computed again in the backward pass.
+    where query and key are already projected (W q and U k). At most `CELLS` numbers are held at a time, forward and
+    backward: the tanh of [batch, heads, rows, columns, head_dim] is recomputed in the backward pass.
 
     Args:
         v: [heads, head_dim], differentiable.
@@ -64,7 +64,7 @@ class Additive:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a score is in one call: the similarity and everything that is done to it.
+    """How scores are computed in one call: the similarity and everything applied to it.
 
     Args:
         grid: batch, heads, query_len and key_len of the call.
@@ -72,8 +72,8 @@ class Scoring:
             2017, section 3.2.1).
         softcap: bound on the size of a score before bias and mask; None for no bound.
         bias, mask: bound to the grid; None for none.
-        sink: [heads], the logit of a place that takes weight and gives no value; None for none.
-        additive: the similarity if it is not the product.
+        sink: [heads], a logit that takes weight and has no value; None for none.
+        additive: the similarity, if it is not the dot product.
     """
 
     grid: Grid
@@ -86,7 +86,7 @@ class Scoring:
 
     @property
     def mask_or_everything(self) -> Mask:
-        """The mask; the one that hides nothing where there is none."""
+        """The mask, or `EVERYTHING` if there is none."""
         return EVERYTHING if self.mask is None else self.mask
 
     def tile(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Scoring:
         Shapes: query [batch, heads, rows, head_dim] and key [batch, kv_heads, columns, head_dim] are the rectangle's
         own; the result is [batch, heads, rows, columns].
         Args:
-            queries, keys: where in the call those rows and columns lie, for bias and mask.
+            queries, keys: the indices of these rows and columns in the call, for bias and mask.
         """
         scores = query
         for stage in self.stages(query, key, queries, keys):
@@ -103,7 +103,7 @@ class Scoring:
         return scores
 
     def stages(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Iterator[Stage]:
-        """The same, one step after another: score, scale, cap, bias, mask (those that this call has)."""
+        """The same scores, stage by stage: score, scale, cap, bias, mask (those that this call has)."""
         query, key = upcast(query), upcast(key)
         if self.additive is None:
             scores = grouped_matmul(query, key.transpose(-2, -1))
@@ -126,7 +126,7 @@ class Scoring:
             yield Stage("mask", f"-inf where not {self.bias if self.mask is None else self.mask!r}", scores)
 
     def learned(self) -> tuple[Tensor, ...]:
-        """The tensors besides query and key that may want a gradient through a score."""
+        """The tensors besides query and key that may need a gradient through a score."""
         found = () if self.bias is None else self.bias.learned()
         return found if self.additive is None else (*found, self.additive.v)
 
@@ -136,7 +136,7 @@ class Scoring:
         return self.bias.values(self._where(queries), self._where(keys)).to(dtype)
 
     def allowed(self, queries: range | Tensor, keys: range | Tensor) -> Tensor | None:
-        """Where mask and bias (which may be -inf) let a query attend; None where nothing is hidden."""
+        """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden."""
         queries, keys = self._where(queries), self._where(keys)
         allowed = None if self.mask is None or self.mask is EVERYTHING else self.mask.allowed(queries, keys)
         if self.bias is not None:

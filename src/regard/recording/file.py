@@ -1,4 +1,4 @@
-"""A recording as a file: tensors in safetensors, and in the header what a score was."""
+"""A recording on disk: tensors in the safetensors format, masks, biases and other score arguments in the header."""
 
 import json
 import math
@@ -27,16 +27,16 @@ MAX_WRITTEN_SCORES = 1 << 26
 
 
 class Store:
-    """Tensors on their way into a file, each of them once, and masks and biases as plain data.
+    """Collects the tensors to be written, each of them once, and converts masks and biases to plain data.
 
-    In the file, each tensor begins at a multiple of `ALIGN_BYTES`, so that it can be used where it lies: those of
-    another size than a multiple of it are filled up with zeros, and their shapes are kept beside them.
+    In the file, each tensor starts at a multiple of `ALIGN_BYTES`, so that it can be used memory-mapped: tensors of
+    other sizes are padded with zeros, and their shapes are stored separately.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.shapes: dict[str, list[int]] = {}
-        self._names: dict[Any, tuple[Tensor, str]] = {}  # the tensor is held, so that its memory stays its own
+        self._names: dict[Any, tuple[Tensor, str]] = {}  # keeps the tensor alive, so that its address is not reused
 
     def tensor(self, tensor: Tensor | None) -> str | None:
         """The name under which a tensor is stored."""
@@ -55,7 +55,7 @@ class Store:
         return self._names[place][1]
 
     def part(self, part: Any, grid: Grid, layer: str) -> Any:
-        """A mask, a bias, or what they are made of, as plain data."""
+        """A mask, a bias, or one of their arguments, as plain data."""
         if isinstance(part, Tensor):
             return {"tensor": self.tensor(part)}
         if isinstance(part, (list, tuple)):
@@ -71,7 +71,7 @@ class Store:
 
 
 def _written_out(part: Mask | Bias, grid: Grid, layer: str) -> Dense | Given:
-    """A mask or bias that is a function, cell by cell."""
+    """A mask or bias that is a function, evaluated in every cell."""
     bound: Any = part.bind(grid)
     ask = bound.allowed if isinstance(part, Mask) else bound.values
     rows: list[Tensor] = []
@@ -94,7 +94,7 @@ def _written_out(part: Mask | Bias, grid: Grid, layer: str) -> Dense | Given:
 
 
 def _data_of(text: Text, layer: str, store: Store) -> dict[str, Any]:
-    """A text as plain data, which `_text_from` reads, with its tensors in the store."""
+    """A text as plain data for `_text_from`, with its tensors in the store."""
     seen, (_, key, value) = text.whole(), text.tensors()
     pieces = []
     for piece in text.pieces:
@@ -126,7 +126,7 @@ def _data_of(text: Text, layer: str, store: Store) -> dict[str, Any]:
 
 
 def write(path: str | os.PathLike[str], model: str, texts: Mapping[str, list[Text]]) -> None:
-    """Writes a model's name and, by layer, its texts; the file is there whole or not at all."""
+    """Writes a model's name and the texts of each layer, atomically."""
     store = Store()
     layers = {name: [_data_of(text, name, store) for text in of_layer] for name, of_layer in texts.items()}
     header = {"model": model, "layers": layers, "shapes": store.shapes}
@@ -167,7 +167,7 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:
         if not texts or not all(texts.values()):
             raise ValueError("a layer has no calls" if texts else "it has no layers")
         for text in (text for of_layer in texts.values() for text in of_layer):
-            for seen in (text.whole(), *text.calls()):  # everything is checked before anything is asked
+            for seen in (text.whole(), *text.calls()):  # fail now, not at first use
                 _probe(seen.scoring)
         return str(header["model"]), texts
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
@@ -175,7 +175,7 @@ def read(path: str | os.PathLike[str]) -> tuple[str, dict[str, list[Text]]]:
 
 
 def _shaped(tensor: Tensor, shape: list[int] | None) -> Tensor:
-    """A stored tensor without what it was filled up with."""
+    """A stored tensor without its padding."""
     return tensor if shape is None else tensor[: math.prod(shape)].view(shape)
 
 
@@ -250,7 +250,7 @@ def _patches(data: Mapping[str, Any], key_len: int) -> tuple[int, int] | None:
 
 
 def _check_lengths(pieces: Sequence[Piece]) -> None:
-    """Each call has queries and keys; the first begins with the first key, and none before the one before it."""
+    """Each call has queries and keys; the first starts at the first key, and none before the previous call."""
     before = 0
     for number, piece in enumerate(pieces):
         lengths = piece.query_len, piece.first, piece.key_len
@@ -266,7 +266,7 @@ def _is_whole(number: object) -> bool:
 
 
 def _probe(scoring: Scoring) -> None:
-    """Asks mask and bias for the corners, so that what they cannot answer is known at once."""
+    """Evaluates mask and bias in the corners, so that invalid ones fail at once."""
     grid = scoring.grid
     if not grid.query_len or not grid.key_len:
         return

@@ -1,4 +1,4 @@
-"""Takes statistics of every attention layer while a model runs, and keeps nothing else."""
+"""Computes statistics of every attention layer while a model runs, and keeps nothing else."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from regard.shapes import as_bytes, bytes_of, plural
 
 
 class Gathered(Mapping[str, tuple[Any, ...]]):
-    """What was gathered of a model's attention layers, by name ("layers.0", ...) or by number, in the order of their
-    first call: the results, in the order of the statistics. Made by `gather`."""
+    """The results of `gather`, in the order of the statistics, for each attention layer: by name ("layers.0", ...) or
+    by number, in the order of their first calls."""
 
     def __init__(self) -> None:
         self._calls: dict[str, list[tuple[Any, ...]]] = {}
@@ -25,7 +25,7 @@ class Gathered(Mapping[str, tuple[Any, ...]]):
         return self.calls(name)[-1]
 
     def calls(self, name: str | int) -> list[tuple[Any, ...]]:
-        """The results of every call of a layer, one by one."""
+        """The results of every single call of a layer."""
         return find("gather", "gathered", self._calls, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -56,26 +56,26 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 def gather(
     model: nn.Module, *statistics: Statistic[Any], layers: str | int | Iterable[str | int] | None = None
 ) -> Iterator[Gathered]:
-    """Takes statistics of a model's attention layers while the ``with`` block runs.
+    """Computes statistics of a model's attention layers while the ``with`` block runs.
 
-    `record` keeps query and key, for whatever may be asked later. This keeps the answers alone, so that memory grows
-    with the number of layers by the answers only, and it is the faster way: on a CPU, where a tile holds all that its
-    queries see (up to `regard.observation.tuning.MAX_ATTENDED_KEYS`), the layer's output comes from the same weights as
-    its statistics, one product for both. The output is then as exact as the kernel's, and rounded in another way.
+    `record` keeps query and key for later questions. This keeps only the results, so each layer adds no more memory
+    than these. It is also faster: on a CPU, if a tile holds all keys that its queries see (up to
+    `regard.observation.tuning.MAX_ATTENDED_KEYS`), output and statistics are computed from the same weights. The output
+    is then equally accurate, though not bit-identical to the kernel's.
 
-    Every call of a layer is taken for itself: while a model writes with a cache, a call has the new queries and all
-    keys. Where gradients are recorded, the statistics have them: an entropy penalty on a whole model is one line, in
-    memory of O(length). Use `torch.no_grad` where none is wanted.
+    Every call of a layer is handled separately: during generation with a cache, a call has the new queries and all
+    keys. The statistics are differentiable if gradients are recorded: an entropy penalty on a whole model is one line,
+    in O(length) memory. Use `torch.no_grad` if you need no gradients.
 
     Args:
         model: as in `record`.
         statistics: `Entropy`, `Received`, `Top` and regard's others, or your own (`Statistic`).
         layers: as in `record`.
     Raises:
-        TypeError: no statistic, or something else.
+        TypeError: no statistics, or an argument that is not a statistic.
         ValueError: as `record`.
-        RuntimeError: a layer runs where statistics have no gradient though the model's output has one: under activation
-            checkpointing with ``use_reentrant=True``. With ``use_reentrant=False`` they have it.
+        RuntimeError: a layer runs where statistics would get no gradient although the model's output does: under
+            activation checkpointing with ``use_reentrant=True``. ``use_reentrant=False`` works.
 
     >>> from regard import Entropy, Top
     >>> layer = MultiHeadAttention(8, 2)
@@ -89,7 +89,7 @@ def gather(
     gathered = Gathered()
 
     def asked(heads: Heads, scoring: ScoringArguments, attend: Attend) -> tuple[Result, tuple[Any, ...]]:
-        if isinstance(attend, Compute) and not attend.dropout:  # nobody else wants to see the call
+        if isinstance(attend, Compute) and not attend.dropout:  # no other hook wraps the call
             seen = observe(heads.query, heads.key, **scoring)
             both = seen.attend(heads.value, statistics)
             if both is not None:

@@ -21,17 +21,17 @@ class Intervention:
     head: int
 
     def before(self, scoring: ScoringArguments) -> ScoringArguments:
-        """What attention is told of a score."""
+        """The score arguments that attention gets."""
         return scoring
 
     def after(self, output: Tensor) -> Tensor:
-        """What goes on of the head's output [batch, query_len, value_dim]."""
+        """The changed output of the head, [batch, query_len, value_dim]."""
         return output
 
 
 @dataclass(frozen=True)
 class Ablate(Intervention):
-    """The head gives nothing: its output is 0."""
+    """Sets the head's output to 0."""
 
     def after(self, output: Tensor) -> Tensor:
         return torch.zeros_like(output)
@@ -39,7 +39,7 @@ class Ablate(Intervention):
 
 @dataclass(frozen=True)
 class Scale(Intervention):
-    """The head gives `factor` times its output."""
+    """Multiplies the head's output by `factor`."""
 
     factor: float
 
@@ -49,11 +49,11 @@ class Scale(Intervention):
 
 @dataclass(frozen=True)
 class Replace(Intervention):
-    """The head gives something else.
+    """Replaces the head's output.
 
     Args:
-        output: a tensor that broadcasts to [batch, query_len, value_dim], such as the head's mean or what it gave on
-            another text; or a function that is given the head's output and returns such a tensor.
+        output: a tensor that broadcasts to [batch, query_len, value_dim], such as the head's mean or its output on
+            another text; or a function of the head's output that returns such a tensor.
     """
 
     output: Tensor | Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class Replace(Intervention):
 
 @dataclass(frozen=True)
 class HideKey(Intervention):
-    """No query of the head sees the key at this index. A call that has no such key stays as it is."""
+    """Hides the key at this index from all queries of the head. A call without such a key is not changed."""
 
     key: int
 
@@ -89,9 +89,9 @@ class HideKey(Intervention):
 def intervene(model: nn.Module, *changes: Intervention) -> Iterator[None]:
     """Changes single heads while the ``with`` block runs.
 
-    Several changes of one head are made in the order in which they are given, and those of an outer block before those
-    of an inner one. Gradients flow through them. A recording, inside or outside, has what attention was given: with a
-    key hidden, but not what becomes of a head's output afterwards.
+    Several changes of one head apply in the given order, those of an outer block before those of an inner one.
+    Gradients flow through them. A recording, inside or outside, holds the inputs of attention: hidden keys are visible
+    in it, changes of a head's output are not.
 
     Args:
         model: as in `record`.

@@ -1,12 +1,12 @@
-"""What a head can be called where there are no tokens to go by: in a sequence, in an image, between two sequences.
+"""Head types where no tokens are known: in a sequence, in an image, between two sequences.
 
-Every share is what goes beyond even attention, so that it is 0 for a head that looks everywhere alike and 1 for one
-that looks nowhere else:
+A share is the weight in excess of uniform attention: 0 for a head that attends uniformly, 1 for one that attends only
+to the keys of this kind:
 
     share = sum(weight on the kind's keys - even) / sum(1 - even)        over batch and queries
     even  = the kind's visible keys / all visible keys, of a query
 
-Queries for which the kind has no keys, or all that they see, do not count.
+Queries that see no keys of the kind, or only such keys, are left out.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 LOCAL_DISTANCE = 8
-"""Nearer than this is local."""
+"""Distances below this are local."""
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""Of a query's index [rows, 1] and a key's [1, columns]: whether the key is of the kind."""
+"""From a query's index [rows, 1] and a key's [1, columns]: whether the key is of the kind."""
 
 
 class Kinds(NamedTuple):
-    """The kinds of one way of reading.
+    """The kinds for one type of input.
 
     Attributes:
-        reads: what it is: "sequence", "image 7 x 7 + 1", "another sequence".
-        rules: by kind. wide: those of them that are so wide that more of them is needed to mean something.
-        first: the first query that is described; the special tokens of an image come before it.
-        place: where a query stands among the keys; its distances are counted from there.
+        reads: the type of input: "sequence", "image 7 x 7 + 1", "another sequence".
+        rules: by kind. wide: kinds that cover so many keys that they need a larger share to be significant.
+        first: the first query that counts; the special tokens of an image come before it.
+        place: the position of a query among the keys, from which distances are counted.
     """
 
     reads: str
@@ -40,7 +40,7 @@ class Kinds(NamedTuple):
 
 
 def sequence() -> Kinds:
-    """Sound, vectors, patches whose places are not known: i is the query's place, j the key's.
+    """Sound, vectors, or patches of unknown position: i is the query's index, j the key's.
 
     previous    j = i - 1
     next        j = i + 1
@@ -64,8 +64,8 @@ def sequence() -> Kinds:
 
 
 def image(rows: int, columns: int, special: int) -> Kinds:
-    """Patches in rows and columns, read line by line, after `special` tokens: CLS, then registers. Described are the
-    patches' queries; r and c are the row and column of the query's patch, s and d of the key's.
+    """Patches in row-major order after `special` tokens: CLS, then registers. Only the queries of patches count; r and
+    c are the row and column of the query's patch, s and d those of the key's.
 
     same         s = r and d = c
     neighbour    |r - s| <= 1 and |c - d| <= 1, another patch
@@ -80,7 +80,7 @@ def image(rows: int, columns: int, special: int) -> Kinds:
         return patch.div(columns, rounding_mode="floor"), patch.remainder(columns)
 
     def patches(rule: Callable[[Tensor, Tensor], Tensor]) -> Rule:
-        """A rule of the distances between rows and between columns, for other patches alone."""
+        """A rule of the row and column distances, for other patches only."""
 
         def chosen(i: Tensor, j: Tensor) -> Tensor:
             (r, c), (s, d) = where(i), where(j)
@@ -103,8 +103,8 @@ def image(rows: int, columns: int, special: int) -> Kinds:
 
 
 def another(query_len: int, key_len: int) -> Kinds:
-    """Another sequence than the queries' own (cross-attention): M queries and N keys, the query's place among the keys
-    being p = i (N - 1) / (M - 1), as if both ran side by side.
+    """Another sequence than the queries' own (cross-attention): M queries and N keys. Query i corresponds to key
+    position p = i (N - 1) / (M - 1), as if both sequences ran in parallel.
 
     aligned      |j - p| <= max(1, N / 16)
     first key    j = 0
@@ -120,13 +120,13 @@ def another(query_len: int, key_len: int) -> Kinds:
         "first key": lambda i, j: (j == 0) & (i >= 0),
         "last key": lambda i, j: (j == key_len - 1) & (i >= 0),
     }
-    if query_len > 1:  # one query stands nowhere
+    if query_len > 1:  # a single query has no such position
         rules["aligned"] = lambda i, j: (j - place(i)).abs() <= width
     return Kinds("another sequence", rules, frozenset(), 0, place)
 
 
 def beyond_even(weight: Tensor, even: Tensor, counts: Tensor) -> Tensor:
-    """The share above, of weights [batch, heads, queries] on a kind's keys: [heads]."""
+    """The share defined above, from the weights [batch, heads, queries] on a kind's keys: [heads]."""
     counted = (counts & (even > 0) & (even < 1)).to(weight.dtype)
     tiny = torch.finfo(weight.dtype).tiny
     return ((weight - even) * counted).sum((0, 2)) / ((1 - even) * counted).sum((0, 2)).clamp(min=tiny)

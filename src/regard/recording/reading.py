@@ -1,6 +1,6 @@
-"""What a call of an attention layer reads.
+"""Finds out what the input of an attention layer is.
 
-Which tokens stand at its queries, whether its keys are another sequence's, whether they are the patches of an image.
+The tokens of its queries, whether its keys come from another sequence, and whether they are patches of an image.
 """
 
 import inspect
@@ -16,23 +16,23 @@ from torch import Tensor, nn
 from regard.layers import MultiHeadAttention
 
 TOKEN_NAMES = ("tokens", "input_ids")
-"""What the argument is called that holds the tokens."""
+"""Names of the argument that holds the tokens."""
 
 CONTEXT_NAMES = ("key", "key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
-"""What the argument of an attention layer is called that holds the states of another sequence."""
+"""Names of the argument of an attention layer that holds the states of another sequence."""
 
 MAX_SPECIAL_TOKENS = 64
-"""Most tokens of an image that stand before its patches: CLS, registers."""
+"""Most tokens of an image before its patches: CLS, registers."""
 
 _CALL = nn.Module._call_impl.__code__
 
 
 class Read(NamedTuple):
-    """What a call reads.
+    """The input of a call.
 
     Attributes:
-        tokens: int [batch, query_len], what stands at the queries, if that is known.
-        cross: whether the keys are another sequence's. patches: rows and columns of an image, if it is one.
+        tokens: int [batch, query_len], the tokens of the queries, if known.
+        cross: whether the keys come from another sequence. patches: rows and columns of an image, or None.
     """
 
     tokens: Tensor | None = None
@@ -41,11 +41,11 @@ class Read(NamedTuple):
 
 
 class Reading:
-    """Finds what a call reads, and keeps a copy of the tokens, one for all layers that read the same.
+    """Finds the input of a call, and keeps one copy of the tokens for all layers that read the same.
 
-    It is found on the stack, from what the modules around the layer were given: as tokens, what the nearest of them is
-    given as `tokens` or `input_ids`, and of the model itself the first argument that holds whole numbers. So nothing is
-    put on the modules.
+    It is found on the call stack, from the arguments of the modules around the layer: tokens are the argument `tokens`
+    or `input_ids` of the nearest module, or the first integer tensor among the arguments of the model itself. So the
+    modules need no hooks.
     """
 
     def __init__(self, model: nn.Module, modules: Container[int]) -> None:
@@ -53,7 +53,7 @@ class Reading:
         self._kept: tuple[Tensor, int | None, Tensor] | None = None
 
     def of_call(self, layer: nn.Module, batch: int, query_len: int, key_len: int) -> Read:
-        """What the caller's call reads, which it makes for a layer."""
+        """The input of the call that the caller makes for a layer."""
         tokens, cross, pixels, config = None, False, None, None
         searching = True  # for tokens
         frame: FrameType | None = sys._getframe(1)
@@ -110,29 +110,29 @@ def _cannot_be_ids(tensor: Tensor) -> bool:
 
 
 def _is_given_tokens(code: CodeType) -> bool:
-    """Whether it is the code of a method that has an argument for them."""
+    """Whether this is the code of a method with an argument for tokens."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return arguments[:1] == ("self",) and any(name in arguments for name in TOKEN_NAMES)
 
 
 @lru_cache(1024)
 def _places(forward: Callable[..., Any]) -> dict[str, int]:
-    """Where among its arguments a module is given tokens, or another sequence's states."""
+    """Positions of the arguments that hold tokens or the states of another sequence."""
     try:
         arguments = list(inspect.signature(forward).parameters)[1:]
-    except (TypeError, ValueError):  # it does not tell
+    except (TypeError, ValueError):  # no signature available
         return {}
     return {name: at for at, name in enumerate(arguments) if name in TOKEN_NAMES + CONTEXT_NAMES}
 
 
 def _reads_no_tokens(module: nn.Module) -> bool:
-    """Whether a part of a model says that it reads something else: an image's pixels, a sound's features."""
+    """Whether a submodule declares another input: pixels of an image, features of a sound."""
     main = getattr(module, "main_input_name", None)
     return isinstance(main, str) and main not in TOKEN_NAMES
 
 
 def _has_other_keys(layer: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether an attention layer was given another sequence's states beside its own."""
+    """Whether an attention layer got the states of another sequence besides its own."""
     args, named = given["args"], given["kwargs"]
     for name, at in _places(type(layer).forward).items():
         if name in CONTEXT_NAMES and (name != "key" or isinstance(layer, MultiHeadAttention)):
@@ -143,7 +143,7 @@ def _has_other_keys(layer: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def _pixels(given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Height and width of the images that a module is given, if it is."""
+    """Height and width of the images among a module's arguments, if there are any."""
     named = given["kwargs"].get("pixel_values")
     for value in (named, *given["args"]):
         if not isinstance(value, Tensor) or value.dim() != 4 or not value.is_floating_point():
@@ -154,13 +154,13 @@ def _pixels(given: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _patched(module: nn.Module) -> Any:
-    """A module's configuration, if it speaks of patches."""
+    """A module's configuration, if it has a patch size."""
     config = getattr(module, "config", None)
     return config if getattr(config, "patch_size", None) is not None else None
 
 
 def _grid(pixels: tuple[int, int], config: Any, length: int) -> tuple[int, int] | None:
-    """Rows and columns of the patches, where as many of them, and few tokens before them, make up the length."""
+    """Rows and columns of the patches, if their number and a few special tokens add up to the length."""
     size = getattr(config, "patch_size", None)
     if config is None or size is None:
         return None
@@ -169,6 +169,6 @@ def _grid(pixels: tuple[int, int], config: Any, length: int) -> tuple[int, int] 
     if rows * columns and 0 <= length - rows * columns <= MAX_SPECIAL_TOKENS:
         return rows, columns
     window = getattr(config, "window_size", None)
-    if isinstance(window, int) and window * window == length:  # attention inside of squares (Swin)
+    if isinstance(window, int) and window * window == length:  # attention within square windows (Swin)
         return window, window
     return None
