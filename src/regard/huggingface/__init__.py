@@ -3,19 +3,19 @@
     regard.huggingface.register()
     model = AutoModel.from_pretrained(name, attn_implementation="regard")
 
-Three things are handed over there, and each has a file: *attention*, of the query, key and value of a layer (`attend`);
-a *mask*, as a function of batch index, head, query and key, with lengths, beginnings and padding
-(`mask_for_transformers`); and *weights*, which a layer returns beside its output and which end up in
+The interface has three parts, each in its own file: *attention* for the query, key and value of a layer (`attend`); a
+*mask*, given as a function of batch index, head, query and key, with lengths, offsets and padding
+(`mask_for_transformers`); and *weights*, which a layer returns besides its output and which end up in
 ``outputs.attentions`` (`LazyWeights`).
 
-Here belongs what knows transformers; no other file imports it.
+Only this folder depends on transformers, and no other file imports it.
 
-The mask is the heart. transformers builds masks of query_len x key_len from its mask functions. Here the function is
-*read*: causal, window, chunk, packed texts, padding and what they are composed of become regard's own masks, whose
-empty tiles cost nothing. Each such reading was compared with the function itself, cell by cell, before it is trusted;
-a function that is not known, or no longer does what it did, is asked tile by tile instead: slower, and as exact.
+transformers builds masks of query_len x key_len from its mask functions. Here the function is *translated*: causal,
+window, chunk, packed texts, padding and their combinations become regard masks, whose empty tiles are skipped. Each
+translation is used only after it agreed with the function itself, cell by cell, on examples. A function that is
+unknown, or has changed, is evaluated tile by tile instead: slower, equally exact.
 
-What is not understood and would change the result raises an error.
+Anything that is not understood and could change the result raises an error.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -35,17 +35,17 @@ NAME = "regard"
 
 
 OLDEST_VERSION = (5, 4)
-"""The first transformers that hands masks over as they are understood here."""
+"""The oldest supported version of transformers: earlier ones pass masks differently."""
 
 
 def register() -> None:
-    """Makes ``attn_implementation="regard"`` known to transformers; a second call changes nothing.
+    """Registers ``attn_implementation="regard"`` with transformers; a second call changes nothing.
 
     Raises:
         ImportError: transformers is missing, or older than 5.4, which gives masks in another way; or it is there and
             cannot be imported, as where a torchvision beside it does not fit: then the cause is named.
 
-    Then ``AutoModel.from_pretrained(name, attn_implementation="regard")``; for a model that is there already,
+    Then ``AutoModel.from_pretrained(name, attn_implementation="regard")``; for a loaded model,
     ``model.set_attn_implementation("regard")``.
     """
     try:

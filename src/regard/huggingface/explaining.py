@@ -1,8 +1,8 @@
-"""What to write instead, where a model of transformers cannot take an attention that is chosen by name.
+"""Explains the error for models of transformers that do not support the attention interface.
 
-Most models look their attention up on transformers' interface. Some choose a class from a table of their own when they
-are made, and a name that is not in it ends in a bare KeyError. Here that error becomes a sentence: which part of the
-model it is, what its table has, and how to load the model with the rest of it under regard.
+Most models look up their attention in transformers' interface. Some choose a class from their own table when they are
+constructed, and an unknown name ends in a bare KeyError. Here that error becomes a message: which part of the model it
+is, which names its table has, and how to load the model with regard for the other parts.
 """
 
 from collections.abc import Iterator

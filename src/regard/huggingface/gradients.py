@@ -1,15 +1,15 @@
-"""Attention whose weights lie on the way to its output, without being there.
+"""Attention whose weights are part of the autograd graph of its output, without being computed.
 
     weights = softmax(scores(query, key))        `LazyWeights`, a node of torch's graph
     output  = dropout(weights) @ value           a second node, of weights and value
 
-The output is computed by whatever kernel is fastest, from query, key and value; its backward pass is that kernel's.
-What torch's graph is told is the two lines above. The gradient that arrives at the weights is
+The output and its gradients are computed from query, key and value by the kernel that `attention` would use. The graph
+that torch sees consists of the two lines above. The gradient of the weights is
 
     d weights[i, j] = dropout(d output[i] . value[j])
 
-of which any rectangle can be made from d output and value, so it is not made either (`LazyGradient`). It carries along
-what the kernel's backward pass found for query and key; that is used as long as nobody changes the gradient on its way.
+any rectangle of which follows from d output and value, so it is lazy too (`LazyGradient`). It carries the gradients of
+query and key from the kernel's backward pass, which are used as long as no hook changes the gradient of the weights.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from regard.shapes import Grid
 
 
 class ComputeByWeights(Compute):
-    """Attention itself, where a layer's weights are asked for too."""
+    """Attention itself, for calls that also return the weights."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(dropout)

@@ -1,4 +1,4 @@
-"""Tensors that hold no numbers: they know their shape, and make their numbers when somebody asks for them."""
+"""Tensors without data: they have a shape, and compute their numbers on first use."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ def _setter(name: str) -> Any:
     return getattr(Tensor, name).__set__
 
 
-# what may be asked without touching a number
+# attributes that need no numbers
 _OUTSIDE = {
     Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size,
     Tensor.__len__, Tensor.__hash__, Tensor.get_device, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed,
     Tensor.is_contiguous, Tensor.is_inference, Tensor.storage_offset, _setter("requires_grad"),
     torch.is_floating_point, torch.is_complex, torch.numel,
 }  # fmt: skip
-# what may be done with a mask, for whatever does these means bools
+# operations that are only meaningful for a mask of bools
 _LOGICAL = {
     Tensor.contiguous, Tensor.clone, Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__invert__,
     Tensor.logical_and, Tensor.logical_or, Tensor.logical_not, torch.logical_and, torch.logical_or, torch.logical_not,
@@ -36,7 +36,7 @@ _IN_PLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irs
 
 
 class Lazy(Tensor):
-    """A tensor that holds no numbers. It knows its shape; whoever asks for more makes them, if few.
+    """A tensor without data. Its shape is known; any other use computes its numbers, if they are few.
 
     Every function of torch takes it. What only asks about shape, dtype or device costs nothing; anything else works on
     `dense`, which refuses where that would be large. Nothing can be written into it.

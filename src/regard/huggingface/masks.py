@@ -1,4 +1,4 @@
-"""A mask of regard that transformers takes for a tensor: of bools, and of numbers once a model has added some to it."""
+"""A regard mask that transformers accepts as a tensor: of bools, or of numbers once a model has added some."""
 
 import math
 from collections.abc import Hashable
@@ -18,7 +18,7 @@ SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 
 
 class LazyMask(Lazy):
-    """A regard mask that transformers takes for its bool tensor [batch, 1, query_len, key_len], True = may attend.
+    """A regard mask in place of transformers' bool tensor [batch, 1, query_len, key_len], True = may attend.
 
     A model may add numbers to it, as BEiT adds its positions: then it stands for them, -inf where the mask hides.
 
@@ -62,7 +62,7 @@ class LazyMask(Lazy):
     def checked(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, softcap: float | None
     ) -> Checked:
-        """One layer's call with this mask alone; layers that are alike, as nearly all are, have it checked once."""
+        """One layer's call with this mask alone; checked once for all layers of the same form."""
         known = scale, softcap, form_of(query, key, value)
         if known not in self._checked:
             self._checked[known] = Checked.of(query, key, value, mask=mask, scale=scale, softcap=softcap)

@@ -1,13 +1,13 @@
-"""Tensors [batch, heads, query_len, key_len] of which any rectangle can be made, and no more than that is.
+"""Lazy tensors [batch, heads, query_len, key_len], computed one rectangle at a time.
 
     LazyParts      such a tensor: weights, or their gradient; or some batch indices and heads of one
-    Parts          what makes its rectangles
-    LazyGradient   the gradient of such a tensor: a sum of what came from each use of it
+    Parts          computes its rectangles
+    LazyGradient   the gradient of such a tensor: the sum of the gradients from each use
 
-Choosing batch indices and heads (``w[0]``, ``w[0][3]``) makes nothing. Choosing queries or keys makes their numbers, as
-does every function of torch. Where gradients are recorded, each of these steps is a node of torch's graph whose
-backward pass hands on a rectangle and never a square: so ``retain_grad``, ``register_hook`` and `torch.autograd.grad`
-mean of such a tensor what they mean of any other.
+Indexing by batch and head (``w[0]``, ``w[0][3]``) computes nothing. Indexing by query or key computes the selected
+numbers, as does every function of torch. If gradients are recorded, each of these steps is a node of torch's graph
+whose backward pass propagates a rectangle, never a quadratic tensor: so ``retain_grad``, ``register_hook`` and
+`torch.autograd.grad` work as with any other tensor.
 """
 
 import operator
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a lazy tensor is from outside.
+    """Shape, dtype and device of a lazy tensor.
 
     Args:
         batch, heads: which batch indices and heads of a call; a single one has no axis.
@@ -75,7 +75,7 @@ class Parts(Protocol):
 
 
 class LazyParts(Lazy):
-    """A tensor of which any rectangle is made when it is asked for; or some batch indices and heads of such a tensor.
+    """A tensor of which rectangles are computed on first use; or some batch indices and heads of such a tensor.
 
     Attributes:
         parts: makes the rectangles.

@@ -1,4 +1,4 @@
-"""Reads transformers' mask functions: what they mean as masks of regard."""
+"""Translates transformers' mask functions to regard masks."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, reduce
@@ -123,7 +123,7 @@ Reading = Callable[[Inside, Place], Mask | None]
 
 
 def read(function: Callable[..., Any], place: Place) -> Mask:
-    """transformers' mask function as a mask: in closed form where it is known, asked tile by tile where it is not."""
+    """transformers' mask function as a mask: in closed form if it is known, else evaluated tile by tile."""
     known = _KNOWN.get(_maker(function))
     mask = None if known is None else known.reading(_inside(function), place)
     return _asked(function, place) if mask is None else mask
@@ -141,7 +141,7 @@ def _inside(function: Any) -> Inside:
 
 
 def _asked(function: Callable[..., Any], place: Place) -> Mask:
-    """Any mask function, tile by tile."""
+    """Any mask function, evaluated tile by tile."""
 
     def fn(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         asked_on = query.device  # another than the mask's, where a model is spread over several

@@ -1,8 +1,8 @@
 """transformers' mask functions inside a graph of torch.compile's, where what a function closes over cannot be seen.
 
-There a mask function is not opened but called, with symbols in place of batch index, head, query and key. What it asks
-of their positions, a comparison or a difference, answers with a `Rule`, which stands for a mask, and rules compose. A
-function that asks anything else is `UnreadError`, and its mask becomes a tensor of torch's own making.
+There a mask function is called with symbols in place of batch index, head, query and key. Comparing positions or their
+differences returns a `Rule`, which stands for a mask, and rules compose. A function that does anything else raises
+`UnreadError`, and its mask is built as a tensor by torch's operators.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The weights of one layer's call, made when they are looked at."""
+"""The weights of one layer's call, computed on first use."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,12 +27,12 @@ MAX_KEPT_LSE_ROWS = 256
 
 
 class LazyWeights(LazyParts):
-    """The weights of one layer's call, made when they are looked at: a tensor [batch, heads, query_len, key_len].
+    """The weights of one layer's call, computed on first use: a tensor [batch, heads, query_len, key_len].
 
-    What is in ``outputs.attentions``. It keeps query and key and no weight. Choosing batch indices and heads makes none
-    either, ``weights[0][3]``; a rectangle, ``weights[0, 3, -8:, :64]``, is computed when asked for, at any length.
-    Whatever function of torch needs all of them gets them where they are few, and an error with advice where they are
-    not. They are those before dropout.
+    The elements of ``outputs.attentions``. It stores query and key but no weights. Indexing by batch and head,
+    ``weights[0][3]``, computes nothing; a rectangle, ``weights[0, 3, -8:, :64]``, is computed on request, at any
+    length. A function of torch that needs all weights gets them if they are few, and raises an error with advice if
+    not. They are the weights before dropout.
 
     Gradients flow through them; and those of a layer's call lie on the way to its output, so that the output's gradient
     with respect to them is had as of any tensor: ``weights.retain_grad()``, `torch.autograd.grad`. That gradient is a
@@ -98,7 +98,7 @@ def weights_of(
 
 
 def is_differentiable(query: Tensor, key: Tensor, scoring: Scoring) -> bool:
-    """Whether weights have a gradient to give, and gradients are recorded."""
+    """Whether the weights are differentiable, and gradients are recorded."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, *_learned(scoring)))
 
 

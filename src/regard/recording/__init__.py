@@ -8,7 +8,7 @@ Query and key of every layer are kept, so that any weight or statistic can be co
     recording.save("run.safetensors")
 
 The model runs at full speed: weights and statistics are computed only on request. The layer's own tensors are kept, not
-copies, with lse if the kernel computed it anyway. (A tensor that is written to later, such as a static cache, is copied.)
+copies, with lse if the kernel computed it anyway. (Tensors written to later, such as a static cache, are copied.)
 
 A layer may be called several times. During generation, the keys of a call are those of the previous call and the new
 ones; such calls form one text, read in pieces, and its keys are kept once. `recording[layer]` is the whole last text of

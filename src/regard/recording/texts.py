@@ -1,4 +1,4 @@
-"""What one layer saw of one text, read in one piece or in several."""
+"""The recorded calls of one layer on one text, in one piece or in several."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -19,17 +19,17 @@ from regard.shapes import Grid
 from regard.stepwise import Step, Steps, attention_steps, check_size
 
 ALIGN_BYTES = 64
-"""Bytes; where torch's own memory begins on a CPU."""
+"""Bytes; alignment of torch's own allocations on a CPU."""
 
 
 class Recorded(Observation):
-    """What one layer saw of a text: an `Observation`, with the values and tokens where they were kept.
+    """One layer's attention on a text: an `Observation`, with values and tokens if they were kept.
 
     Attributes:
         value: [batch, kv_heads, key_len, value_dim], if recorded with ``values=True``; else None.
-        tokens: int [batch, query_len], what stood at the queries, if that was seen; else None.
-        cross: whether the keys are another sequence's than the queries' (cross-attention).
-        patches: rows and columns of an image whose patches are the last of the keys, if it is one; else None.
+        tokens: int [batch, query_len], the tokens of the queries, if known; else None.
+        cross: whether the keys come from another sequence (cross-attention).
+        patches: rows and columns of an image, whose patches are the last keys; None if it is no image.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recorded(Observation):
         self.value, self.tokens, self.cross, self.patches = value, tokens, cross, patches
 
     def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> Self:
-        """Some batch indices and heads; heads by their place here, as in any `Observation`."""
+        """Some batch indices and heads; heads by index in this recording, as in any `Observation`."""
         rows, _ = which if isinstance(which, tuple) else (which, slice(None))
         one = super().__getitem__(which)
         if one is not self:
@@ -62,7 +62,7 @@ class Recorded(Observation):
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """Which heads of the layer these are; `head` goes by these numbers."""
+        """The numbers of these heads in the layer, which `head` takes."""
         numbers = self.call.head_numbers
         return tuple(range(self.grid.heads) if numbers is None else numbers)
 
@@ -114,7 +114,7 @@ class Recorded(Observation):
 
 
 class Piece(NamedTuple):
-    """One call: how many queries it had, which of the text's keys, who may attend to whom, and the queries' tokens."""
+    """One call: its number of queries, its range of the text's keys, mask and bias, and the queries' tokens."""
 
     query_len: int
     first: int
@@ -126,12 +126,12 @@ class Piece(NamedTuple):
 
 @dataclass
 class Text:
-    """What one layer saw of one text.
+    """The calls of one layer on one text.
 
     Attributes:
         queries: one tensor per piece.
         key, value: those of the last piece.
-        past: keys and values that stood before them, where a cache has let go of its oldest.
+        past: earlier keys and values, which a cache has dropped since.
         cross, patches: as in `Recorded`.
     """
 
@@ -153,12 +153,12 @@ class Text:
     _calls: list[Recorded] | None = field(default=None, repr=False)
 
     def take(self, other: "Text", settled: bool, goes_on: bool | None = None) -> bool:
-        """Takes in a call that goes on with this text: one whose keys are the last ones here and, at the end, those of
-        its own queries; in cross-attention, one with the same keys. False if it does not.
+        """Appends a call that continues this text: its keys are those of the previous call followed by those of its own
+        queries; in cross-attention, the same keys. Returns False for any other call.
 
         Args:
-            goes_on: in cross-attention, whether the self-attention that ran before went on with its text; None if there
-                was none, and then only the same memory is the same text.
+            goes_on: in cross-attention, whether the preceding self-attention continued its text; None if there was
+                none, and then only keys in the same memory are taken for the same text.
         """
         (piece,) = other.pieces
         if not self._fits(other):
@@ -189,7 +189,7 @@ class Text:
         self.lse = self._tensors = self._whole = self._calls = None
 
     def _fits(self, other: "Text") -> bool:
-        """Whether the other is of the same shape and scores in the same way."""
+        """Whether the other has compatible shapes and score arguments."""
         alike = [
             (
                 t.cross,
@@ -206,8 +206,8 @@ class Text:
         return alike[0] == alike[1] and same(self.sink, other.sink) and same(self.additive, other.additive)
 
     def _refills(self, other: "Text", piece: Piece) -> bool:
-        """Whether the other has this text's static cache, as long as it will ever be: its new keys stand where nobody
-        could see before."""
+        """Whether the other has the same static cache, allocated at full length: its new keys are at places that were
+        hidden before."""
         if self.key.shape[2] != piece.key_len or piece.query_len >= piece.key_len:
             return False
         fresh = _changed(self.key, other.key)
@@ -218,15 +218,15 @@ class Text:
         return all(self._mask(p).tile(range(p.query_len), fresh) is Tile.EMPTY for p in self.pieces)
 
     def _pairs(self, other: "Text") -> list[tuple[Tensor, Tensor]]:
-        """The other's keys beside these, and its values, where they are kept."""
+        """Pairs of these keys and the other's, and of the values, if kept."""
         pairs = [(self.key, other.key)]
         if self.value is not None and other.value is not None:
             pairs.append((self.value, other.value))
         return pairs
 
     def tensors(self) -> Heads:
-        """All queries, keys and values (without values: the keys), each in one piece of memory, so that those from a
-        file are laid out, and what is computed from them rounded, in the same way."""
+        """All queries, keys and values (the keys, if there are no values), each contiguous, so that tensors loaded from
+        a file have the same layout and give bit-identical results."""
         if self._tensors is None:
             query = torch.cat(self.queries, dim=2) if len(self.queries) > 1 else aligned(self.queries[0])
             self.queries = list(query.split([piece.query_len for piece in self.pieces], dim=2))
@@ -243,7 +243,7 @@ class Text:
         return self._tensors
 
     def held(self) -> list[Tensor | None]:
-        """Every tensor that is kept of it, beside masks and biases."""
+        """Every tensor it keeps, apart from masks and biases."""
         past = [tensor for pair in self.past for tensor in pair]
         tokens = [piece.tokens for piece in self.pieces]
         return [*self.queries, self.key, self.value, self.sink, self.additive, self.lse, *past, *tokens]
@@ -259,7 +259,7 @@ class Text:
         return self._whole
 
     def calls(self) -> list[Recorded]:
-        """Each piece, as a call of its own."""
+        """Each piece as a separate call."""
         whole = self.whole()
         if len(self.pieces) == 1:
             return [whole]
@@ -286,8 +286,8 @@ class Text:
         )  # fmt: skip
 
     def _rules(self, key_len: int) -> tuple[Mask | None, Bias | None]:
-        """Mask and bias of the whole: those of the one piece; or the pieces' own, if they are one rule of positions
-        that hides from each piece the keys that came later; or the rules of all pieces, one below the other."""
+        """Mask and bias of the whole text: those of a single piece; a shared one, if all pieces have the same rule of
+        positions and it hides later keys from each; or those of all pieces, concatenated along the queries."""
         first, *more = self.pieces
         if not more:
             return first.mask, first.bias
@@ -315,7 +315,7 @@ class Text:
         )
 
     def _visible(self, key_len: int) -> int:
-        """How many keys there are: of a static cache read in pieces, only those up to the last that anybody sees."""
+        """Number of keys; for a static cache, up to the last key that any query sees."""
         if len(self.pieces) == 1 or self.pieces[0].key_len != key_len:
             return key_len
         masks = [self._mask(piece) for piece in self.pieces]
@@ -336,8 +336,7 @@ class Text:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """A tensor in one piece of memory that begins where torch would let it begin: how a product is rounded depends on
-    both."""
+    """A contiguous tensor with torch's alignment in memory: the rounding of products depends on both."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGN_BYTES else tensor
 
@@ -347,9 +346,9 @@ def _same_memory(old: Tensor, new: Tensor) -> bool:
 
 
 def _continues(old: Tensor, new: Tensor, gone: int, settled: bool) -> bool:
-    """Whether `new` begins with what `old` is from its column `gone` on."""
+    """Whether `new` starts with the columns of `old` from `gone` on."""
     if settled and not gone and new.data_ptr() == old.data_ptr() and new.stride() == old.stride():
-        return True  # the same memory, into which nobody writes
+        return True  # the same memory, never written to
     return torch.equal(new[:, :, : old.shape[2] - gone], old[:, :, gone:])
 
 
@@ -360,7 +359,7 @@ def _changed(old: Tensor, new: Tensor) -> range:
 
 
 def _starts(pieces: Iterable[Piece]) -> list[int]:
-    """Where each piece's queries begin."""
+    """Index of the first query of each piece."""
     starts = [0]
     for piece in pieces:
         starts.append(starts[-1] + piece.query_len)

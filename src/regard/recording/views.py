@@ -1,4 +1,4 @@
-"""Masks and biases as a recording sees them: those of several calls as one, those of some heads, one without a key."""
+"""Masks and biases of recordings: of several calls merged into one, of some heads, or with one key hidden."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from regard.shapes import Grid
 
 
 class _Pieces(Rule):
-    """What several calls say, one below the other.
+    """The masks or biases of several calls, concatenated along the queries.
 
     Args:
         pieces: the mask or bias of each call, or None.
@@ -37,7 +37,7 @@ class _Pieces(Rule):
         return type(self)(bound, self.lengths)
 
     def places(self, query: Tensor, key: Tensor) -> Iterator[tuple[Any, Tensor, Tensor, Tensor]]:
-        """Each piece, whether query and key are its own, and where they stand in it (anywhere, if they are not)."""
+        """Each piece, whether query and key belong to it, and their indices in it (arbitrary, if they do not)."""
         for piece, end, (query_len, first, key_len) in zip(self.pieces, self.ends, self.lengths, strict=True):
             row, column = query - (end - query_len), key - first
             inside = (row >= 0) & (row < query_len) & (column >= 0) & (column < key_len)
@@ -46,7 +46,7 @@ class _Pieces(Rule):
     def join(
         self, queries: Indices, keys: Indices, say: Callable[[Any, Tensor, Tensor], Tensor], nothing: Tensor
     ) -> Tensor:
-        """What the pieces say [batch or 1, heads or 1, rows, columns]; `nothing` where a piece has no such key."""
+        """The values of all pieces [batch or 1, heads or 1, rows, columns]; `nothing` where a piece lacks the key."""
         rows, columns = indices(queries), indices(keys)
         parts = []
         of_rows = torch.bucketize(rows, torch.tensor(self.ends, device=rows.device), right=True)
@@ -68,7 +68,7 @@ class _Pieces(Rule):
 
 
 class PiecesMask(_Pieces, Mask):
-    """The masks of several calls, one below the other; keys that a call did not have are hidden from its queries."""
+    """The masks of several calls, concatenated along the queries; keys that a call did not have are hidden."""
 
     def allowed(self, queries: Indices, keys: Indices) -> Tensor:
         def say(mask: Mask | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PiecesMask(_Pieces, Mask):
 
 
 class PiecesBias(_Pieces, Bias):
-    """The biases of several calls, one below the other."""
+    """The biases of several calls, concatenated along the queries."""
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         def say(bias: Bias | None, rows: Tensor, columns: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class PiecesBias(_Pieces, Bias):
 
 
 class HeadsMask(Mask):
-    """What a mask says of some heads. Args: heads: their numbers. of: how many the mask is for."""
+    """A mask for some of its heads. Args: heads: their numbers. of: number of heads of the mask."""
 
     def __init__(self, mask: Mask, heads: Sequence[int], of: int) -> None:
         self.mask, self.heads, self.of = mask, list(heads), of
@@ -142,7 +142,7 @@ class HeadsMask(Mask):
 
 
 class HeadsBias(Bias):
-    """What a bias adds in some heads; as `HeadsMask`."""
+    """A bias for some of its heads; as `HeadsMask`."""
 
     def __init__(self, bias: Bias, heads: Sequence[int], of: int) -> None:
         self.bias, self.heads, self.of = bias, list(heads), of
@@ -162,7 +162,7 @@ class HeadsBias(Bias):
 
 
 class HiddenKey(Mask):
-    """Everything but one key in one head.
+    """Allows everything except one key in one head.
 
     >>> print(HiddenKey(head=0, key=1).draw(2, 3))
     # . #

@@ -1,4 +1,4 @@
-"""Finds the attention layers of a model, by name, and stands around them while it runs."""
+"""Finds the attention layers of a model, by name, and installs hooks around them while it runs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from regard.layers import MultiHeadAttention
 T = TypeVar("T")
 
 WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Where torch.compile, FSDP and a checkpoint wrapper keep the module that they were put around."""
+"""Attributes in which torch.compile, FSDP and checkpoint wrappers keep the wrapped module."""
 
 
 class Place(NamedTuple):
-    """A layer that calls: its name, its number in the order of first calls, whether it is regard's own, and itself."""
+    """A calling layer: its name, its number in the order of first calls, whether it is regard's own, and the module."""
 
     name: str
     number: int
@@ -34,7 +34,7 @@ def watching(
     again: Callable[[Place, Attend], Attend] | None = None,
     innermost: bool = False,
 ) -> Iterator[None]:
-    """Stands around attention layers of a model (see `regard.hooks`).
+    """Installs a hook around attention layers of a model (see `regard.hooks`).
 
     Args:
         model: as `record` takes it; see `unwrapped`.
@@ -90,7 +90,7 @@ def watching(
 
 
 def checked(function: str, model: object) -> nn.Module:
-    """The model inside its wrappers; anything that is no model, or that runs copies of one, is refused."""
+    """The model inside its wrappers; raises if it is not a model, or runs copies of one."""
     if not isinstance(model, nn.Module):
         inside = getattr(model, "model", None)
         hint = ", pass its .model" if isinstance(inside, nn.Module) else ""
@@ -104,8 +104,8 @@ def checked(function: str, model: object) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that torch.compile, DataParallel, DistributedDataParallel, FSDP, a checkpoint wrapper or peft was put
-    around; itself where there is none."""
+    """The module inside torch.compile, DataParallel, DistributedDataParallel, FSDP, a checkpoint wrapper or peft; the
+    module itself if it is not wrapped."""
     while True:
         inside = next((module._modules[name] for name in WRAPPER_ATTRIBUTES if name in module._modules), None)
         if inside is None and isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -118,7 +118,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def named(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's modules by name, as `named_modules` has them but without wrappers, wherever they stand."""
+    """A model's modules by name, as in `named_modules` but without wrappers at any level."""
     found: dict[str, nn.Module] = {}
     known: set[int] = set()
 
@@ -137,7 +137,7 @@ def named(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find(function: str, done: str, layers: Mapping[str, T], name: str | int) -> T:
-    """What is known of a layer, by its name or its number; `done` is how it came to be known."""
+    """The entry of a layer, by name or number; `done` is a verb for the error message."""
     if isinstance(name, int) and -len(layers) <= name < len(layers):
         name = list(layers)[name]
     try:
@@ -160,20 +160,20 @@ def _why_none(model: nn.Module) -> str:
 
 
 def _implementation(model: nn.Module) -> object:
-    """Which attention a model of transformers was told to take."""
+    """The attention implementation that a model of transformers is set to."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def _chooses(model: nn.Module) -> bool:
-    """Whether transformers says that the model, or one inside it, takes the attention that it is told; True where it
-    says nothing."""
+    """Whether transformers declares that the model, or one inside it, supports the attention interface; True if it
+    declares nothing."""
     asked = [getattr(type(part), "_can_set_attn_implementation", None) for part in model.modules()]
     known = [can() for can in asked if can is not None]
     return not known or any(known)
 
 
 def _check_implementation(function: str, model: nn.Module) -> None:
-    """A model of transformers with another attention implementation is refused before it runs."""
+    """Raises for a model of transformers with another attention implementation, before it runs."""
     chosen = _implementation(model)
     if isinstance(chosen, str) and chosen != "regard" and not _chooses(model):
         raise ValueError(

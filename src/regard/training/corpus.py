@@ -1,4 +1,4 @@
-"""Which texts a model learns from, and which are held out to measure it with.
+"""Training texts, and held-out texts for evaluation.
 
 **Files.** Every Python installation carries its standard library as source: some thirty megabytes of code, comments and
 documentation by many hands, under a free licence, already on the machine. `standard_library` collects it; `folder` and
@@ -73,7 +73,7 @@ class Corpus:
     skipped: Mapping[str, str]
 
     def __str__(self) -> str:
-        """What was found, in a line or two: how many files of which kind, and what was skipped, and why."""
+        """A summary in a line or two: number of files by kind, and which were skipped, and why."""
         every = (*self.training, *self.held_out)
         size = sum(len(file.text.encode()) for file in every)
         lines = [
@@ -293,7 +293,7 @@ def _kind(reason: str) -> str:
 
 
 def _telling_lines(text: str) -> Iterator[str]:
-    """Lines that hardly two files share by chance."""
+    """Lines that are unlikely to occur in two files by chance."""
     return (line for line in map(str.strip, text.splitlines()) if len(line) >= 20)
 
 

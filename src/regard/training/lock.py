@@ -1,4 +1,4 @@
-"""One training at a time in a folder.
+"""Allows one training run at a time per folder.
 
 A folder is locked with the operating system's own lock on an open file (flock), which ends with the process, however
 that ends: a killed run leaves nothing that would keep the next one out.

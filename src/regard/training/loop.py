@@ -165,16 +165,16 @@ def train(
 
 
 def facts_of(settings: Settings, data: Packed) -> dict[str, dict[str, Any]]:
-    """What tells one run from another."""
+    """The facts that must not change when a run is resumed."""
     of_data = {name: getattr(data, name) for name in ("context_length", "size", "seed", "repeats")}
     return {"settings": asdict(settings), "data": {**of_data, "digest": data.digest()}}
 
 
 def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> None:
-    """That a run goes on as it was begun.
+    """Checks that a run is resumed as it was started.
 
     Raises:
-        ValueError: its settings or its data are others.
+        ValueError: its settings or its data have changed.
     """
     digest = header.get("data", {}).get("digest")
     was = {part: {k: v for k, v in header.get(part, {}).items() if k != "digest"} for part in facts}
@@ -191,7 +191,7 @@ def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, M
 def _diverged(
     folder: Path, rank: int, model: Decoder, batch: Batch, step: int, loss: float, norm: float, settings: Settings
 ) -> DivergedError:
-    """Keeps the batch that a model could not learn from, and says so."""
+    """Saves the batch on which training diverged, and raises."""
     path = folder / ("diverged.safetensors" if rank == 0 else f"diverged-{rank}.safetensors")
     note = {"step": step + 1, "loss": str(loss), "gradient_norm": str(norm), "learning_rate": settings.rate(step)}
     try:
@@ -209,7 +209,7 @@ def _diverged(
 
 @contextmanager
 def enough_memory(what: str) -> Iterator[None]:
-    """Says what there was too little memory for.
+    """Turns an out-of-memory error into a clear message.
 
     Raises:
         RuntimeError: there was too little.
@@ -237,7 +237,7 @@ def _asked(stopping: Stopping, accelerator: Any) -> bool:
 
 
 def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next token, in nats, with attention kept inside each document."""
+    """Mean cross-entropy of the next token, in nats, with attention restricted to each document."""
     logits = model(batch.tokens, mask=Document(batch.documents))
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 

@@ -1,4 +1,4 @@
-"""How good a language model is: bits per byte of texts that it has not seen, and whether it has learnt to copy.
+"""Evaluation of a language model: bits per byte on held-out texts, and whether it has learnt to copy.
 
 A model that predicts text can compress it, to its cross-entropy in bits; so a language model and xz can be compared.
 """
@@ -18,7 +18,7 @@ from regard.training.text import Tokenizer
 
 @dataclass(frozen=True)
 class Measures:
-    """How good a language model is.
+    """The evaluation of a language model.
 
     Attributes:
         bits_per_byte: on held-out files (see `bits_per_byte`).

@@ -1,10 +1,10 @@
-"""How much memory a training needs at the least, so that one of an absurd size is refused before it begins.
+"""A lower bound on the memory that training needs, to refuse impossible sizes before any work.
 
     weights, gradients, the optimizers' averages     3 float32 numbers for each parameter
     what the backward pass reads again               per token and layer 6 * dim + 3 * hidden_dim numbers of bfloat16
     logits and their gradient                        per token 2 float32 numbers for each entry of the vocabulary
 
-A real step takes more. So what is refused could not have run, and what is not refused may still run out of memory.
+An actual step takes more: what is refused could not have run, but what is accepted may still run out of memory.
 """
 
 import os
@@ -19,7 +19,7 @@ from regard.models import Decoder, ModelConfig
 
 
 def check_memory(config: ModelConfig, batch_size: int, usual: Mapping[str, int]) -> None:
-    """That a training step can fit into this machine.
+    """Checks that a training step can fit into the memory of this machine.
 
     Args:
         usual: sizes by name, as they are where nobody asks for others.

@@ -1,4 +1,4 @@
-"""The course of a run as JSON lines: one object for each step, which a notebook or a plotting tool can read.
+"""Metrics of a run as JSON lines: one object for each step, which a notebook or a plotting tool can read.
 
     {"step": 200, "loss": 5.1, "learning_rate": 0.0029, "gradient_norm": 0.8, "tokens_per_second": 9500, "seconds": 86}
 

@@ -1,4 +1,4 @@
-"""What a training tells while it goes on."""
+"""Progress reports during training."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from regard.training.settings import Recipe
 
 @dataclass(frozen=True)
 class Report:
-    """How training stands after a step.
+    """The state of training after a step.
 
     Attributes:
         step: steps done. loss: of this step, in nats per token. learning_rate: of this step.
@@ -23,7 +23,7 @@ class Report:
 
 
 class Listener:
-    """What a run tells while it goes on. Each method does nothing by itself; override those that matter."""
+    """Receives progress reports of a run. Every method does nothing by default; override those you need."""
 
     def note(self, text: str) -> None:
         """Something that a reader should know, in a line or two."""
