@@ -665,6 +665,16 @@ def test_a_help_fills_its_lines_at_any_width(
             assert len(line) + 1 + len(after.split()[0]) > width - 2, line
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
+def test_a_help_loads_nothing_that_is_slow(arguments: list[str]) -> None:
+    program = "import sys; from regard.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    slow = {"torch", "safetensors", "tokenizers", "accelerate"}
+    if "train" not in arguments:  # where typer itself asks what is installed, to check the types of options
+        slow.add("importlib.metadata")
+    assert not slow & set(done.stderr.split())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, command, "--help")

@@ -65,7 +65,7 @@ def told_by(monkeypatch: pytest.MonkeyPatch, folder: Path, origin: dict[str, obj
             return None if origin is None else json.dumps(origin)
 
     monkeypatch.setattr(extras, "__file__", str(folder / "lib" / "site-packages" / "regard" / "extras.py"))
-    monkeypatch.setattr(extras, "distribution", lambda name: Installed())
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     return extras.how("plot")
 
 

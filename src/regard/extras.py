@@ -1,7 +1,6 @@
 """What an extra of the package brings, and how to install one that is missing: worded here, for all of regard."""
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -35,6 +34,8 @@ def how(extra: str) -> str:
     beside = Path(__file__).parent.parent.parent  # of a checkout that is used where it lies
     if (beside / "pyproject.toml").is_file():
         return _of_folder(beside, extra)
+    from importlib.metadata import PackageNotFoundError, distribution  # which takes longer than all else here
+
     try:
         told = distribution("regard").read_text("direct_url.json")  # PEP 610
     except PackageNotFoundError:

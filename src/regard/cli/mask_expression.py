@@ -2,7 +2,6 @@
 
 import ast
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ def _known() -> "dict[str, type[Mask]]":
 
 def _kind(name: str) -> "type[Mask] | None":
     """The class of that name: one of regard's, one that is defined, or one that a package brings."""
+    from importlib.metadata import entry_points  # slow, and only a mask of somebody's own is looked for
+
     from regard import masks
     from regard.rules import RULE_KINDS
 
