@@ -20,7 +20,7 @@ from regard.shapes import as_bytes, bytes_of, plural
 
 
 class Recording(Mapping[str, Recorded]):
-    """What a model's attention layers saw, by name ("layers.0", ...) or by number, in the order of their first call.
+    """The recorded attention layers of a model, by name ("layers.0", ...) or number, in the order of their first call.
 
     Made by `record` and `load_recording`.
     """
@@ -57,7 +57,7 @@ class Recording(Mapping[str, Recorded]):
 
     @property
     def tokens(self) -> Tensor | None:
-        """What the model read, int [batch, length], if it was seen: the last text of the first layer that knows."""
+        """The model's input tokens, int [batch, length], if known: the last text of the first layer that has them."""
         return next((seen.tokens for seen in self.values() if seen.tokens is not None), None)
 
     @torch.no_grad()
@@ -70,8 +70,8 @@ class Recording(Mapping[str, Recorded]):
     ) -> Summary:
         """Every head in a few numbers (see `regard.recording.summary`).
 
-        Layers that read text are described by its tokens; those that read images or sound, or attend to another
-        sequence, by where they look.
+        Heads that read text are described by its tokens; those that read images or sound, or attend to another
+        sequence, by the positions they attend to.
 
         Args:
             tokens: what the model read, int [batch, length], whole; None: what was recorded, and where nothing was,
@@ -90,7 +90,7 @@ class Recording(Mapping[str, Recorded]):
         return heads
 
     def _tokens_of_layers(self, given: Tensor | None) -> dict[str, Tensor | None]:
-        """What describes each layer: the given tokens, or those that it read; None where it read no text."""
+        """The tokens that describe each layer: the given ones, or those it read; None if it read no text."""
         layers = dict(self.items())
         own = {name: None if _reads_others(seen) else seen.tokens for name, seen in layers.items()}
         if given is None:
@@ -170,7 +170,7 @@ class Recording(Mapping[str, Recorded]):
             self._order_of_self.append(goes_on)
 
     def _goes_on(self, name: str) -> bool | None:
-        """Whether the last self-attention went on with its text; None if none ran since this layer did."""
+        """Whether the last self-attention continued its text; None if none ran since this layer did."""
         return self._order_of_self[-1] if len(self._order_of_self) > self._order.get(name, 0) else None
 
     def _text(self, name: str, heads: Heads, scoring: ScoringArguments, settled: bool, read: Read) -> "Text":
@@ -255,12 +255,12 @@ def record(
 
 
 def _reads_others(seen: Recorded) -> bool:
-    """Whether a layer reads no text of its own: an image, or another sequence."""
+    """Whether a layer's keys are an image or another sequence."""
     return seen.cross or seen.patches is not None
 
 
 def _name(model: nn.Module) -> str:
-    """What a model is called: the name it was loaded by, or its class."""
+    """The name of a model: the one it was loaded by, or its class."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return name if isinstance(name, str) and name else type(model).__name__
 

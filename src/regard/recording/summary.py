@@ -1,8 +1,8 @@
 """What a head does, in a few numbers.
 
-A head is described by shares of its weight. Where the tokens of a text are known, they are means over the queries from
-the second on, induction over those that have an earlier occurrence. In a text, the first token that a query may see is
-usually where a head rests that has found nothing, its sink (Xiao et al. 2023).
+A head is described by shares of its weight. If the tokens of a text are known, they are means over the queries from the
+second on; for induction, over queries whose token occurred before. A head that finds nothing to attend to usually puts
+its weight on the first visible token, the attention sink (Xiao et al. 2023).
 
     previous token   weight on the token just before
     first token      weight on the first token
@@ -12,8 +12,7 @@ usually where a head rests that has found nothing, its sink (Xiao et al. 2023).
     document         weight on the query's own document, where it could go to others, beyond what even attention would
                      put there: sum(weight - even) / sum(1 - even); 0 as if there were no documents, 1 never outside
 
-Where there are no tokens to go by, in images, sound and between two sequences, the kinds are those of
-`regard.recording.kinds`.
+Without tokens, in images, sound and between two sequences, the kinds are those of `regard.recording.kinds`.
 """
 
 import html
@@ -33,16 +32,16 @@ from regard.recording.texts import Recorded
 from regard.shapes import ShapeError
 
 KIND_SHARE = 0.4
-"""A head is called by a kind when that share of its weight, or more, is of that kind."""
+"""Smallest share at which a head is named after a kind."""
 
 LOCAL_SHARE = 0.5
-"""The same for "local", which is so much wider that more of it is needed to mean something."""
+"""The same for "local", which covers more keys and so needs a larger share to be significant."""
 
 DOCUMENT_SHARE = 0.8
-"""The same for "document", the widest of all."""
+"""The same for "document", which covers the most keys."""
 
 EVEN_SPREAD = 0.8
-"""From this spread on, a head of no kind is called even."""
+"""Smallest spread at which a head of no kind is called even."""
 
 
 class HeadSummary(NamedTuple):
@@ -66,7 +65,7 @@ class HeadSummary(NamedTuple):
 
     @property
     def score(self) -> float:
-        """How much it is of its kind: the share; of an even head the spread, of a mixed one what is missing to it."""
+        """How typical it is of its kind: the share; the spread for an even head, 1 - spread for a mixed one."""
         return self.shares.get(self.kind, self.spread if self.kind == "even" else 1 - self.spread)
 
 
@@ -115,7 +114,7 @@ def summarise(
 
 
 def kinds_of(seen: Observation) -> Kinds:
-    """What a head can be called that is not described by tokens."""
+    """The kinds for a head that is not described by tokens."""
     _, _, query_len, key_len, _ = seen.grid
     cross, patches = (seen.cross, seen.patches) if isinstance(seen, Recorded) else (False, None)
     if cross or query_len != key_len:
@@ -233,14 +232,14 @@ def seen_before(tokens: Tensor) -> Tensor:
 
 
 def kind_of(shares: Mapping[str, float], spread: float) -> str:
-    """What to call a head with these shares."""
+    """The kind of a head with these shares."""
     narrow = {kind: share for kind, share in shares.items() if kind not in ("local", "document")}
     best = max(narrow, key=lambda kind: narrow[kind])
     if narrow[best] >= KIND_SHARE:
         return best
-    if spread >= EVEN_SPREAD:  # before local, which everything is in a short text
+    if spread >= EVEN_SPREAD:  # before local, since in a short text every head is local
         return "even"
-    if shares["local"] >= LOCAL_SHARE:  # before document, which everything local nearly is
+    if shares["local"] >= LOCAL_SHARE:  # before document, since local heads mostly stay in their document
         return "local"
     return "document" if shares.get("document", 0.0) >= DOCUMENT_SHARE else "mixed"
 

@@ -191,7 +191,7 @@ def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, M
 def _diverged(
     folder: Path, rank: int, model: Decoder, batch: Batch, step: int, loss: float, norm: float, settings: Settings
 ) -> DivergedError:
-    """Saves the batch on which training diverged, and raises."""
+    """Saves the batch on which training diverged, and returns the error to raise."""
     path = folder / ("diverged.safetensors" if rank == 0 else f"diverged-{rank}.safetensors")
     note = {"step": step + 1, "loss": str(loss), "gradient_norm": str(norm), "learning_rate": settings.rate(step)}
     try:

@@ -1,4 +1,4 @@
-"""Text files, and the tokens they are cut into.
+"""Reading text files, and the tokenizer.
 
 A language model reads integers. The tokenizer that makes them here is byte-level byte-pair encoding [1, 2]: start from
 the 256 bytes of UTF-8, then, again and again, give the most frequent pair of neighbours a token of its own, until the
