@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from regard import checked
+
 torch.set_num_threads(1)
 
 # "steady" draws the same examples every time, so that a red test is red for everybody; to look further:
@@ -21,3 +23,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _one_seed_per_test():
     torch.manual_seed(20170612)
+
+
+@pytest.fixture(autouse=True)
+def _no_call_is_like_one_of_another_test():
+    checked.forget()  # which may have changed what is chosen

@@ -28,7 +28,7 @@ import regard
 from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import functional, hooks, huggingface
-from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, reading
+from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
 from regard.observation import MAX_NUMBERS_AT_ONCE
@@ -447,10 +447,14 @@ def another_scale(query, key, value, **arguments):
     return regard.attention(query, key, value, **{**arguments, "scale": arguments["scale"] * 1.01})
 
 
-def arguments(again: functional.Checked) -> dict[str, Any]:
-    """Those of the call that is made again."""
-    names = "mask", "bias", "scale", "softcap", "sink", "additive"
-    return {name: getattr(again.scoring, name) for name in names}
+def of_mask_alone(mutant):
+    """In place of `LazyMask.attend`."""
+
+    def attend(lazy: LazyMask, *heads: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        given = {"mask": lazy.mask, "bias": None, "scale": scale, "softcap": softcap, "sink": None, "additive": None}
+        return mutant(*heads, **given)
+
+    return lambda lazy, *given: attend(lazy, *given[:3], scale=given[3], softcap=given[4])
 
 
 @pytest.mark.parametrize(
@@ -466,7 +470,7 @@ def test_a_mutant_of_attention_is_noticed(monkeypatch, family, mutant):
     inputs = {"input_ids": some_tokens()}
     agree(theirs, ours, **inputs)
     monkeypatch.setattr(hooks, "attention", mutant)
-    monkeypatch.setattr(functional.Checked, "__call__", lambda again, *heads: mutant(*heads, **arguments(again)))
+    monkeypatch.setattr(LazyMask, "attend", of_mask_alone(mutant))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, **inputs)
 
@@ -1133,7 +1137,7 @@ def test_layers_that_share_a_mask_are_checked_once_and_each_gets_what_it_asks_fo
     lazy = mask_for_transformers(2, 7, 11, q_offset=4, attention_mask=real)
     looked: list[int] = []
     check = functional.check_call
-    monkeypatch.setattr(functional, "check_call", lambda *given: (looked.append(1), check(*given))[1])
+    monkeypatch.setattr(masks, "check_call", lambda *given: (looked.append(1), check(*given))[1])
 
     def right(given: Heads, **arguments: Any) -> None:
         names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink"}

@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias, as_bias
+from regard.checked import form_of, recall, remember
 from regard.dropout import Dropout
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
@@ -91,10 +91,17 @@ def attention(
     tensor([[[[1.0000, 0.0000],
               [0.2689, 0.7311]]]])
     """
+    form = form_of(query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False, kernel)
+    known = None if form is None else recall(form)
+    if known is not None:
+        return known(query, key, value)[0]
     call = check_call(
         "attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
     )
-    return run(call, kernel)[0]
+    chosen = choose(call, kernel)
+    if form is not None:
+        remember(form, call, chosen)
+    return compute(call, chosen)[0]
 
 
 @hinted(hints.ATTENTION)
@@ -123,10 +130,19 @@ def attention_with_lse(
     Shapes:
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
-    call = check_call(
-        "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
-    )
-    output, lse = run(call, kernel)
+    form = form_of(query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True, kernel)
+    known = None if form is None else recall(form)
+    if known is not None:
+        output, lse = known(query, key, value)
+    else:
+        call = check_call(
+            "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator,
+            True,
+        )  # fmt: skip
+        chosen = choose(call, kernel)
+        if form is not None:
+            remember(form, call, chosen)
+        output, lse = compute(call, chosen)
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
 
@@ -146,7 +162,7 @@ def attention_and_perhaps_lse(
 ) -> tuple[Tensor, Tensor | None]:
     """Bit-identical to `attention`; also returns lse if the chosen kernel computes it anyway. For recordings."""
     call = check_call("attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, None, False)
-    return run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
+    return run(call._replace(wants_lse=True) if gives_lse(call) else call, "auto")
 
 
 def check_call(
@@ -199,50 +215,13 @@ def check_call(
     return Call(query, key, value, scoring, dropped, wants_lse)
 
 
-Form = tuple[Any, ...]
-
-
-def form_of(query: Tensor, key: Tensor, value: Tensor) -> Form:
-    """A key: calls of the same form and with the same other arguments are equally valid and use the same kernel."""
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    shapes = query.shape, key.shape, value.shape
-    return (*shapes, query.dtype, key.dtype, value.dtype, query.device, key.device, value.device, learns)
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A validated call with its kernel, which can be repeated with other tensors of the same form.
-
-    >>> query, mask = torch.randn(1, 2, 3, 4), Causal()
-    >>> again = Checked.of(query, query, query, mask=mask, scale=None, softcap=None)
-    >>> other = torch.randn(1, 2, 3, 4)
-    >>> form_of(other, other, other) == again.form
-    True
-    >>> torch.equal(again(other, other, other), attention(other, other, other, mask=mask))
-    True
-    """
-
-    form: Form
-    scoring: Scoring
-    kernel: Kernel
-
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None, scale: float | None, softcap: float | None
-    ) -> "Checked":
-        call = check_call("attention", query, key, value, mask, None, scale, softcap, None, None, 0.0, None, False)
-        return cls(form_of(query, key, value), call.scoring, choose(call))
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _compute(Call(query, key, value, self.scoring), self.kernel)[0]
-
-
 def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
     """Output and lse (None if the call does not want it) of a validated call, by the kernel of that name."""
-    return _compute(call, choose(call, name))
+    return compute(call, choose(call, name))
 
 
-def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
+def compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
+    """Output and lse of a validated call, by a kernel that supports it."""
     grid = call.scoring.grid
     large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= MIN_WARNED_NUMBERS
     if large and kernel.quadratic_numbers(call) >= MIN_WARNED_NUMBERS:
@@ -250,7 +229,7 @@ def _compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
             f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
             f"key_len for the scores {grid}; regard.plan(...) says why",
             SquareWarning,
-            stacklevel=5,  # the caller of the public function, past the wrapper of `hinted`
+            stacklevel=4,  # the caller of the public function, past the wrapper of `hinted`
         )
     device = grid.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

@@ -18,7 +18,7 @@ def exporting() -> bool:
 
 def tracing() -> bool:
     """Whether a graph is being made, to stay or to leave: nothing can be asked of data."""
-    return torch.compiler.is_compiling() or exporting()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def whole(length: int, device: torch.device) -> range | Tensor:

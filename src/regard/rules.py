@@ -22,7 +22,7 @@ declare their axes. Everything else follows: validation against a call (`bind`),
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,8 @@ class Rule:
                 bound = part.bind(grid)
                 if bound is not part:
                     changed[name] = bound
+            elif isinstance(part, list):  # the caller may modify it
+                changed[name] = _map(part, lambda tensor: tensor)
         return self._with(_batch=grid.batch, _heads=grid.heads, _device=grid.device, **changed)
 
     def bind(self, grid: Grid) -> Any:
@@ -194,11 +196,13 @@ class Rule:
         None if they cannot be compared: functions may change their results, inference tensors may change unnoticed, and
         large tensors are not worth keeping.
         """
+        found: list[Any] = [type(self), self._first_batch]
         try:
-            found = tuple(_comparable(value) for value in self.arguments().values())
+            for value in self.arguments().values():  # called for every call of attention: common types first
+                found.append(value if value is None or type(value) is int else _comparable(value))
         except _NotComparableError:
             return None
-        return cast(Hashable, type(self)), self._first_batch, *found
+        return tuple(found)
 
     @property
     def of_positions(self) -> bool:
@@ -396,19 +400,6 @@ class _NotComparableError(Exception):
     """A value that has no comparable structure."""
 
 
-class _Same:
-    """A tensor in its current version: equal to itself until it is modified."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.tensor is other.tensor and self.version == other.version
-
-    def __hash__(self) -> int:
-        return hash((id(self.tensor), self.version))
-
-
 def _comparable(value: Any) -> Hashable:
     if isinstance(value, Rule):
         structure = value.structure()
@@ -418,9 +409,10 @@ def _comparable(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         if value.numel() > MAX_COMPARED_NUMBERS or value.is_inference():
             raise _NotComparableError
-        return _Same(value)
+        # in its current version; the id comes first, so that tuples never compare two tensors elementwise
+        return id(value), value._version, value
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(part) for part in value)
     if value is None or isinstance(value, (bool, int, float, str, range)):
-        return value
+        return type(value), value  # True, 1 and 1.0 are equal, but not the same
     raise _NotComparableError

@@ -305,6 +305,9 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
         raise TypeError(f"{wanted} {values!r}") from error
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{wanted} {tensor.dtype} {list(tensor.shape)}")
+    if not isinstance(values, Tensor) and not tracing() and tensor.is_inference():
+        with torch.inference_mode(False):  # nobody else has it, so it is one that can be told from others
+            return tensor.to(torch.int64, copy=True)
     return tensor.to(torch.int64)
 
 

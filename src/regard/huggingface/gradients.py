@@ -13,7 +13,6 @@ query and key from the kernel's backward pass, which are used as long as no hook
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class ComputeByWeights(Compute):
             weights, lse = weights_of(call.query, call.key, call.scoring), None
             output = _Output.apply(weights, call.value, call)  # type: ignore[no-untyped-call]
         else:
-            output, lse = run(replace(call, wants_lse=True) if gives_lse(call) else call, "auto")
+            output, lse = run(call._replace(wants_lse=True) if gives_lse(call) else call, "auto")
             weights = weights_of(call.query, call.key, call.scoring, lse, "activation checkpointing computes it twice")
         self._made.append((heads, scoring, weights))
         return output, lse

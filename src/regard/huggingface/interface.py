@@ -81,7 +81,7 @@ def attend(
     asked_for, dropped = _weights_are_asked_for(others), dropout if module.training else 0.0
     compute = ComputeByWeights(dropped) if asked_for and not tracing() else None
     if mask is not None and _by_mask_alone(attention_mask, scoring, mask, dropped) and compute is None:
-        output = cast(LazyMask, attention_mask).checked(*heads, mask, scaling, softcap)(*heads)
+        output = cast(LazyMask, attention_mask).attend(*heads, scaling, softcap)
     else:
         output = hooks.attend(module, heads, scoring, dropped, compute)
     weights = None

@@ -1,15 +1,16 @@
 """A regard mask that transformers accepts as a tensor: of bools, or of numbers once a model has added some."""
 
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.functional import Checked, form_of
+from regard.checked import Checked, Form, form_of, keep
+from regard.functional import check_call, compute
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
+from regard.kernels import choose
 from regard.masks import Mask
 from regard.shapes import Grid, ShapeError
 
@@ -30,7 +31,7 @@ class LazyMask(Lazy):
     mask: Mask
     bias: Tensor | None
     _made_for: tuple[int, int, int, torch.device]
-    _checked: dict[Hashable, Checked]
+    _checked: dict[Form, Checked]
 
     def __new__(
         cls, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
@@ -59,14 +60,20 @@ class LazyMask(Lazy):
             )
         return self.mask if device == own_device else self.mask.to(device)
 
-    def checked(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float | None, softcap: float | None
-    ) -> Checked:
-        """One layer's call with this mask alone; checked once for all layers of the same form."""
-        known = scale, softcap, form_of(query, key, value)
-        if known not in self._checked:
-            self._checked[known] = Checked.of(query, key, value, mask=mask, scale=scale, softcap=softcap)
-        return self._checked[known]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+        """One layer's call with this mask alone; validated once for all layers of the same form.
+
+        The mask is made for one step and never modified, so its structure is not part of the form.
+        """
+        form = form_of(query, key, value, None, None, scale, softcap, None, None, 0.0, None, False, "auto")
+        checked = None if form is None else self._checked.get(form)
+        if checked is not None:
+            return checked(query, key, value)[0]
+        call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None, 0.0, None, False)
+        kernel = choose(call)
+        if form is not None:
+            keep(self._checked, form, call, kernel)
+        return compute(call, kernel)[0]
 
     def dense(self) -> Tensor:
         self._check_size()

@@ -1,7 +1,6 @@
 """The input of a kernel, and the interface that every kernel implements."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,7 @@ class KernelError(RuntimeError):
     """The kernel requested by name does not support this call, or does not exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One validated call: tensors, scoring, dropout, and whether lse is wanted."""
 
     query: Tensor

@@ -64,12 +64,13 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, i
     are read once and not once per head.
     """
     # torch's fused operator needs contiguous features; without them it falls back to computing all scores
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    shape = query.shape
-    grouped = bool(shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
-    if grouped and not is_causal:
-        query = query.reshape(*key.shape[:2], shape[1] // key.shape[1] * shape[2], shape[3])
-    output = F.scaled_dot_product_attention(
-        query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=grouped and is_causal
-    )
-    return output.view(*shape[:3], value.shape[3]) if grouped and not is_causal else output
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    shape, kv_heads = query.shape, key.shape[1]
+    if shape[1] == kv_heads:
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
+    if is_causal:
+        return F.scaled_dot_product_attention(query, key, value, None, 0.0, True, scale=scale, enable_gqa=True)
+    query = query.reshape(shape[0], kv_heads, shape[1] // kv_heads * shape[2], shape[3])
+    output = F.scaled_dot_product_attention(query, key, value, None, 0.0, False, scale=scale)
+    return output.view(*shape[:3], value.shape[3])

@@ -71,14 +71,14 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
     if changed is None:
         return _run_in_order(call)
     key, value = (take(tensor, changed.keys) for tensor in (call.key, call.value))
-    output, lse = _run_in_order(replace(_planned(call), query=take(call.query, changed.queries), key=key, value=value))
+    output, lse = _run_in_order(_planned(call)._replace(query=take(call.query, changed.queries), key=key, value=value))
     return take(output, changed.back), None if lse is None else take(lse, changed.back)
 
 
 def _planned(call: Call) -> Call:
     """The call with its mask after reordering."""
     changed = reordering(call)
-    return call if changed is None else replace(call, scoring=replace(call.scoring, mask=changed.mask))
+    return call if changed is None else call._replace(scoring=replace(call.scoring, mask=changed.mask))
 
 
 def _run_in_order(call: Call) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,140 @@
+"""The cache of validated calls: one like an earlier one goes straight to its kernel.
+
+Whether a call is valid, and which kernel it takes, follows from its `Form`: shapes, dtypes and devices, whether a
+gradient is wanted, the structure of the mask, and the other arguments. The last few forms are cached (`recall`,
+`remember`), never a result, nor query, key or value.
+"""
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.biases import Bias
+from regard.graphs import tracing
+from regard.kernels import Call, Kernel, all_scores
+from regard.masks import Mask
+from regard.numerics import without_autocast
+from regard.scores import Additive, Scoring
+from regard.shapes import MAX_HEADS
+
+Form = tuple[Hashable, ...]
+
+MAX_FORMS = 16
+"""Forms in the cache: those of a model whose layers differ, at a few lengths."""
+
+MAX_SCORES = 1 << 24
+"""Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
+
+_NUMBERS = frozenset({float, int, type(None)})
+_PLAIN = torch.strided
+_KNOWN: dict[Form, "Checked"] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A call that was validated and has its kernel, for other tensors of the same form."""
+
+    scoring: Scoring
+    kernel: Kernel
+    wants_lse: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        call = Call(query, key, value, self.scoring, None, self.wants_lse)
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast(self.scoring.grid.device):
+                return self.kernel.run(call)
+        return self.kernel.run(call)
+
+
+def form_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    additive: Additive | None,
+    dropout: float,
+    generator: torch.Generator | None,
+    wants_lse: bool,
+    kernel: str,
+) -> Form | None:
+    """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
+
+    None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
+    masks without a `structure`, such as functions. Calls with bias, sink, additive similarity or dropout have none
+    either.
+    """
+    if not (bias is None and sink is None and additive is None and generator is None):
+        return None
+    if type(dropout) is not float or dropout:
+        return None
+    if tracing() or torch._C._are_functorch_transforms_active():
+        return None
+    if not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    if (
+        query.is_nested
+        or key.is_nested
+        or value.is_nested
+        or not (query.layout is key.layout is value.layout is _PLAIN)
+    ):
+        return None
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(kernel) is not str:
+        return None
+    structure = None
+    if mask is not None:
+        structure = mask.structure() if isinstance(mask, Mask) else None
+        if structure is None:
+            return None
+    return (
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.device, key.device, value.device,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+        structure, scale, softcap, wants_lse, kernel, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def recall(form: Form) -> Checked | None:
+    """The validated call of that form, if it is cached."""
+    return _KNOWN.get(form)
+
+
+def remember(form: Form, call: Call, kernel: Kernel) -> None:
+    """Caches a valid call and its kernel, unless its mask holds tensors on a GPU, whose memory is scarce."""
+    mask = call.scoring.mask
+    if mask is None or call.query.device.type == "cpu" or not _holds_tensors(mask):
+        keep(_KNOWN, form, call, kernel)
+
+
+def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> None:
+    """Caches a valid call in `known`, unless it is large, or one that warns."""
+    if all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:
+        return
+    with _lock:
+        while len(known) >= MAX_FORMS:
+            del known[next(iter(known))]
+        known[form] = Checked(call.scoring, kernel, call.wants_lse)
+
+
+def forget() -> None:
+    """Empties the cache."""
+    with _lock:
+        _KNOWN.clear()
+
+
+def _holds_tensors(mask: Mask) -> bool:
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mask.map_tensors(look)
+    return bool(found)

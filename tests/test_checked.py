@@ -1,0 +1,287 @@
+"""A call like the one before is not checked again, and any other is: nothing that is remembered can be wrong."""
+
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+
+import regard.functional
+from comparing import assert_close
+from regard import checked, kernels
+from regard.functional import attention, attention_with_lse
+from regard.masks import Causal, Dense, Document, Mask, Padding, Where, Window
+from regard.shapes import LayoutWarning, ShapeError
+
+MASKS = [
+    None, Causal(), Causal() & Window(3), ~Window(2), Padding([4, 7]), Document.from_lengths([3, 4]),
+    Causal() & Padding(torch.arange(7) >= torch.tensor([[2], [0]])), Dense(torch.eye(7, dtype=torch.bool)),
+]  # fmt: skip
+
+
+def heads(batch=2, heads=4, length=7, size=8, kv_heads=2, dtype=torch.float32):
+    return tuple(torch.randn(batch, h, length, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What `check_call` was asked, call after call."""
+    asked: list[tuple[object, ...]] = []
+    check = regard.functional.check_call
+    monkeypatch.setattr(regard.functional, "check_call", lambda *given: (asked.append(given), check(*given))[1])
+    return asked
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("parts", [{}, {"scale": 0.3}, {"softcap": 2.0}, {"kernel": "strips"}], ids=repr)
+def test_a_call_like_the_one_before_is_checked_once_and_computed_anew(checks, mask, parts):
+    for _ in range(3):
+        given = heads()
+        expected = attention_with_lse(*given, mask=mask, **{**parts, "kernel": "reference"})
+        assert_close(attention(*given, mask=mask, **parts), expected.output)
+        assert_close(attention_with_lse(*given, mask=mask, **parts).lse, expected.lse)
+    assert len(checks) == 3
+
+
+def test_masks_that_are_made_for_each_call_are_one_by_what_they_are(checks):
+    for _ in range(3):
+        attention(*heads(), mask=Causal() & Window(3))
+    assert len(checks) == 1
+    attention(*heads(), mask=Causal() & Window(4))
+    assert len(checks) == 2
+
+
+def test_lengths_that_are_given_as_numbers_in_inference_mode_are_told_from_others(checks):
+    with torch.inference_mode():
+        mask = Padding([4, 7])
+        for _ in range(3):
+            attention(*heads(), mask=mask)
+        assert len(checks) == 1
+        mask.keys[0] = 2
+        right(heads(), mask)
+
+
+def test_any_difference_is_checked(checks):
+    given = heads()
+    ways = [
+        {}, {"mask": Causal()}, {"mask": Window(3)}, {"mask": Causal(0)}, {"mask": Causal(1)}, {"scale": 0.5},
+        {"softcap": 0.5}, {"kernel": "strips"}, {"dropout": 0.5}, {"sink": torch.zeros(4)}, {"bias": torch.zeros(7, 7)},
+    ]  # fmt: skip
+    for way in ways:
+        attention(*given, **way)
+    attention_with_lse(*given)
+    for other in (
+        heads(1),
+        heads(heads=2),
+        heads(length=5),
+        heads(size=4),
+        heads(kv_heads=4),
+        heads(dtype=torch.double),
+    ):
+        attention(*other)
+    attention(*(tensor.requires_grad_() for tensor in heads()))
+    assert len(checks) == len(ways) + 8
+    for way in ways:
+        expected = attention_with_lse(*given, **{**way, "kernel": "reference"}, generator=same()).output
+        assert_close(attention(*given, **way, generator=same()), expected)
+
+
+def same():
+    return torch.Generator().manual_seed(7)
+
+
+def test_a_refusal_stays_one_after_a_call_that_is_equal_to_it():
+    query, key, value = heads(size=1)
+    attention(query, key, value, scale=1, softcap=1, dropout=0.0)
+    for wrong in ({"scale": True}, {"softcap": True}, {"dropout": False}, {"scale": [1]}, {"kernel": ["auto"]}):
+        with pytest.raises((TypeError, ValueError, kernels.KernelError), match="attention: "):
+            attention(query, key, value, **{"scale": 1, "softcap": 1, **wrong})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor(list(query))
+    for strange in (query.to_sparse(), nested, query.numpy(), query.to_mkldnn()):
+        with pytest.raises(TypeError, match="query must be a tensor"):
+            attention(strange, key, value, scale=1, softcap=1)
+    with pytest.raises(TypeError, match="mask"):
+        attention(query, key, value, mask=torch.ones(7, 7, dtype=torch.bool))
+
+
+def test_what_is_refused_is_refused_again():
+    query, key, value = heads()
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="key_len"):
+            attention(query, key[:, :, :5], value)
+        with pytest.raises(kernels.KernelError, match="softcap"):
+            attention(query, key, value, softcap=1.0, kernel="sdpa")
+        with pytest.raises(ShapeError, match="lengths"):
+            attention(query, key, value, mask=Padding([4]))
+
+
+def test_a_call_that_warns_warns_each_time():
+    swapped = torch.zeros(1, 300, 3, 2)
+    for _ in range(2):
+        with pytest.warns(LayoutWarning):
+            attention(swapped, swapped, swapped)
+
+
+# --- masks that change ------------------------------------------------------------------------------------------------
+
+
+class Every(Mask):
+    """Keys at multiples of the numbers in a list, or in a tensor."""
+
+    def __init__(self, steps, strict=False):
+        self.steps, self.strict = steps, strict
+
+    def rule(self, batch, head, query, key):
+        allowed = key < 0
+        for step in self.steps:
+            allowed = allowed | (key % step == 0)
+        return allowed & (key > 0) if self.strict is True else allowed
+
+
+def right(given, mask):
+    assert_close(attention(*given, mask=mask), attention(*given, mask=mask, kernel="reference"))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_that_is_changed_in_place_is_another(inference):
+    given = heads()
+    lengths, cells, steps = [4, 7], torch.eye(7, dtype=torch.bool), [2, 5]
+    with torch.inference_mode(inference):
+        padding, dense, every, causal = Padding(torch.tensor(lengths)), Dense(cells.clone()), Every(steps), Causal(2)
+        outputs = []
+        for _ in range(2):
+            outputs.append([attention(*given, mask=mask) for mask in (padding, dense, every, causal)])
+            padding.keys.fill_(2)
+            dense.mask.fill_(True)
+            steps[0], causal.offset = 3, -4
+        for before, after in zip(*outputs, strict=True):
+            assert not torch.equal(before, after)
+        for mask in (Padding([2, 2]), Every([3, 5]), Causal(-4)):
+            assert any(torch.equal(attention(*given, mask=mask), after) for after in outputs[1])
+
+
+def test_what_was_remembered_of_a_mask_is_not_changed_with_it():
+    given, steps = heads(), [2, 5]
+    expected = attention(*given, mask=Every([2, 5]), kernel="reference")
+    attention(*given, mask=Every(steps))
+    steps[:] = 3, 4
+    assert_close(attention(*given, mask=Every([2, 5])), expected)
+
+
+def test_numbers_that_are_equal_and_not_the_same_are_two():
+    given = heads()
+    right(given, Every([2], strict=1))
+    right(given, Every([2], strict=True))
+    right(given, Every([True], strict=True))
+
+
+def test_a_function_is_asked_at_every_call(checks):
+    given, allowed = heads(), [2]
+    mask = Where(lambda batch, head, query, key: key < allowed[0])
+    for allowed[0] in (2, 5):
+        right(given, mask)
+
+
+# --- what is not kept -------------------------------------------------------------------------------------------------
+
+
+def test_query_key_value_and_results_are_not_kept():
+    given = heads()
+    kept = [weakref.ref(tensor) for tensor in (*given, attention(*given, mask=Causal()))]
+    del given
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+
+
+@pytest.mark.parametrize(("mask", "elsewhere"), [(Causal(), 1), (Padding([4, 7]), 0), (Causal() & Padding([4, 7]), 0)])
+def test_masks_that_hold_memory_of_another_device_are_not_kept(mask, elsewhere):
+    call = regard.functional.check_call("t", *heads(), mask, *[None] * 5, 0.0, None, False)
+    for query, count in ((call.query, 1), (call.query.to("meta"), elsewhere)):
+        checked.forget()
+        checked.remember(("a form",), call._replace(query=query), kernels.REFERENCE)
+        assert len(checked._KNOWN) == count
+
+
+def test_few_forms_are_kept():
+    for length in range(1, 3 * checked.MAX_FORMS):
+        attention(*heads(length=length))
+    assert len(checked._KNOWN) == checked.MAX_FORMS
+
+
+# --- the state of torch -----------------------------------------------------------------------------------------------
+
+
+def test_modes_of_torch_are_those_of_the_call():
+    given = heads()
+    for tensor in given:
+        tensor.requires_grad_()
+    for _ in range(2):
+        assert attention(*given, mask=Causal()).requires_grad
+        with torch.no_grad():
+            assert not attention(*given, mask=Causal()).requires_grad
+        with torch.inference_mode():
+            assert attention(*given, mask=Causal()).is_inference()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert attention(*given, mask=Causal()).dtype == torch.float32
+    attention(*given, mask=Causal()).sum().backward()
+    assert all(tensor.grad is not None for tensor in given)
+    exact = attention(*given, mask=Padding([4, 7]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(*given, mask=Padding([4, 7])), exact)
+
+
+def test_transforms_and_graphs_are_checked_by_themselves(checks):
+    given = heads()
+    expected = attention(*given, mask=Causal())
+    forms = list(checked._KNOWN)
+
+    def run(*tensors):
+        return attention(*tensors, mask=Causal())
+
+    # the inner call of a transform has the very shapes of the outer one
+    stacked = [tensor.expand(3, *tensor.shape) for tensor in given]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(torch.vmap(run)(*stacked), expected.expand(3, *expected.shape))
+        assert_close(torch.func.vjp(run, *given)[0], expected)
+        assert_close(torch.compile(run, backend="eager", fullgraph=True)(*given), expected)
+        assert_close(torch.jit.trace(run, given, check_trace=False)(*given), expected)
+    assert list(checked._KNOWN) == forms
+
+
+def test_a_compiled_call_is_not_compiled_again_when_another_is_remembered():
+    compiled = torch.compile(lambda *tensors: attention(*tensors, mask=Causal()), backend="eager", fullgraph=True)
+    given = heads()
+    expected = compiled(*given)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in range(2, 5):
+            attention(*heads(length=length), mask=Window(2))
+            assert torch.equal(compiled(*given), expected)
+
+
+def test_threads_do_not_meet_each_others_calls():
+    wrong: list[str] = []
+
+    def work(number):
+        mask = MASKS[number % len(MASKS)]
+        given = heads()
+        expected = attention(*given, mask=mask, kernel="reference")
+        for turn in range(200):
+            extra = heads(length=1 + (turn * (number + 3)) % 29)
+            attention(*extra, mask=Window(1 + turn % 5))
+            try:
+                assert_close(attention(*given, mask=mask), expected)
+            except AssertionError as error:
+                wrong.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(checked._KNOWN) <= checked.MAX_FORMS
