@@ -48,8 +48,10 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/observation.py
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/features.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
+	$(BIN)/python benchmarks/features.py --report
 
 clients: $(VENV)/.installed-clients ## programs of other people under regard and eager, compared, into docs/transformers.md
 	$(BIN)/python -m pytest tests/clients --write-table

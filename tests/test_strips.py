@@ -17,11 +17,13 @@ from regard import (
     Document,
     Padding,
     Prefix,
+    RelativeBias,
     Strided,
     Where,
     Window,
     attention,
     attention_with_lse,
+    checked,
     plan,
 )
 from regard.biases import Bias
@@ -295,25 +297,53 @@ def test_results_that_are_merged_stay_within_the_budget_in_half_precision():
             assert_within_budget(*three)
 
 
-@pytest.mark.parametrize("mask", [None, Causal(), Causal() | Prefix(500), Window(64), Strided(4)], ids=repr)
-def test_biases_are_built_for_a_few_rows_at_a_time(monkeypatch, mask):
-    built = []
-    made = AddedToStrip.__init__
+class Sloped(Bias):
+    """A bias that says of every score by itself what it is."""
 
-    def watched(self, *given):
-        made(self, *given)
-        built.extend(self.tiles)
+    def rule(self, batch, head, query, key):
+        return -(2.0 ** -(head + 1)) * (query - key).abs()
 
-    monkeypatch.setattr(AddedToStrip, "__init__", watched)
+
+@pytest.fixture
+def built(monkeypatch):
+    """The numbers that are made to be added to scores, tile by tile."""
+    found = []
+    tiles = AddedToStrip.tiles.fget
+
+    def watched(self):
+        if self._tiles is None:
+            found.extend(tiles(self))
+        return tiles(self)
+
+    monkeypatch.setattr(AddedToStrip, "tiles", property(watched))
     monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 17)
+    return found
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() | Prefix(500), Window(64), Strided(4)], ids=repr)
+@pytest.mark.parametrize("bias", [Alibi(4), Sloped()], ids=["by distance", "of ones own"])
+def test_biases_are_built_for_a_few_rows_at_a_time(built, mask, bias):
     query = torch.randn(1, 4, 2000, 8)
     with torch.no_grad():
-        output = attention(query, query, query, mask=mask, bias=Alibi(4), kernel="strips")
-    most = max(numbers.numel() for numbers in built)
+        output = attention(query, query, query, mask=mask, bias=bias, kernel="strips")
+    most = max((numbers.numel() for numbers in built), default=0)
     assert most <= 1 << 17
-    assert_close(output, attention(query, query, query, mask=mask, bias=Alibi(4), kernel="reference"))
-    call = check_call("test", query, query, query, mask, Alibi(4), *[None] * 4, 0.0, None, False)
+    assert_close(output, attention(query, query, query, mask=mask, bias=bias, kernel="reference"))
+    call = check_call("test", query, query, query, mask, bias, *[None] * 4, 0.0, None, False)
     assert strips_kernel.peak_bytes(call) > 4 * most
+
+
+def test_a_bias_by_distance_is_one_row_of_numbers_and_no_tile(built):
+    query, key, value = (torch.randn(2, 4, n, 8, dtype=torch.float64).requires_grad_() for n in (300, 350, 350))
+    for mask in (None, Causal(), Causal() & Window(40)):
+        found = []
+        for kernel in ("strips", "reference"):
+            given = {"mask": mask, "bias": RelativeBias(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))}
+            output, lse = attention_with_lse(query, key, value, kernel=kernel, **given)
+            found.append([output, lse, *torch.autograd.grad(output.sin().sum() + lse.cos().sum(), (query, key, value))])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs)
+    assert built == []
 
 
 def test_hidden_keys_of_strips_that_are_alike_reach_nothing(small):
@@ -817,6 +847,7 @@ def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_sui
         monkeypatch.setattr(products, "pay", lambda *given, answer=suits, **more: answer)
         for mask in (None, Window(200), Causal()):
             called.clear()
+            checked.forget()
             output = attention(query, query, query, mask=mask)
             assert bool(called) == suits
             assert plan(query, query, query, mask=mask).kernel == ("strips" if suits else "sdpa")

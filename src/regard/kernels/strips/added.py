@@ -16,7 +16,7 @@ from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
 from regard.kernels.strips.plan import Kind, Strip
-from regard.masks import Band
+from regard.masks import EVERYTHING, Band
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -74,6 +74,16 @@ class Added:
                 total += one
 
 
+def is_by_distance(scoring: Scoring) -> bool:
+    """Whether all that bias and mask add is one row of numbers by distance, of which nothing wants a gradient."""
+    if scoring.bias is None or not all(term.of_distance for term in _terms(scoring.bias)):
+        return False
+    mask = scoring.mask_or_everything
+    band = mask is EVERYTHING or (isinstance(mask, Band) and isinstance(mask.offset, int))
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scoring.bias.learned())
+    return band and not learns
+
+
 def _terms(bias: Bias) -> Iterator[Bias]:
     """The terms of a sum of biases."""
     if isinstance(bias, Sum):
@@ -107,43 +117,56 @@ def _at_least_float32(tensor: Tensor) -> torch.dtype:
 
 
 class AddedToStrip:
-    """What is added to the scores of one strip.
-
-    Attributes:
-        tiles: tensors that broadcast to the strip's [batch, heads, queries, keys]; all of them are added.
-    """
+    """What is added to the scores of one strip."""
 
     def __init__(self, call: Added, strip: Strip) -> None:
         self.call, self.strip = call, strip
-        scoring, at = call.scoring, strip.batch_index
+        at = strip.batch_index
         self._batch = slice(None) if at is None else slice(at, at + 1)
-        self._keys = keys_of(strip, scoring.grid.device) if len(strip.spans) > 1 or strip.spans[0].step != 1 else None
-        self.tiles: list[Tensor] = []
-        self._made: Tensor | None = None
-        if call._row is not None:
-            self.tiles.append(self._by_distance(call._row))
-        self.tiles += [self._of_given(numbers).to(call.dtype) for numbers, _ in call._given]
-        if call._others:
-            self._made = self._of_others()
-            self.tiles.append(self._made.detach())
-        self.hidden: Hidden | None = None
+        self._made = self._of_others() if call._others else None
+        self._hidden: Hidden | None = None
         if strip.kind is Kind.MASKED and not call._band_is_in_row:
-            self.hidden = call.plan.hidden(strip)
-            if self.hidden is not None:
-                self.tiles.append(self.hidden.numbers(call.dtype))
+            self._hidden = call.plan.hidden(strip)
+        self._tiles: list[Tensor] | None = None
         self._grad_made: Tensor | None = None
 
-    def _by_distance(self, row: Tensor) -> Tensor:
+    @property
+    def tiles(self) -> list[Tensor]:
+        """Numbers that broadcast to [batch, heads, queries, keys] of the strip; all of them are added."""
+        if self._tiles is None:
+            call = self.call
+            self._tiles = [] if call._row is None else [self._by_distance(call._row)]
+            self._tiles += [self._of_given(numbers).to(call.dtype) for numbers, _ in call._given]
+            if self._made is not None:
+                self._tiles.append(self._made.detach())
+            if self._hidden is not None:
+                self._tiles.append(self._hidden.numbers(call.dtype))
+        return self._tiles
+
+    def reversed_tile(self) -> Tensor | None:
+        """All of it with the last query first, as a view of the row of numbers by distance; None if that is not all.
+
+        A tile that is constant along its diagonals is, with its rows reversed, a window that moves over one row.
+        """
+        call, strip = self.call, self.strip
+        others = call._given or self._made is not None or self._hidden is not None
+        if call._row is None or others or len(strip.spans) > 1 or not strip.queries.step == strip.spans[0].step == 1:
+            return None
+        return self._diagonals(call._row, strip.spans[0]).unfold(-1, strip.keys, 1)
+
+    def _diagonals(self, row: Tensor, span: range) -> Tensor:
+        """The numbers of a row on the diagonals of the strip's queries and a span, lowest left corner first."""
         row = row[self._batch] if row.shape[0] > 1 else row
-        queries, last = self.strip.queries, self.call.scoring.grid.query_len - 1
-        if queries.step != 1 or any(span.step != 1 for span in self.strip.spans):
-            query = indices(queries, row.device)
-            keys = keys_of(self.strip, row.device)
-            return row[..., keys - query[:, None] + last]
-        tiles = []
-        for span in self.strip.spans:
-            first = span.start - (queries.stop - 1) + last
-            tiles.append(diagonal_tile(row[..., first : first + len(queries) + len(span) - 1], len(queries)))
+        first = span.start - self.strip.queries.stop + self.call.scoring.grid.query_len
+        return row[..., first : first + len(self.strip.queries) + len(span) - 1]
+
+    def _by_distance(self, row: Tensor) -> Tensor:
+        queries, spans = self.strip.queries, self.strip.spans
+        if queries.step != 1 or any(span.step != 1 for span in spans):
+            row = row[self._batch] if row.shape[0] > 1 else row
+            ahead = keys_of(self.strip, row.device) - indices(queries, row.device)[:, None]
+            return row[..., ahead + self.call.scoring.grid.query_len - 1]
+        tiles = [diagonal_tile(self._diagonals(row, span), len(queries)) for span in spans]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 
     def _of_given(self, numbers: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from regard.dropout import Dropout
 from regard.kernels import fused
 from regard.kernels.hidden import Hidden, harmless
 from regard.kernels.strips import products, tuning
-from regard.kernels.strips.added import Added
+from regard.kernels.strips.added import Added, is_by_distance
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, Strip
@@ -70,7 +70,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (incomplete if it is not wanted)."""
     size = value.shape[3]
-    by_flash = flash_can(query, scoring, dropout)
+    by_flash, by_distance = flash_can(query, scoring, dropout), is_by_distance(scoring)
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
@@ -84,7 +84,7 @@ def forward(
         part = Part(strip, added, dropout, careful)
         three = part.safe_query(query), part.safe_key(key), part.safe_key(value)
         to_output, to_lse = part.of_query(output), part.of_query(lse)
-        if not by_flash or products_pay(strip, query, key):
+        if not by_flash or (not by_distance and products_pay(strip, query, key)):
             result, part_lse = to_output, to_lse
             if strip.merges:
                 result, part_lse = torch.empty_like(to_output), torch.empty_like(to_lse)
@@ -117,6 +117,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
+    by_distance = is_by_distance(scoring)
     finite = finite_lse(lse)
     delta = (upcast(grad_output) * upcast(output)).sum(-1)
     if grad_lse is not None:
@@ -131,8 +132,8 @@ def backward(
     grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
     for strip in _not_empty(plan, query):
         part = Part(strip, added, dropout, careful)
-        if not by_flash or products_pay(strip, query, key, backward=True):
-            alone = len(strip.spans) == 1  # otherwise it is a copy of several spans
+        if not by_flash or (not by_distance and products_pay(strip, query, key, backward=True)):
+            alone = len(strip.spans) == 1  # and not a copy of several spans
             to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
             products.gradients(
                 part.of_query(grad_output),
@@ -152,16 +153,14 @@ def backward(
                 part.add_to_key(grads[2], to_value)
             continue
         q, k, v, out, grad = widen()
-        of_query, of_key, of_value = fused.flash_backward(
+        of_query, of_key, of_value = _flash_backward(
             part.of_query(grad),
             part.safe_query(q),
             part.safe_key(k),
             part.safe_key(v),
             part.of_query(out),
             part.of_query(finite),
-            scale=scoring.scale,
-            is_causal=strip.kind is Kind.CAUSAL,
-            attn_mask=part.added.whole(),
+            part,
         )
         part.of_query(grads[0]).add_(of_query[..., : query.shape[3]])
         part.add_to_key(grads[1], of_key[..., : key.shape[3]])
@@ -207,14 +206,35 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     scale = part.formula.scale
     if part.strip.kind is Kind.CAUSAL:
         return _causal(query, key, value, scale)
-    numbers = part.added.whole()
+    numbers = part.added.reversed_tile()
+    turned = numbers is not None
+    if turned:
+        query = query.flip(2)
+    else:
+        numbers = part.added.whole()
     output, lse = fused.flash(query, key, value, scale=scale, attn_mask=numbers)
     if numbers is not None:
         nothing = lse == 0.0  # the operator's lse of a fully masked query, and by coincidence of others
         if bool(nothing.any()):
             empty = (numbers.amax(-1) == -math.inf).expand(lse.shape)
             output, lse = output.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
-    return output, lse
+    return (output.flip(2), lse.flip(2)) if turned else (output, lse)
+
+
+def _flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a strip by torch's operator."""
+    scale, causal = part.formula.scale, part.strip.kind is Kind.CAUSAL
+    numbers = None if causal else part.added.reversed_tile()
+    if numbers is None:
+        five = grad, query, key, value, output, lse
+        return fused.flash_backward(*five, scale=scale, is_causal=causal, attn_mask=part.added.whole())
+    grad, query, output, lse = (tensor.flip(2) for tensor in (grad, query, output, lse))
+    of_query, of_key, of_value = fused.flash_backward(
+        grad, query, key, value, output, lse, scale=scale, attn_mask=numbers
+    )
+    return of_query.flip(2), of_key, of_value
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

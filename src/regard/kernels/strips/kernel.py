@@ -17,6 +17,7 @@ from regard.graphs import exporting, tracing
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel
 from regard.kernels.strips import engine, products
+from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.options import plan_of
@@ -151,12 +152,13 @@ def peak_bytes(call: Call) -> int:
     grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
     size = upcast(query[:0]).element_size()
     flash = engine.flash_can(query, scoring, call.dropout)
+    by_distance = flash and is_by_distance(scoring)
     sizes = []
     for strip in plan_of(_planned(call)).strips:
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
-        masked = of_one * (1 + size) if strip.kind is Kind.MASKED else 0
-        biases = 0 if scoring.bias is None else 2 * batch * grid.heads * of_one * size
+        masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0
+        biases = 0 if scoring.bias is None or by_distance else 2 * batch * grid.heads * of_one * size
         together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.keys * key.shape[3]
         result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
         pieces = 0 if flash else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size

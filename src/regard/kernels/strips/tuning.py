@@ -26,6 +26,9 @@ With few heads, a batch keeps all threads busy where a single strip could not. R
 SCORES_PER_CALL = 1 << 13
 """Overhead of calling torch's operator once, in scores of one head. Row "window"."""
 
+SCORES_PER_STRIP_OF_PRODUCTS = 1 << 16
+"""Scores of all heads that plain products compute in the time that a strip takes by itself. Row "dropout, window"."""
+
 SHORT_STRIP_QUERIES = 3.0
 SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
 """A score in a strip of h queries costs 1 + this / h times as much as in a high strip: torch's operator multiplies

@@ -1,0 +1,292 @@
+"""What a feature of attention costs: per allowed score, beside plain causal attention, and beside the best of torch.
+
+    python benchmarks/features.py [--rows "bias*"] [--lengths 512 2048] [--dtypes float32 bfloat16] [--repeats 7]
+    python benchmarks/features.py --report       writes docs/cost-per-score.md; measures nothing
+
+Each row is one call, 8 heads of 64, forward, and forward with its backward pass. Two ratios are told:
+
+    per score      time per score that the mask allows, over that of torch's plain causal attention of the same length
+    against torch  time of the best that can be written with torch, over regard's: `scaled_dot_product_attention` with a
+                   dense mask or a finished table of biases, or the formula; above 1, regard takes less
+
+All of a row take turns in one run, and medians of the ratios of one turn are told. Times are those of the processor
+(`time.process_time`, divided by the threads), so that other processes on the machine disturb less.
+"""
+
+import argparse
+import fnmatch
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import regard
+from regard import Alibi, Causal, Dense, Document, Mask, Prefix, RelativeBias, Where, Window
+from regard.bench import in_turn, machine
+from regard.shapes import Grid
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "features.json"
+PAGE = ROOT / "docs" / "cost-per-score.md"
+HEADS, HEAD_DIM = 8, 64
+MAX_TABLE_NUMBERS = 1 << 28
+"""Numbers of a dense table that torch is given; longer rows have no peer."""
+
+Make = Callable[[int], dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """One feature: what regard is given for a length, and how torch does the same.
+
+    Attributes:
+        heads, kv_heads, value_dim: of the tensors. learns: what of the bias wants a gradient; None for nothing.
+    """
+
+    name: str
+    make: Make
+    heads: int = HEADS
+    kv_heads: int = HEADS
+    value_dim: int = HEAD_DIM
+    learns: str | None = None
+
+
+def _random(length: int) -> Tensor:
+    return torch.rand(length, length, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+def _ids(length: int) -> Tensor:
+    return torch.randint(0, 8, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def _table(both: bool, mask: Mask | None, learns: bool = False) -> Make:
+    def make(length: int) -> dict[str, Any]:
+        table = torch.randn(32, HEADS, generator=torch.Generator().manual_seed(0)).requires_grad_(learns)
+        return {"mask": mask, "bias": RelativeBias(table, bidirectional=both)}
+
+    return make
+
+
+def _dense(mask: Mask | None, learns: bool = False) -> Make:
+    def make(length: int) -> dict[str, Any]:
+        draw = torch.Generator().manual_seed(0)
+        return {"mask": mask, "bias": torch.randn(1, HEADS, length, length, generator=draw).requires_grad_(learns)}
+
+    return make
+
+
+def _fixed(**arguments: Any) -> Make:
+    return lambda length: arguments
+
+
+ROWS = (
+    Row("causal", _fixed(mask=Causal())),
+    Row("causal, 1 head", _fixed(mask=Causal()), heads=1, kv_heads=1),
+    Row("causal, 3 heads", _fixed(mask=Causal()), heads=3, kv_heads=3),
+    Row("full", _fixed()),
+    Row("grouped heads, causal", _fixed(mask=Causal()), kv_heads=2),
+    Row("value_dim 32, causal", _fixed(mask=Causal()), value_dim=32),
+    Row("window 256", _fixed(mask=Causal() & Window(256))),
+    Row("streaming: window 256 or prefix 4", _fixed(mask=Causal() & (Window(256) | Prefix(4)))),
+    Row("far keys alone", _fixed(mask=Causal() & ~Window(256))),
+    Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),
+    Row("8 documents, tokens apart", lambda n: {"mask": Document(_ids(n))}),
+    Row("random mask", lambda n: {"mask": Dense(_random(n))}),
+    Row("function as mask", lambda n: {"mask": Where(lambda batch, head, query, key: key <= query)}),
+    Row("bias, dense", _dense(None)),
+    Row("bias, dense, causal", _dense(Causal())),
+    Row("bias, dense, trained", _dense(None, learns=True), learns="numbers"),
+    Row("bias, ALiBi", _fixed(bias=Alibi(HEADS))),
+    Row("bias, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal())),
+    Row("bias, ALiBi, window 256", _fixed(bias=Alibi(HEADS), mask=Causal() & Window(256))),
+    Row("bias, T5", _table(True, None)),
+    Row("bias, T5, causal", _table(False, Causal())),
+    Row("bias, T5, trained", _table(True, None, learns=True), learns="table"),
+    Row("bias, T5, causal, trained", _table(False, Causal(), learns=True), learns="table"),
+    Row("softcap, causal", _fixed(mask=Causal(), softcap=30.0)),
+    Row("softcap, window 256", _fixed(mask=Causal() & Window(256), softcap=30.0)),
+    Row("dropout, causal", _fixed(mask=Causal(), dropout=0.1)),
+    Row("dropout, window 256", _fixed(mask=Causal() & Window(256), dropout=0.1)),
+    Row("sink, causal", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}),
+    Row("sink, window 256", lambda n: {"mask": Causal() & Window(256), "sink": torch.zeros(HEADS)}),
+    Row("softcap, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal(), softcap=30.0)),
+    Row("softcap, dropout, sink, causal",
+        lambda n: {"mask": Causal(), "softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(HEADS)}),
+)  # fmt: skip
+
+
+def allowed(mask: Mask | None, heads: int, length: int) -> Tensor:
+    """Which scores are allowed, [1, 1 or heads, length, length]."""
+    if mask is None:
+        return torch.ones(1, 1, length, length, dtype=torch.bool)
+    cells = mask.bind(Grid(1, heads, length, length)).allowed(range(length), range(length))
+    return cells.expand(1, -1, length, length)
+
+
+def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """The best that can be written with torch: what can be made beforehand is not timed."""
+    mask, bias, softcap, rate = (given.get(name) for name in ("mask", "bias", "softcap", "dropout"))
+    grouped = row.heads != row.kv_heads
+    if bias is None and softcap is None and not rate and given.get("sink") is None:
+        if mask is None:
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+        if row.name.startswith(("causal", "grouped", "value_dim")):
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        cells = allowed(mask, row.heads, length)
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)
+    cells = None if mask is None else allowed(mask, row.heads, length)
+
+    def table() -> Tensor | None:
+        numbers = None
+        if isinstance(bias, Tensor):
+            numbers = bias
+        elif bias is not None:
+            numbers = bias.bind(Grid(1, row.heads, length, length)).values(range(length), range(length))
+        if cells is None:
+            return numbers
+        if numbers is None:
+            return torch.zeros(cells.shape).masked_fill(~cells, -math.inf)
+        return numbers.masked_fill(~cells, -math.inf)
+
+    finished = None if row.learns else table()
+    if finished is not None:
+        finished = finished.to(dtype)
+    sink = given.get("sink")
+    if softcap is None and not rate and sink is None:
+        return lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=finished if finished is not None else table().to(dtype)
+        )
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * HEAD_DIM**-0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores + finished
+        if sink is not None:
+            scores = torch.cat([scores, sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        weights = scores.softmax(-1)
+        weights = weights if sink is None else weights[..., :-1]
+        return F.dropout(weights, rate or 0.0) @ v
+
+    return formula
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Ratios of a row, forward and with its backward pass."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = (row.heads, HEAD_DIM), (row.kv_heads, HEAD_DIM), (row.kv_heads, row.value_dim)
+    inputs = [torch.randn(1, heads, length, size, generator=draw).to(dtype) for heads, size in sizes]
+    others = [torch.randn(1, row.heads, length, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)]
+    given = row.make(length)
+    scores = int(allowed(given.get("mask"), row.heads, length).expand(1, row.heads, -1, -1).sum())
+    plain_scores = row.heads * length * (length + 1) // 2
+    calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "plain": (plain, others),
+        "regard": (lambda q, k, v: regard.attention(q, k, v, **given), inputs),
+    }
+    if row.heads * length * length <= MAX_TABLE_NUMBERS:
+        calls["torch"] = torch_way(row, given, length, dtype), inputs
+    found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
+    for way in ("forward", "backward"):
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for repeat in range(repeats + 1):
+            for name in in_turn(list(calls), repeat):
+                call, tensors = calls[name]
+                leaves = [tensor.detach().requires_grad_(way == "backward") for tensor in tensors]
+                with torch.set_grad_enabled(way == "backward"):
+                    start = time.process_time()
+                    output = call(*leaves)
+                    if way == "backward":
+                        output.sum().backward()
+                    taken = time.process_time() - start
+                if repeat:  # the first one warms up
+                    times[name].append(taken)
+        ratios = [ours / theirs for ours, theirs in zip(times["regard"], times["plain"], strict=True)]
+        found[way] = {
+            "ms": round(statistics.median(times["regard"]) * 1e3 / torch.get_num_threads(), 3),
+            "per_score": round(statistics.median(ratios) * plain_scores / scores, 3),
+        }
+        if "torch" in calls:
+            against = [theirs / ours for ours, theirs in zip(times["regard"], times["torch"], strict=True)]
+            found[way]["against_torch"] = round(statistics.median(against), 3)
+    return found
+
+
+def report(data: dict[str, Any]) -> str:
+    """docs/cost-per-score.md."""
+    about = data["machine"]
+    lines = [
+        "# Cost per allowed score",
+        "",
+        "Written by `python benchmarks/features.py --report` from `benchmarks/results/features.json`; `make bench`",
+        "measures anew. Each row is one call with 8 heads of 64.",
+        "",
+        "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
+        "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",
+        "- **against torch**: time of the best that can be written with torch (`scaled_dot_product_attention` with a",
+        "  dense mask or a finished table, else the formula) over regard's. Above 1, regard takes less.",
+        "",
+        "The first number is forward, the second forward and backward.",
+        "",
+        f"{about.get('processor', '')}, {about.get('threads', '')} threads, torch {about.get('torch', '')}.",
+    ]
+    for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
+        for length in dict.fromkeys(row["length"] for row in data["rows"]):
+            rows = [row for row in data["rows"] if (row["dtype"], row["length"]) == (dtype, length)]
+            if not rows:
+                continue
+            lines += ["", f"## {dtype}, {length:,} tokens", "", "| feature | ms | per score | against torch |"]
+            lines += ["| --- | ---: | ---: | ---: |"]
+            for row in rows:
+                ways = row["forward"], row["backward"]
+                against = " / ".join(f"{way['against_torch']:.2f}" for way in ways if "against_torch" in way)
+                ms = " / ".join(f"{way['ms']:.3g}" for way in ways)
+                each = " / ".join(f"{way['per_score']:.2f}" for way in ways)
+                lines.append(f"| {row['row']} | {ms} | {each} | {against} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="*", help="names of rows, with * and ?")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="where results go; a whole run goes to benchmarks/results")
+    parser.add_argument("--report", action="store_true", help="write the page from the results, and measure nothing")
+    chosen = parser.parse_args()
+    if chosen.report:
+        PAGE.write_text(report(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+        return
+    whole = chosen.rows == "*" and len(chosen.lengths) == 3 and len(chosen.dtypes) == 2
+    output = chosen.output or (RESULTS if whole else None)
+    data: dict[str, Any] = {"machine": machine(), "rows": []}
+    for dtype in chosen.dtypes:
+        for length in chosen.lengths:
+            for row in ROWS:
+                if not fnmatch.fnmatch(row.name, chosen.rows):
+                    continue
+                repeats = chosen.repeats if length < 4096 else max(2, chosen.repeats // 3)
+                found = measure(row, length, getattr(torch, dtype), repeats)
+                data["rows"].append(found)
+                ways = [found["forward"], found["backward"]]
+                print(f"{dtype:9}{length:6}  {row.name:34}", *(
+                    f"{way['ms']:9.2f} ms {way['per_score']:6.2f} {way.get('against_torch', math.nan):6.2f}"
+                    for way in ways
+                ), flush=True)  # fmt: skip
+                if output:
+                    output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
