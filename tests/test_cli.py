@@ -591,6 +591,25 @@ def test_bench_prints_the_rows_that_were_asked_for_and_keeps_them(
     assert [row["length"] for row in printed["rows"]] == [512]
 
 
+def test_rows_go_to_standard_output_while_a_terminal_shows_how_far_it_is(tmp_path: Path) -> None:
+    """As in `regard bench > rows.txt`: only standard error is a terminal."""
+    program = (
+        "import pty, subprocess, sys\n"
+        "master, slave = pty.openpty()\n"
+        "with open(sys.argv[1], 'w') as out:\n"
+        "    child = subprocess.Popen([sys.executable, '-m', 'regard', *sys.argv[2:]], stdout=out, stderr=slave)\n"
+        "    sys.exit(child.wait())\n"
+    )
+    rows = tmp_path / "rows.txt"
+    arguments = ["bench", "--quick", "--rows", "causal, N=64, float32", "--repeats", "1"]
+    known = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", program, rows, *arguments], env=known, timeout=120, check=True)
+    assert done.returncode == 0
+    first, *peers = rows.read_text().splitlines()
+    assert first.startswith("causal, N=64, float32: regard takes its kernel")
+    assert peers[0].split()[0] == "regard"
+
+
 def failing(which: int, error: BaseException) -> Callable[..., dict[str, Any]]:
     """In place of `bench.measure`: a row of some numbers, but for one that fails."""
     numbers = {"regard": {"ms": 1.0, "spread": [0.9, 1.1]}}

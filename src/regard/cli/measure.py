@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from regard.cli.console import open_console, print_plain, tell
 from regard.cli.mask_expression import read_mask
@@ -146,7 +147,7 @@ def bench(
                 shrink=shrink,
                 quick=quick,
                 output=output,
-                show=lambda row: None if as_json else print_plain(row, hang=25),
+                show=lambda row: None if as_json else _beside(status, row),
                 watch=status.update if console.is_terminal else _each_row(console),
                 keep=kept.update,
             )
@@ -158,6 +159,13 @@ def bench(
             tell(console, f"note: {note}")
     if kept["failed"]:
         raise RuntimeError(f"bench: {len(kept['failed'])} of {len(which)} rows failed: {kept['failed'][0]['why']}")
+
+
+def _beside(status: Status, row: str) -> None:
+    """A row on standard output, which is not the status's while that runs: it takes all that is printed."""
+    status.stop()
+    print_plain(row, hang=25)
+    status.start()
 
 
 def _each_row(console: Console) -> Callable[[str], None]:
