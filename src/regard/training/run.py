@@ -247,7 +247,7 @@ def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
             raise ValueError(f"{option}: --from {recipe.start_from} decides it, {getattr(config, name)}; got {size}")
     if config.positions == "learned" and context_length != config.context_length:
         raise ValueError(
-            f"--context-length: {recipe.start_from} has a vector for each of {config.context_length} positions only; "
+            f"--context-length: {recipe.start_from} has learned vectors for {config.context_length} positions only; "
             f"got {context_length}"
         )
     return replace(config, context_length=context_length)
