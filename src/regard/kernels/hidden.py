@@ -155,6 +155,10 @@ def _remembered(known: MaskKey, grid: Grid) -> Hidden | None:
 
 
 def _looked_at(mask: Mask, grid: Grid) -> Hidden | None:
-    rows, columns = (torch.arange(length, device=grid.device) for length in (grid.query_len, grid.key_len))
+    lengths, device = (grid.query_len, grid.key_len), grid.device
+    if device.type == "cpu" and not tracing():
+        rows, columns = (range(length) for length in lengths)  # of which masks with data take views
+    else:
+        rows, columns = (torch.arange(length, device=device) for length in lengths)  # type: ignore[assignment]
     hidden = Hidden(mask.allowed(rows, columns))
     return hidden if hidden.hides else None

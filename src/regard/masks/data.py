@@ -178,6 +178,11 @@ class Padding(Mask):
             return lookup(self.keys, batch, key)
         return key < lookup(self.keys, batch)
 
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        if self.keys.dtype != torch.bool:
+            return super().allowed(queries, keys)
+        return pick(self.keys[:, None, None], range(1), as_place(keys))  # a view, without an index per cell
+
     def coverage(self, rows: range, columns: range) -> Tile:
         if self.keys.dtype == torch.bool:
             return coverage_of(self.keys[:, columns[0] : columns[-1] + 1])
