@@ -414,6 +414,53 @@ def test_a_plan_names_the_kernel_that_would_run(parts, monkeypatch):
     assert ran == planned
 
 
+@pytest.fixture
+def ran(monkeypatch):
+    """The kernels that ran, by name."""
+    found = []
+
+    def spy(kernel):
+        return kernel._replace(run=lambda call: found.append(kernel.name) or kernel.run(call))
+
+    monkeypatch.setattr(choice, "KERNELS", tuple(map(spy, KERNELS)))
+    table = tuple(row._replace(kernel=spy(row.kernel)) for row in choice.PREFERENCES)
+    monkeypatch.setattr(choice, "PREFERENCES", table)
+    return found
+
+
+def random_call(draw):
+    """Tensors and arguments of a call, with or without gradients, of a size at which any kernel may be the best."""
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=draw))]
+
+    batch, kv_heads, group, length = pick(1, 3), pick(1, 2, 4), pick(1, 3), pick(1, 5, 130, 400)
+    dtype, size, learns = pick(torch.float32, torch.bfloat16, torch.float64), pick(8, 16), pick(True, False)
+    sizes = (kv_heads * group, size), (kv_heads, size), (kv_heads, pick(8, 16))
+    tensors = [torch.randn(batch, n, length, d, dtype=dtype, requires_grad=learns) for n, d in sizes]
+    heads = kv_heads * group
+    parts = {
+        "mask": pick(None, Causal(), Causal() & Window(7), Dense(torch.rand(length, length) < 0.5), Window(3)),
+        "bias": pick(None, None, Alibi(heads), torch.randn(heads, length, length, requires_grad=learns)),
+        "softcap": pick(None, None, 3.0),
+        "sink": pick(None, None, torch.zeros(heads)),
+        "dropout": pick(0.0, 0.0, 0.25),
+    }
+    return tensors, {name: value for name, value in parts.items() if value is not None}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_plan_says_is_what_runs(ran, seed):
+    tensors, parts = random_call(torch.Generator().manual_seed(seed))
+    for lse, function in ((False, attention), (True, attention_with_lse)):
+        for mode in (torch.enable_grad, torch.no_grad):
+            ran.clear()
+            with mode():
+                planned = plan(*tensors, lse=lse, **parts).kernel
+                function(*tensors, **parts)
+            assert ran == [planned]
+
+
 def test_a_plan_of_a_long_call_holds_nothing_large():
     long = torch.empty(1, 1, 1, 8).expand(1, 1, 1 << 17, 8)
     planned = plan(long, long, long, mask=Causal() & Window(256), tile_size=1 << 12)

@@ -101,7 +101,8 @@ def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
     numbers = kernel.quadratic_numbers(call)
     if numbers > FEW_NUMBERS:
         return f"it can, but holds {numbers:,} numbers of query_len x key_len"
-    return f"it can, but {'comes later' if KERNELS.index(kernel) > KERNELS.index(chosen) else 'takes longer'}"
+    order = [each.name for each in KERNELS]
+    return f"it can, but {'comes later' if order.index(kernel.name) > order.index(chosen.name) else 'takes longer'}"
 
 
 def gives_lse(call: Call) -> bool:

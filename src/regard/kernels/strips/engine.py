@@ -76,8 +76,9 @@ def forward(
         query, key, value = (_padded(t, width) for t in (query, key, value))
     added = Added(scoring, plan, upcast(query[:0]).dtype)
     careful = (plan.hides or scoring.bias is not None) and not harmless(query, key, value)
-    # these values remain for queries without keys in any strip
-    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    # a query that no strip has a key for gets zeros
+    empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
+    output = empty(*query.shape[:3], value.shape[3])
     lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
     needs_lse = wants_lse or sink is not None or plan.merges
     for strip in _not_empty(plan, query):

@@ -48,6 +48,11 @@ class StripPlan:
         return self._strips is None or any(strip.kind is Kind.MASKED or not strip.keys for strip in self._strips)
 
     @property
+    def has_keys_for_all(self) -> bool:
+        """Whether every query is known to be in a strip with keys."""
+        return self._strips is not None and all(strip.keys for strip in self._strips)
+
+    @property
     def only(self) -> Strip | None:
         """The strip, if there is exactly one."""
         return self._strips[0] if self._strips is not None and len(self._strips) == 1 else None
