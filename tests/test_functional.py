@@ -441,7 +441,7 @@ def random_call(draw):
     heads = kv_heads * group
     parts = {
         "mask": pick(None, Causal(), Causal() & Window(7), Dense(torch.rand(length, length) < 0.5), Window(3)),
-        "bias": pick(None, None, Alibi(heads), torch.randn(heads, length, length, requires_grad=learns)),
+        "bias": pick(None, None, Alibi(heads), torch.randn(1, heads, length, length, requires_grad=learns)),
         "softcap": pick(None, None, 3.0),
         "sink": pick(None, None, torch.zeros(heads)),
         "dropout": pick(0.0, 0.0, 0.25),
