@@ -21,7 +21,7 @@ else
 $(error TORCH=$(TORCH): expected cpu, or nothing for the build that pip takes by itself)
 endif
 
-.PHONY: look test check docs bench clients clean help
+.PHONY: look test check docs bench gpu clients clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -52,6 +52,9 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 	$(BIN)/python benchmarks/features.py --report
+
+gpu: $(VENV)/.installed-bench ## tests and benchmarks that need an NVIDIA GPU, into benchmarks/results and docs/performance-gpu.md
+	$(BIN)/python benchmarks/gpu.py
 
 clients: $(VENV)/.installed-clients ## programs of other people under regard and eager, compared, into docs/transformers.md
 	$(BIN)/python -m pytest tests/clients --write-table

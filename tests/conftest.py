@@ -18,6 +18,10 @@ settings.load_profile("steady")
 def pytest_collection_modifyitems(items):
     """The installations first: they take longest, and the other process does the rest meanwhile."""
     items.sort(key=lambda item: item.path.name != "test_install.py")
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from cases import composed_masks, grids
 from comparing import assert_close, assert_same_cells
-from regard import Causal, Dense, Document, Padding, Prefix, Where, Window, attention_with_lse
+from regard import Causal, Dense, Document, Mask, Padding, Prefix, Where, Window, attention_with_lse
 from regard.functional import check_call
 from regard.kernels import flex
 from regard.reference import reference
 from regard.shapes import Grid
-
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def call_of(query, key, value, mask=None, *, softcap=None, sink=None, dropout=0.0, bias=None):
@@ -88,13 +86,13 @@ def test_flex_attention_computes_what_the_reference_does(without_the_compiler, c
         assert_close(ours, right, tolerance=2e-6)
 
 
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu_it_agrees_with_the_reference_forward_and_backward(case):
     tensors = [torch.randn(2, n, length, 64, device="cuda") for n, length in ((4, 150), (2, 170), (2, 170))]
-    case = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in case.items()}
-    if isinstance(case.get("mask"), (Dense, Document)):
-        pytest.skip("its data lies on the CPU")
+    case = {
+        name: value.to("cuda") if isinstance(value, (torch.Tensor, Mask)) else value for name, value in case.items()
+    }
     found = []
     for kernel in ("flex", "reference"):
         leaves = [t.clone().requires_grad_() for t in tensors]

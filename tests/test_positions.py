@@ -712,7 +712,6 @@ def test_layout_interleaved_is_gptjs_partial_rotary():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_follow_the_model_to_the_gpu(layout: str):
     x = random(2, 3, 5, 8)

@@ -6,17 +6,19 @@ a whole layer `nn.MultiheadAttention` and x-transformers, with the same weights.
 and one that gives another result is not timed, so that nobody is compared on different work.
 
     time     median of repeats in which the peers take turns on the same tensors; a first call is not counted, neither
-             is the making of masks
+             is the making of masks; on a GPU between two CUDA events
     spread   the quartiles of how many times regard's time a peer took in the same repeat; of regard itself, of its
              times as shares of their median
     others   the share of the processors that other programs took meanwhile, where the system tells
     memory   the most that a second call takes beyond query, key and value, in a process of its own: results
-             and what the peer prepared (a dense mask) included, what libraries keep for themselves not
+             and what the peer prepared (a dense mask) included, what libraries keep for themselves not; on a GPU what
+             torch's allocator held, in the same process
 
 Here belongs what measures regard beside others wherever it is installed. What is measured for the project's own pages
 is in its `benchmarks` folder.
 """
 
+from regard.bench.device import check_device
 from regard.bench.memory import MALLOC_SETTINGS, memory_of, most_taken
 from regard.bench.peer import FUNCTIONS, LAYERS, Peer, Prepared, Results, difference, peers, work
 from regard.bench.report import QUICK_REPEATS, QUICK_SHRINK, busy, load, machine, run, shown
@@ -35,6 +37,7 @@ __all__ = [
     "Results",
     "Task",
     "busy",
+    "check_device",
     "chosen",
     "difference",
     "in_turn",

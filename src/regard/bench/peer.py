@@ -98,7 +98,7 @@ def _flex(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
     blocks = None
     if task.rule is not None:
         batch = task.batch if task.batch > 1 else None
-        blocks = create_block_mask(task.rule, batch, None, task.queries, task.length, device="cpu")
+        blocks = create_block_mask(task.rule, batch, None, task.queries, task.length, device=task.device)
     run = compiled(flex_attention)
     return Prepared(lambda: run(*inputs, block_mask=blocks, enable_gqa=task.heads != task.kv_heads))
 
@@ -106,7 +106,7 @@ def _flex(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
 def _no_flex(task: Task) -> str | None:
     if task.dropout:
         return "it has no dropout"
-    if task.backward:
+    if task.backward and task.device.type == "cpu":
         return "it has no backward pass on the CPU"
     if task.rule is not None and task.batch * task.num_scores > MAX_DENSE_NUMBERS:
         return f"making its block mask looks at {task.queries:,} x {task.length:,} cells"
@@ -119,12 +119,35 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
+def _flash(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
+    if inputs[0].dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"it takes float16 and bfloat16, not {inputs[0].dtype}")
+    run = import_module("flash_attn").flash_attn_func
+    more: dict[str, Any] = {"causal": task.mask is not None, "dropout_p": task.dropout}
+    if task.window is not None:
+        more["window_size"] = (task.window - 1, 0)
+
+    def call() -> Tensor:
+        output: Tensor = run(*(tensor.transpose(1, 2) for tensor in inputs), **more)
+        return output.transpose(1, 2)
+
+    return Prepared(call)
+
+
+def _no_flash(task: Task) -> str | None:
+    if not find_spec("flash_attn"):
+        return "flash-attn is not installed"
+    if task.mask is None or task.window is not None or isinstance(task.mask, Causal):
+        return None
+    return "of flash-attn's masks, causal and window alone are compared"
+
+
 def _torch_layer(task: Task, dtype: torch.dtype) -> nn.MultiheadAttention:
     """The layer whose weights all layers have. Its biases are zero, so that x-transformers need none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layer = nn.MultiheadAttention(task.heads * task.head_dim, task.heads, batch_first=True)
-    return layer.to(dtype).eval()
+    return layer.to(task.device, dtype).eval()
 
 
 def _regard_layer(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
@@ -152,7 +175,7 @@ def _x_layer(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
     causal = isinstance(task.mask, Causal)
     make = import_module("x_transformers.x_transformers").Attention
     layer = make(dim=source.embed_dim, heads=task.heads, dim_head=task.head_dim, causal=causal, flash=True)
-    layer = layer.to(x.dtype).eval()
+    layer = layer.to(x.device, x.dtype).eval()
     with torch.no_grad():
         for mine, weight in zip((layer.to_q, layer.to_k, layer.to_v), source.in_proj_weight.chunk(3), strict=True):
             mine.weight.copy_(weight)
@@ -179,6 +202,7 @@ FUNCTIONS = (
     Peer("FlexAttention", _no_flex, _flex),
     Peer("formula", _no_formula, _formula),
 )
+ON_A_GPU = (Peer("flash-attn", _no_flash, _flash),)
 LAYERS = (
     Peer("regard", lambda task: None, _regard_layer),
     Peer("nn.MultiheadAttention", lambda task: None, _nn_layer),
@@ -188,7 +212,9 @@ LAYERS = (
 
 def peers(task: Task) -> tuple[Peer, ...]:
     """Those who do this kind of task, regard first."""
-    return LAYERS if task.layer else FUNCTIONS
+    if task.layer:
+        return LAYERS
+    return FUNCTIONS + ON_A_GPU if task.device.type == "cuda" else FUNCTIONS
 
 
 Results = tuple[Tensor, ...]

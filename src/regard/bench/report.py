@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import regard
+from regard.bench.device import described
 from regard.bench.memory import in_one_line
-from regard.bench.task import Task, name_of
+from regard.bench.task import CPU, Task, name_of
 from regard.bench.timing import measure
 
 QUICK_SHRINK = 8
@@ -27,8 +28,8 @@ BUSY_SHARE = 0.1
 """Share of the processors from which on a row says that others took it."""
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what a run was made."""
+def machine(device: torch.device = CPU) -> dict[str, Any]:
+    """Where and with what a run was made; a GPU by its name, memory and torch's CUDA version."""
     versions = {"torch": torch.__version__, "regard": regard.__version__}
     if find_spec("x_transformers"):
         from importlib.metadata import version
@@ -39,6 +40,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **versions,
+        **described(device),
     }
 
 
@@ -73,7 +75,12 @@ def run(
     Returns:
         What is written: the machine, the rows that are done, those that failed, and how many were to be.
     """
-    data: dict[str, Any] = {"machine": machine(), "repeats": repeats, "shrink": shrink, "planned": len(rows)}
+    data: dict[str, Any] = {
+        "machine": machine(rows[0][0].device if rows else CPU),
+        "repeats": repeats,
+        "shrink": shrink,
+        "planned": len(rows),
+    }
     data |= {"load": load(), "rows": [], "failed": []}
     keep(data)
     if output is not None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from regard.masks import Causal, Chunk, Document, Mask, Padding, Prefix, Strided, Window
 from regard.shapes import Grid
 
+CPU = torch.device("cpu")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
@@ -26,6 +28,8 @@ class Task:
     Attributes:
         torch_form: torch's best form; None: `sdpa` with a dense bool mask. `form` says it in words.
         rule: the mask as FlexAttention takes it, of (batch, head, query, key); None: everybody sees everybody.
+        device: where its tensors are.
+        window: that of the mask, where it is causal with a window and nothing else.
         layer: the whole layer, on [batch, length, heads * head_dim], instead of the function.
         sweep: measured for the plots, in float32 alone.
     """
@@ -43,6 +47,8 @@ class Task:
     head_dim: int = 64
     query_len: int | None = None
     dropout: float = 0.0
+    device: torch.device = CPU
+    window: int | None = None
     layer: bool = False
     sweep: bool = False
 
@@ -62,9 +68,9 @@ class Task:
     def allowed(self) -> Tensor:
         """The mask as a dense tensor: bool [batch or 1, 1, query_len, key_len]."""
         assert self.mask is not None
-        bound = self.mask.bind(Grid(self.batch, self.heads, self.queries, self.length))
+        bound = self.mask.to("cpu").bind(Grid(self.batch, self.heads, self.queries, self.length))
         allowed = bound.allowed(range(self.queries), range(self.length))
-        return allowed.expand(-1, -1, self.queries, self.length).contiguous()
+        return allowed.expand(-1, -1, self.queries, self.length).contiguous().to(self.device)
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Query, key and value; for a layer its tokens alone. The same at every call."""
@@ -74,11 +80,11 @@ class Task:
         else:
             sizes = ((self.heads, self.queries), (self.kv_heads, self.length), (self.kv_heads, self.length))
             shapes = [(self.batch, heads, length, self.head_dim) for heads, length in sizes]
-        drawn = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+        drawn = (torch.randn(shape, generator=draw).to(self.device, dtype) for shape in shapes)
         return tuple(tensor.requires_grad_(self.backward) for tensor in drawn)
 
 
-def tasks(shrink: int = 1) -> list[Task]:
+def tasks(shrink: int = 1, device: torch.device = CPU) -> list[Task]:
     """All rows; `shrink` divides every length, windows, documents and the like included."""
 
     def n(length: int) -> int:
@@ -87,9 +93,9 @@ def tasks(shrink: int = 1) -> list[Task]:
     w, chunk, head, document, prefix = n(256), n(512), n(1024), n(512), n(1024)
     window, window_rule = Causal() & Window(w), causal_and(lambda q, k: q - k < w)
     documents = ragged(n(8192), shrink)
-    ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+    ids = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents)).to(device)
     draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(n(64), n(1024) + 1, (8,), generator=draw)
+    lengths = torch.randint(n(64), n(1024) + 1, (8,), generator=draw).to(device)
     padded: dict[str, Any] = {"mask": Padding(lengths), "rule": lambda b, h, q, k: k < lengths[b], "batch": 8}
 
     def full(length: int, **more: Any) -> Task:
@@ -99,7 +105,7 @@ def tasks(shrink: int = 1) -> list[Task]:
         return Task("causal", n(length), Causal(), torch_causal, "is_causal", causal_and(), **more)
 
     def windowed(length: int, **more: Any) -> Task:
-        return Task("window 256", n(length), window, rule=window_rule, **more)
+        return Task("window 256", n(length), window, rule=window_rule, window=w, **more)
 
     def equal_documents(length: int, **more: Any) -> Task:
         count = n(length) // document
@@ -147,7 +153,8 @@ def tasks(shrink: int = 1) -> list[Task]:
     ]
     found: dict[str, Task] = {}
     for task in rows + sweep:
-        found.setdefault(task.label, task)
+        mask = None if task.mask is None else task.mask.to(device)
+        found.setdefault(task.label, replace(task, mask=mask, device=device))
     return list(found.values())
 
 
@@ -231,7 +238,9 @@ def causal_beside(prefix: int) -> Callable[..., Tensor]:
     return run
 
 
-def chosen(pattern: str | None, shrink: int = 1, *, few: bool = False) -> list[tuple[Task, torch.dtype]]:
+def chosen(
+    pattern: str | None, shrink: int = 1, *, few: bool = False, device: torch.device = CPU
+) -> list[tuple[Task, torch.dtype]]:
     """The rows whose name contains a pattern (``*`` for anything), in the order of the table; None: all.
 
     Args:
@@ -243,7 +252,7 @@ def chosen(pattern: str | None, shrink: int = 1, *, few: bool = False) -> list[t
     >>> [(task.label, dtype) for task, dtype in chosen("decode*float32")]
     [('decode, 32 heads on 8 of 128, N=32768', torch.float32)]
     """
-    every = tasks(shrink)
+    every = tasks(shrink, device)
     rows = [(t, dtype) for t in every for name, dtype in DTYPES.items() if name == "float32" or not t.sweep]
     if pattern is None:
         return [(t, dtype) for t, dtype in rows if not few or (dtype is torch.float32 and not t.sweep)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from regard.bench.device import peak_on_gpu, seconds_of, wait
 from regard.bench.memory import in_one_line, memory_of
 from regard.bench.peer import Results, difference, peers, work
 from regard.bench.task import Task, name_of
@@ -47,6 +48,7 @@ def measure(
     ready: dict[str, Callable[[], Results]] = {}
     entries: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
+    held: dict[str, int] = {}
     ours: Results = ()
     undropped = replace(task, dropout=0.0)
     for peer in peers(task):
@@ -58,9 +60,10 @@ def measure(
             continue
         watch(f"{peer.name}: the first call")
         try:
-            run, _ = work(task, peer, inputs)
+            run, holds = work(task, peer, inputs)
             start = time.perf_counter()
             theirs = run()
+            wait(task.device)
             first = time.perf_counter() - start
             if task.dropout:  # who drops what differs, so results are compared without
                 theirs = work(undropped, peer, inputs)[0]()
@@ -75,11 +78,12 @@ def measure(
             skipped[peer.name] = f"gives another result than regard: {apart:.2g} of the largest number apart"
             continue
         ready[peer.name] = run
+        held[peer.name] = bytes_of(holds)
         entries[peer.name] = {"compile_s": round(first, 2)} if peer.name == "FlexAttention" else {}
     results_size = bytes_of(ours)
     del ours, theirs
     rivals = Others()
-    times = _times(ready, repeats, watch)
+    times = _times(ready, repeats, task.device, watch)
     others = rivals.share()
     ours_alone = times[peers(task)[0].name]
     middle = statistics.median(ours_alone)
@@ -90,11 +94,14 @@ def measure(
             "repeats": len(values),
             "spread": quartiles([value / our for value, our in zip(values, beside, strict=True)]),
         }
-    ready.clear()
     unmeasured: dict[str, str] = {}
     for name in entries if memory else ():
         watch(f"{name}: memory")
-        extra = memory_of(task, dtype, name, shrink)
+        if task.device.type == "cuda":
+            extra: int | str = held[name] + peak_on_gpu(ready[name], task.device)
+        else:
+            ready.clear()  # it is measured in a process of its own
+            extra = memory_of(task, dtype, name, shrink)
         if isinstance(extra, str):
             unmeasured[name] = extra
         else:
@@ -123,7 +130,7 @@ def measure(
 
 
 def _times(
-    ready: dict[str, Callable[[], Results]], repeats: int, watch: Callable[[str], None]
+    ready: dict[str, Callable[[], Results]], repeats: int, device: torch.device, watch: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """The seconds of every call, by who made it."""
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -133,9 +140,7 @@ def _times(
             break
         for name in in_turn(list(ready), repeat):
             watch(f"{name}: {repeat + 1} of {repeats}")
-            start = time.perf_counter()
-            ready[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds_of(ready[name], device))
     return times
 
 
@@ -195,6 +200,7 @@ def in_turn(names: list[str], repeat: int) -> list[str]:
 def _kernel(task: Task, dtype: torch.dtype) -> str:
     """The kernel that regard takes."""
     sizes = ((task.heads, task.queries), (task.kv_heads, task.length), (task.kv_heads, task.length))
-    tensors = [torch.empty(task.batch, h, n, task.head_dim, dtype=dtype, requires_grad=task.backward) for h, n in sizes]
+    options: dict[str, Any] = {"dtype": dtype, "device": task.device, "requires_grad": task.backward}
+    tensors = [torch.empty(task.batch, h, n, task.head_dim, **options) for h, n in sizes]
     with torch.set_grad_enabled(task.backward):
         return plan(*tensors, mask=task.mask, dropout=task.dropout).kernel

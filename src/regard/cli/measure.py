@@ -107,6 +107,9 @@ def bench(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads. Default: torch's choice.")
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="cpu, or cuda: timed by CUDA events.")
+    ] = "cpu",
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Keep the numbers as JSON, row by row.")
     ] = None,
@@ -131,7 +134,7 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     shrink = benchmark.QUICK_SHRINK if quick else 1
-    which = benchmark.chosen(rows, shrink, few=quick)
+    which = benchmark.chosen(rows, shrink, few=quick, device=benchmark.check_device(device))
     if output is not None and output.is_dir():
         raise ValueError(f"--output: {output} is a folder; give a file")
     console = open_console(stderr=True)
