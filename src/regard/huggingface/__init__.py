@@ -23,7 +23,7 @@ from inspect import signature
 
 from regard.extras import how
 from regard.huggingface.explaining import explain
-from regard.huggingface.interface import HARMLESS, attend
+from regard.huggingface.interface import HARMLESS, attend, find_collector
 from regard.huggingface.masks import LazyMask
 from regard.huggingface.reading import mask_for_transformers
 from regard.huggingface.weights import LazyWeights
@@ -55,6 +55,7 @@ def register() -> None:
     if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"{_needed()} (there is {_version()})")
     # Under the same key: a key that is known for attention alone loses padding and causality without a word.
+    find_collector()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_for_transformers)
     explain(PreTrainedModel, NAME)

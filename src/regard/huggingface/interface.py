@@ -27,6 +27,20 @@ HARMLESS = {
 """Arguments that pass through transformers' attention layers and are no part of a score. Any other raises."""
 
 
+_collector: Any = None
+"""Where transformers keeps what it collects while a model runs; None in versions that collect nothing."""
+
+
+def find_collector() -> None:
+    """Looks the collector up once: an import in every layer of every step costs more than many checks."""
+    global _collector
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return
+    _collector = _active_collector
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -65,13 +79,15 @@ def attend(
             "regard: continuous batching (a paged cache) is not supported; use generate(), with padding or packing"
         )
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
-    _refuse_unknown(others)
+    if not others.keys() <= HARMLESS:
+        _refuse_unknown(others)
     query, key, value = _alike(query, key, value)
     mask, bias = _given(attention_mask, query, key)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
-    mask = _joined(mask, _packed(*bounds, query, key))
+    if bounds != (None, None):
+        mask = _joined(mask, _packed(*bounds, query, key))
     if position_bias is not None:
         bias = position_bias if bias is None else as_bias(position_bias) + bias
     heads = Heads(query, key, value)
@@ -99,7 +115,7 @@ def _by_mask_alone(given: object, scoring: ScoringArguments, mask: Mask, dropout
         return False
     if scoring["bias"] is not None or scoring["sink"] is not None:
         return False
-    return hooks.alone() and not torch._C._are_functorch_transforms_active()
+    return hooks.alone()
 
 
 def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
@@ -200,9 +216,5 @@ def _weights_are_asked_for(others: Mapping[str, Any]) -> bool:
     """Whether the call was made with ``output_attentions=True``: many layers are told; of others transformers knows."""
     if others.get("output_attentions"):
         return True
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return False
-    collected: Mapping[str, Any] = _active_collector.get() or {}  # type: ignore[no-untyped-call]
+    collected: Mapping[str, Any] = (None if _collector is None else _collector.get()) or {}
     return any("attentions" in name for name in collected)
