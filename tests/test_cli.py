@@ -364,6 +364,7 @@ BAD = {
     "a call too large for any machine": (["plan", "--length", "1000000000000"], "more than this machine can address"),
     "no row of that name": (["bench", "--rows", "sideways"], "no row is named like 'sideways'"),
     "a folder for numbers": (["bench", "--output", "{tmp}"], "is a folder; give a file"),
+    "no such device": (["bench", "--device", "gpu"], "device must be cpu or cuda, got 'gpu'"),
 }
 
 
