@@ -115,4 +115,5 @@ def test_an_interruption_is_quiet_while_a_command_still_loads() -> None:
         time.sleep(wait)
         started.send_signal(signal.SIGINT)
         _, said = started.communicate()
-        assert len(said.splitlines()) <= (4 if wait == 0 else 0), said
+        # at once, the interpreter may stand before or in the first instruction of main: it says three lines for each
+        assert len(said.splitlines()) <= (6 if wait == 0 else 0), said

@@ -549,6 +549,16 @@ def test_short_documents_share_a_strip(small, lengths):
     assert sum(len(strip.queries) < 4 for strip in found) <= 2
 
 
+@pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"dropout": 0.3}, {"bias": Alibi(2)}], ids=repr)
+def test_queries_without_features_average_what_they_may_see(parts):
+    query, value = torch.zeros(1, 2, 9, 0), torch.randn(1, 2, 9, 3)
+    found = []
+    for name in ("strips", "reference"):
+        draw = torch.Generator().manual_seed(0)
+        found.append(attention(query, query, value, mask=Causal(), kernel=name, generator=draw, **parts))
+    assert_close(*found)
+
+
 def scattered(rows, documents, length=300):
     draw = torch.Generator().manual_seed(documents)
     return torch.randint(0, documents, (rows, length), generator=draw)

@@ -185,7 +185,7 @@ def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
 
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
     """The strips that have anything to compute."""
-    return (strip for strip in plan.strips if strip.keys and query.numel())
+    return (strip for strip in plan.strips if strip.keys and all(query.shape[:3]))
 
 
 def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = False) -> bool:
