@@ -1,0 +1,46 @@
+"""What features cost: every row is one call on which regard and torch agree, and the page says what was measured."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from comparing import assert_close
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import features
+
+EXACT = [row for row in features.ROWS if "dropout" not in row.name]
+
+
+@pytest.mark.parametrize("row", EXACT, ids=[row.name for row in EXACT])
+def test_torch_is_given_the_same_work(row: features.Row) -> None:
+    length = 48
+    draw = torch.Generator().manual_seed(0)
+    sizes = (row.heads, 64), (row.kv_heads, 64), (row.kv_heads, row.value_dim)
+    tensors = [torch.randn(1, heads, length, size, generator=draw) for heads, size in sizes]
+    given = row.make(length)
+    theirs = features.torch_way(row, given, length, torch.float32)(*tensors)
+    assert_close(regard.attention(*tensors, **given), theirs, tolerance=1e-5)
+
+
+def test_the_page_says_what_was_measured() -> None:
+    row = features.measure(features.ROWS[0], 16, torch.float32, repeats=1)
+    row["forward"] |= {"ms": 12.345, "per_score": 1.25, "against_torch": 0.75}
+    page = features.report({"machine": {"processor": "Abacus 7", "threads": 3, "torch": "9.9"}, "rows": [row]})
+    assert "## float32, 16 tokens" in page
+    assert "| causal | 12.3 / " in page
+    assert " | 1.25 / " in page
+    assert " | 0.75 / " in page
+    assert "Abacus 7, 3 threads, torch 9.9" in page
+
+
+def test_the_page_is_that_of_the_committed_results() -> None:
+    data = json.loads(features.RESULTS.read_text(encoding="utf-8"))
+    assert features.report(data) == features.PAGE.read_text(encoding="utf-8"), (
+        "run: python benchmarks/features.py --report"
+    )
