@@ -9,8 +9,8 @@ Each row is one call, 8 heads of 64, forward, and forward with its backward pass
     against torch  time of the best that can be written with torch, over regard's: `scaled_dot_product_attention` with a
                    dense mask or a finished table of biases, or the formula; above 1, regard takes less
 
-All of a row take turns in one run, and medians of the ratios of one turn are told. Times are those of the processor
-(`time.process_time`, divided by the threads), so that other processes on the machine disturb less.
+All of a row take turns in one run, and medians of the ratios of one turn are told. Times are those of the clock: run it
+where nothing else runs.
 """
 
 import argparse
@@ -204,16 +204,16 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
                 call, tensors = calls[name]
                 leaves = [tensor.detach().requires_grad_(way == "backward") for tensor in tensors]
                 with torch.set_grad_enabled(way == "backward"):
-                    start = time.process_time()
+                    start = time.perf_counter()
                     output = call(*leaves)
                     if way == "backward":
                         output.sum().backward()
-                    taken = time.process_time() - start
+                    taken = time.perf_counter() - start
                 if repeat:  # the first one warms up
                     times[name].append(taken)
         ratios = [ours / theirs for ours, theirs in zip(times["regard"], times["plain"], strict=True)]
         found[way] = {
-            "ms": round(statistics.median(times["regard"]) * 1e3 / torch.get_num_threads(), 3),
+            "ms": round(statistics.median(times["regard"]) * 1e3, 3),
             "per_score": round(statistics.median(ratios) * plain_scores / scores, 3),
         }
         if "torch" in calls:
