@@ -34,7 +34,9 @@ class StripPlan:
         self._hidden: dict[Strip, Hidden] = {}
         self._kept = self._looked = 0
         self._strips: tuple[Strip, ...] | None = None
-        if mask.closed_form or mask.structure() is not None:
+        self._keeps = mask.closed_form or mask.structure() is not None
+        """Whether strips, and masks that were evaluated to find them, are kept as long as the plan."""
+        if self._keeps:
             self._strips = tuple(self._together() if by.together else self._cut())
 
     @property
@@ -71,12 +73,6 @@ class StripPlan:
                 if strip.allowed is not None and self._keeps:
                     kept += strip.allowed.numel()
                 yield strip if kept <= MAX_KEPT_SCORES else replace(strip, allowed=None)
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether evaluated masks are kept as long as the plan."""
-        masks = self.masks.values()
-        return all(mask.closed_form or mask.structure() is not None for mask in masks)
 
     def _together(self) -> Iterator[Strip]:
         """The strips, with equal ones at equal distances joined into a batch of views.

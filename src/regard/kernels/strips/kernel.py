@@ -22,7 +22,7 @@ from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.options import plan_of
 from regard.kernels.strips.plan import Kind, Strip
-from regard.kernels.strips.reordering import reordering, take
+from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
@@ -72,13 +72,13 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
     if changed is None:
         return _run_in_order(call)
     key, value = (take(tensor, changed.keys) for tensor in (call.key, call.value))
-    output, lse = _run_in_order(_planned(call)._replace(query=take(call.query, changed.queries), key=key, value=value))
+    query = take(call.query, changed.queries)
+    output, lse = _run_in_order(_planned(call, changed)._replace(query=query, key=key, value=value))
     return take(output, changed.back), None if lse is None else take(lse, changed.back)
 
 
-def _planned(call: Call) -> Call:
+def _planned(call: Call, changed: Reordering | None) -> Call:
     """The call with its mask after reordering."""
-    changed = reordering(call)
     return call if changed is None else call._replace(scoring=replace(call.scoring, mask=changed.mask))
 
 
@@ -139,7 +139,7 @@ def num_scores(call: Call) -> int:
     """Scores of all strips; a causal square computed by torch counts in full, although torch skips part of it."""
     grid, count = call.scoring.grid, 0
     flash = engine.flash_can(call.query, call.scoring, call.dropout)
-    for strip in plan_of(_planned(call)).strips:
+    for strip in plan_of(_planned(call, reordering(call))).strips:
         of_one = len(strip.queries) * strip.keys
         if strip.kind is Kind.CAUSAL and (not flash or engine.products_pay(strip, call.query, call.key)):
             of_one = products.scores_of_square(strip.keys)
@@ -154,7 +154,7 @@ def peak_bytes(call: Call) -> int:
     flash = engine.flash_can(query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
     sizes = []
-    for strip in plan_of(_planned(call)).strips:
+    for strip in plan_of(_planned(call, reordering(call))).strips:
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0
