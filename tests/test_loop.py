@@ -15,8 +15,8 @@ from learning import CONTEXT, model_of, rows
 from regard.models import Decoder
 from regard.training import loop
 from regard.training.checkpoint import load, progress_header, read
-from regard.training.data import IGNORED, Batch, Packed
-from regard.training.loop import DivergedError, make_optimizers, next_token_loss, train
+from regard.training.data import IGNORED, Batch, Packed, next_token_loss
+from regard.training.loop import DivergedError, make_optimizers, train
 from regard.training.metrics import Metrics, read_metrics
 from regard.training.settings import Settings
 from regard.training.text import Tokenizer, train_tokenizer
@@ -134,7 +134,7 @@ def test_ctrl_c_at_any_moment_of_a_step_loses_nothing(where, data, uninterrupted
 
     with monkeypatch.context() as patched:
         owner, name = {
-            "forward": (loop, "next_token_loss"),
+            "forward": (Packed, "loss"),
             "backward": (torch.Tensor, "backward"),
             "first optimizer": (torch.optim.Muon, "step"),
             "second optimizer": (torch.optim.AdamW, "step"),
@@ -368,7 +368,7 @@ def test_a_save_is_made_when_its_time_has_come(data, tmp_path, monkeypatch):
     def half_a_minute(r):
         now[0] += 30.0
 
-    monkeypatch.setattr(loop, "next_token_loss", lambda *a: (half_a_minute(None), next_token_loss(*a))[1])
+    monkeypatch.setattr(Packed, "loss", lambda _, *a: (half_a_minute(None), next_token_loss(*a))[1])
     train(model_of(), data, replace(SETTINGS, save_every=None, save_minutes=1.0), tmp_path)
     assert made == [0, 2, 4, 6]
 
@@ -499,7 +499,7 @@ def test_a_loss_or_gradient_that_is_no_number_stops_and_keeps_its_batch_and_the_
 ):
     met = []
 
-    def broken(model, batch):
+    def broken(_, model, batch):
         loss = next_token_loss(model, batch)
         met.append((batch, weights(model)))
         if len(met) != 6:
@@ -507,7 +507,7 @@ def test_a_loss_or_gradient_that_is_no_number_stops_and_keeps_its_batch_and_the_
         return loss * float("nan") if where == "loss" else loss + (model.norm.weight[:1] * 0).abs().sqrt().sum()
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "next_token_loss", broken)
+        patched.setattr(Packed, "loss", broken)
         says = "step 6 has loss nan" if where == "loss" else r"step 6 has loss 3\.\d+ and a gradient of norm nan"
         with pytest.raises(DivergedError, match=f"(?s){says}.*{tmp_path}/diverged.safetensors.*hint: .*smaller"):
             train(model_of(), data, SETTINGS, tmp_path)
@@ -567,7 +567,7 @@ def test_too_little_memory_is_said_with_what_would_need_less(data, tmp_path, mon
     def too_large(*arguments):
         return torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr(loop, "next_token_loss", too_large)
-    says = r"out of memory \(step 1, 2 rows of 16 tokens\)\n  hint: a smaller batch_size"
+    monkeypatch.setattr(Packed, "loss", too_large)
+    says = r"out of memory \(step 1, 2 rows, 32 tokens\)\n  hint: a smaller batch_size"
     with pytest.raises(RuntimeError, match=says):
         train(model_of(), data, SETTINGS, tmp_path)

@@ -11,8 +11,8 @@ import torch
 
 from regard.models import Decoder, ModelConfig
 from regard.training import memory
-from regard.training.data import Packed
-from regard.training.loop import make_optimizers, next_token_loss
+from regard.training.data import Packed, next_token_loss
+from regard.training.loop import make_optimizers
 from regard.training.memory import activations, available_memory, needed_memory
 from regard.training.run import begin, resume
 from regard.training.settings import Recipe, Settings

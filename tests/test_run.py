@@ -161,8 +161,9 @@ def test_a_folder_that_holds_a_run_or_a_model_is_not_begun_in_again(texts: Path,
 
 
 def test_a_run_of_another_kind_cannot_be_gone_on_with(texts: Path, tmp_path: Path) -> None:
+    from regard.models import Decoder, ModelConfig
     from regard.training import loop
-    from regard.training.run import Decoder, ModelConfig, Packed  # type: ignore[attr-defined]
+    from regard.training.data import Packed
 
     data = Packed([[1, 2, 3] * 9], context_length=8, vocab_size=31)
     model = Decoder(ModelConfig(vocab_size=31, context_length=8, dim=12, layers=1, heads=3))

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.console import open_console, tell
 from regard.extras import need
@@ -45,7 +45,7 @@ def _names_a_file(text: str) -> bool:
     return not any(c.isspace() for c in text) and ("/" in text or "\\" in text or bool(Path(text).suffix))
 
 
-def load_model(name: str) -> "Loaded":
+def load_model(name: str) -> "Loaded[Any]":
     need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
 

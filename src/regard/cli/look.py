@@ -21,6 +21,7 @@ from regard.cli.options import (
 
 if TYPE_CHECKING:
     from regard.display.reading import Look, Place
+    from regard.models import Decoder
     from regard.training.checkpoint import Loaded
 
 
@@ -146,7 +147,7 @@ def read_places(written: list[str]) -> "list[Place]":
 
 def _view(
     text: str,
-    loaded: "Loaded",
+    loaded: "Loaded[Decoder]",
     layer: int | None,
     head: int | None,
     query: str | None,

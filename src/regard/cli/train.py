@@ -24,6 +24,15 @@ LINE_EVERY = 30
 def train(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write the model in.")],
+    task: Annotated[
+        Literal["text"] | None,
+        typer.Option(
+            "--task",
+            metavar="text",
+            rich_help_panel=DATA,
+            help="What to learn: text, to go on with texts. Default: text.",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -230,11 +239,7 @@ def train(
             raise
     if measures is None:
         return
-    console.print(
-        f"held out: {measures.bits_per_byte:.3f} bits per byte (xz -9e: {measures.xz_each:.3f} file by file, "
-        f"{measures.xz_joined:.3f} joined)\n"
-        f"random tokens, then again: loss {measures.copy_first:.2f}, then {measures.copy_second:.2f}"
-    )
+    tell(console, str(measures))
     tell(console, f"written: {folder}; look at it: regard look FILE --model {shlex.quote(str(folder))}")
 
 

@@ -6,49 +6,41 @@ from pathlib import Path
 
 import torch
 
-from regard.models import Decoder
-from regard.training.corpus import Corpus
-from regard.training.data import Packed
-from regard.training.measures import Measures
+from regard.training.checkpoint import Model
+from regard.training.data import Examples
 from regard.training.settings import Settings, settings_alone
+from regard.training.task import Measured, Task, describe
 
 
 def card(
-    measures: Measures,
-    model: Decoder,
-    data: Packed,
+    measures: Measured,
+    model: Model,
+    data: Examples,
     settings: Settings,
-    corpus: Corpus,
+    task: Task,
     *,
     command: str,
     seconds: float,
     begun_from: Path | None = None,
 ) -> str:
-    """The model card: data, exact command, seed, steps, time and held-out loss, as Markdown.
+    """The model card: data, exact command, seed, steps, time and what was measured, as Markdown.
 
     Args:
         begun_from: the folder of the model that training began with; its card is repeated.
     """
-    read = sum(len(file.text.encode()) for file in corpus.training)
-    tokens = settings.steps * settings.batch_size * data.context_length
-    added = f"; {data.repeats:.0%} of the rows are random tokens, repeated, which teach copying" if data.repeats else ""
+    epochs = data.epochs(settings.steps * settings.batch_size)
     config = {name: value for name, value in model.config.to_dict().items() if value is not None}
-    bits, each, joined = measures.bits_per_byte, measures.xz_each, measures.xz_joined
     rows = {
         "configuration": f"`{json.dumps(config)}`",
-        "data": f"{len(corpus.training):,} files, {read:,} bytes, {data.size:,} tokens{added}",
-        "digest of the data": f"`{corpus.digest()}` (Python {platform.python_version()})",
+        **task.card(),
         "command": f"`{command}`",
         "settings": f"`{json.dumps(settings_alone(settings))}`",
-        "trained on": f"{tokens:,} tokens, {tokens / data.size:.2f} epochs",
-        "time": f"{seconds / 60:.0f} minutes, {torch.get_num_threads()} thread(s), torch {torch.__version__}",
-        "held-out bits per byte": f"{bits:.4f}",
-        "xz -9e on the same files": f"{each:.4f} each by itself (the model needs {bits / each:.3f} of that), "
-        f"{joined:.4f} joined ({bits / joined:.3f})",
-        "random tokens, then again": f"loss {measures.copy_first:.3f}, then {measures.copy_second:.3f} nats",
+        "trained on": f"{round(epochs * data.size):,} tokens, {epochs:.2f} epochs of {data.size:,}",
+        "time": f"{seconds / 60:.0f} minutes, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        **measures.rows(),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    held_out = "\n".join(f"- {file.path} ({len(file.text.encode()):,} bytes)" for file in corpus.held_out)
     before = ""
     if begun_from is not None:
         old = begun_from / "card.md"
@@ -57,16 +49,12 @@ def card(
         before = f"\n## The model that training began with\n\n{rows_before}\n"
     return f"""# Model card
 
-A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.
+{describe(model).capitalize()} of {sum(p.numel() for p in model.parameters()):,} parameters.
 
 | | |
 |---|---|
 {table}
 
-The weights are stored in float16 and measured as stored. The licence of the texts is that of their authors. The model
-writes what looks like these texts, and knows nothing else.
-{before}
-## Held-out files
-
-{held_out}
-"""
+The weights are stored in float16 and measured as stored. The licence of the texts is that of their authors.
+{task.remarks()}
+{before}"""

@@ -16,31 +16,38 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from regard.extras import need
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder, EncoderDecoder, ModelConfig
 from regard.storage import save
 from regard.training.text import Tokenizer
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_MODEL = "stdlib"
-FORMAT = "regard.decoder.1"
+
+Model = Decoder | EncoderDecoder
+"""What training makes: each is made from a `ModelConfig` alone."""
+
+FORMATS: dict[str, type[Model]] = {"regard.decoder.1": Decoder, "regard.encoder-decoder.1": EncoderDecoder}
+"""What a file's header calls a kind of model."""
+
+M = TypeVar("M", Decoder, EncoderDecoder)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(Generic[M]):
     """A model ready to use, its tokenizer, and the folder they came from.
 
     Attributes:
         unfinished: of a model whose training is not done, the steps it has had and those it is to have; else None.
     """
 
-    model: Decoder
+    model: M
     tokenizer: Tokenizer
     folder: Path
     unfinished: tuple[int, int] | None = None
@@ -51,8 +58,8 @@ def bundled() -> list[str]:
     return sorted(folder.name for folder in PRETRAINED.glob("*") if (folder / "model.safetensors").is_file())
 
 
-def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
-    """A language model and its tokenizer, by name or from a folder.
+def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
+    """A model and its tokenizer, by name or from a folder.
 
     Args:
         name: a model in the package (`bundled()` lists them), or the folder that `regard train` wrote.
@@ -68,10 +75,12 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded:
     need("a model's tokenizer", "cli", "tokenizers")
     path = folder / "model.safetensors"
     metadata, tensors = read(path)
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a regard model (format {metadata.get('format')!r}, expected {FORMAT!r})")
+    made = FORMATS.get(metadata.get("format", ""))
+    if made is None:
+        expected = " or ".join(map(repr, FORMATS))
+        raise ValueError(f"{path}: not a regard model (format {metadata.get('format')!r}, expected {expected})")
     try:
-        model = Decoder(ModelConfig.from_dict(json.loads(metadata["config"])))
+        model = made(ModelConfig.from_dict(json.loads(metadata["config"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no usable configuration in its header: {error}") from error
     _put(path, tensors, model)
@@ -98,7 +107,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def save_model(
-    folder: Path, model: Decoder, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
+    folder: Path, model: Model, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
 ) -> None:
     """Writes model.safetensors.
 
@@ -107,20 +116,20 @@ def save_model(
         steps: of a model in training, the steps it has had and those it is to have.
     """
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _weights(model).items()}
-    metadata = {"format": FORMAT, "config": json.dumps(model.config.to_dict())}
+    metadata = {"format": format_of(model), "config": json.dumps(model.config.to_dict())}
     if steps is not None:
         metadata["steps"] = json.dumps(steps)
     save(folder / "model.safetensors", tensors, metadata)
 
 
-def save_batch(path: Path, model: Decoder, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+def save_batch(path: Path, model: Model, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Writes a batch, the weights that met it (`model.` before their names) and `note`, to find out what went wrong."""
     weights = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
     save(path, {**weights, **batch}, {"config": json.dumps(model.config.to_dict()), "note": json.dumps(dict(note))})
 
 
 def save_progress(
-    path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
+    path: Path, model: Model, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
 ) -> None:
     """Writes everything that going on needs: weights, the optimizers' state, and `header` (plain data)."""
     tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
@@ -136,7 +145,7 @@ def save_progress(
     save(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
 
 
-def load_progress(path: Path, model: Decoder, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def load_progress(path: Path, model: Model, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Puts back what `save_progress` wrote.
 
     Raises:
@@ -175,15 +184,17 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
 
 
-def _weights(model: Decoder) -> dict[str, Tensor]:
-    """What is stored of a model: a tied output layer is the embedding, once."""
-    weights = dict(model.state_dict())
-    if model.config.tied:
-        del weights["logits.weight"]
-    return weights
+def format_of(model: Model) -> str:
+    """What a file's header calls this kind of model."""
+    return next(name for name, made in FORMATS.items() if type(model) is made)
 
 
-def _put(path: Path, weights: Mapping[str, Tensor], model: Decoder) -> None:
+def _weights(model: Model) -> dict[str, Tensor]:
+    """What is stored of a model: of weights that are shared (a tied output layer is the embedding) the first name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _put(path: Path, weights: Mapping[str, Tensor], model: Model) -> None:
     """Copies stored weights into a model, in the model's own dtype."""
     wanted = {name: tensor.shape for name, tensor in _weights(model).items()}
     given = {name: tensor.shape for name, tensor in weights.items()}
@@ -191,4 +202,4 @@ def _put(path: Path, weights: Mapping[str, Tensor], model: Decoder) -> None:
     if wrong:
         some = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         raise ValueError(f"{path}: its weights are not this model's; missing, too many or of another size: {some}")
-    model.load_state_dict(weights, strict=False)  # strict but for the tied layer, which has no weights of its own
+    model.load_state_dict(weights, strict=False)  # strict but for what shares the weights of another

@@ -28,11 +28,13 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from regard.masks import Document
 from regard.training.text import Tokenizer
 
 IGNORED = -100
@@ -40,6 +42,36 @@ IGNORED = -100
 
 ENCODED_AT_ONCE = 2**20
 """Characters: enough to keep every core busy, few enough for memory and to show that it moves."""
+
+
+class Examples(Protocol):
+    """What the training loop is given: batches by their place, and the loss on one of them.
+
+    `Packed` is texts for a language model, `Pairs` (in `pairs.py`) sources and targets for an encoder-decoder.
+
+    Attributes:
+        size: tokens in an epoch.
+    """
+
+    size: int
+
+    def batch(self, position: int, batch_size: int) -> Any:
+        """A NamedTuple of tensors: the batch after `position` rows were taken, a multiple of `batch_size`."""
+
+    def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
+        """What training reduces: the mean over what counts, in nats."""
+
+    def tokens(self, batch: Any) -> int:
+        """How many tokens of a batch are no padding."""
+
+    def epochs(self, rows: int) -> float:
+        """How often everything has been seen after so many rows."""
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change when a run goes on, as plain data."""
+
+    def digest(self) -> str:
+        """The SHA-256 of all tokens, in hexadecimal."""
 
 
 class Batch(NamedTuple):
@@ -167,6 +199,22 @@ class Packed:
             repeats=repeats,
         )
 
+    def loss(self, model: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """`next_token_loss`."""
+        return next_token_loss(model, batch)
+
+    def tokens(self, batch: Batch) -> int:
+        """Tokens of a batch: all of its rows are full."""
+        return batch.tokens.numel()
+
+    def epochs(self, rows: int) -> float:
+        """How often every token has been seen after so many rows."""
+        return rows * self.context_length / self.size
+
+    def facts(self) -> dict[str, Any]:
+        """What must not change when a run goes on."""
+        return {name: getattr(self, name) for name in ("context_length", "size", "seed", "repeats")}
+
     def digest(self) -> str:
         """The SHA-256 of the documents' tokens, in hexadecimal."""
         total = hashlib.sha256()
@@ -222,7 +270,7 @@ class Packed:
 
     def _cut(self, epoch: int) -> tuple["_Ring", Tensor]:
         """The epoch's ring of documents, and where its rows start, in the order in which they are taken."""
-        generator = _generator(self.seed, "epoch", epoch)
+        generator = seeded(self.seed, "epoch", epoch)
         order = torch.randperm(len(self._chains), generator=generator).tolist()
         offset = torch.randint(self.context_length, (), generator=generator)
         rows = torch.randperm(self.rows, generator=generator)
@@ -230,13 +278,19 @@ class Packed:
 
     def _repeat(self, position: int) -> tuple[Tensor, Tensor]:
         """Random tokens, again and again, as one document; the period is from 16 to half the row."""
-        generator = _generator(self.seed, "repeat", position)
+        generator = seeded(self.seed, "repeat", position)
         length = self.context_length + 1
         longest = length // 2
         period = int(torch.randint(min(16, longest), longest + 1, (), generator=generator))
         tokens = torch.randint(self.vocab_size - 1, (period,), generator=generator)
         tokens += tokens >= self.end_id  # every token but <|end|>
         return tokens.repeat(-(-length // period))[:length], torch.zeros(length, dtype=torch.int64)
+
+
+def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
+    """Mean cross-entropy of the next token, in nats, with attention restricted to each document."""
+    logits = model(batch.tokens, mask=Document(batch.documents))
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
 class _Ring:
@@ -262,7 +316,8 @@ def _batch(rows: Tensor, documents: Tensor) -> Batch:
     )
 
 
-def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
+def seeded(seed: int, purpose: str, number: int) -> torch.Generator:
+    """A generator for each purpose and number."""
     # A hash, because torch's generator starts out alike from seeds that are near to each other.
     digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

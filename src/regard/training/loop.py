@@ -1,11 +1,8 @@
-"""The training loop of a language model, from top to bottom.
-
-    loss = mean of -log p(token i + 1 | tokens 0 .. i of the same document)
+"""The training loop, from top to bottom. What a batch is, and the loss on it, the data says (`data.Examples`).
 
 Matrices inside the blocks are trained with Muon [1] (each step orthogonalised, scaled to the size of AdamW's [2]), the
 embedding and everything that is no matrix with AdamW [3]. The learning rate climbs over the first steps and falls
 linearly to zero [4].
-Documents are packed into rows, and attention stays inside its document: ``Causal() & Document(ids)``.
 
 A step follows from the weights, the optimizers' state and its number alone: the number gives the rows, the learning
 rate and the seed of what is dropped. So a run that goes on from a save ends, on the same machine with as many threads,
@@ -29,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
 from regard.extras import need
-from regard.masks import Document
-from regard.models import Decoder
-from regard.training.checkpoint import load_progress, progress_header, save_batch, save_model, save_progress
-from regard.training.data import Batch, Packed
+from regard.layers import Block
+from regard.training.checkpoint import Model, load_progress, progress_header, save_batch, save_model, save_progress
+from regard.training.data import Examples
 from regard.training.lock import hold
 from regard.training.metrics import Metrics
 from regard.training.report import Report
@@ -51,8 +46,8 @@ class DivergedError(RuntimeError):
 
 
 def train(
-    model: Decoder,
-    data: Packed,
+    model: Model,
+    data: Examples,
     settings: Settings,
     folder: Path,
     *,
@@ -60,7 +55,7 @@ def train(
     notes: Mapping[str, Any] | None = None,
     report: Callable[[Report], None] = lambda report: None,
 ) -> float:
-    """Trains a decoder, saves model and progress on the way, and writes the course of the loss to metrics.jsonl.
+    """Trains a model, saves model and progress on the way, and writes the course of the loss to metrics.jsonl.
 
     A save is made at the beginning, every `save_every` steps, every `save_minutes`, and at the end. Ctrl-C, SIGTERM and
     a terminal that closes end the run after the step that is under way, and save it; a second signal acts at once, and
@@ -131,10 +126,11 @@ def train(
                         for group in optimizer.param_groups:
                             group["lr"] = settings.rate(step)
                     batch = data.batch((step * world + rank) * settings.batch_size, settings.batch_size)
-                    batch = Batch(*(part.to(accelerator.device) for part in batch))
-                    with enough_memory(f"step {step + 1}, {settings.batch_size} rows of {data.context_length} tokens"):
+                    batch = batch._make(part.to(accelerator.device) for part in batch)
+                    tokens = data.tokens(batch)
+                    with enough_memory(f"step {step + 1}, {settings.batch_size} rows, {tokens:,} tokens"):
                         with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                            loss = next_token_loss(wrapped, batch)
+                            loss = data.loss(wrapped, batch)
                         model.zero_grad()
                         accelerator.backward(loss)
                         norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip)
@@ -145,7 +141,7 @@ def train(
                             optimizer.step()
                     step += 1
                     seconds = time.perf_counter() - began
-                    speed = world * settings.batch_size * data.context_length / seconds
+                    speed = world * tokens / seconds
                     told = Report(step, value, settings.rate(step - 1), length, speed, elapsed())
                     if metrics is not None:
                         metrics.write(asdict(told))
@@ -164,10 +160,9 @@ def train(
     return elapsed()
 
 
-def facts_of(settings: Settings, data: Packed) -> dict[str, dict[str, Any]]:
+def facts_of(settings: Settings, data: Examples) -> dict[str, dict[str, Any]]:
     """The facts that must not change when a run is resumed."""
-    of_data = {name: getattr(data, name) for name in ("context_length", "size", "seed", "repeats")}
-    return {"settings": asdict(settings), "data": {**of_data, "digest": data.digest()}}
+    return {"settings": asdict(settings), "data": {**data.facts(), "digest": data.digest()}}
 
 
 def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> None:
@@ -189,7 +184,7 @@ def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, M
 
 
 def _diverged(
-    folder: Path, rank: int, model: Decoder, batch: Batch, step: int, loss: float, norm: float, settings: Settings
+    folder: Path, rank: int, model: Model, batch: Any, step: int, loss: float, norm: float, settings: Settings
 ) -> DivergedError:
     """Saves the batch on which training diverged, and returns the error to raise."""
     path = folder / ("diverged.safetensors" if rank == 0 else f"diverged-{rank}.safetensors")
@@ -236,15 +231,10 @@ def _asked(stopping: Stopping, accelerator: Any) -> bool:
     return stopping.asked is not None
 
 
-def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """Mean cross-entropy of the next token, in nats, with attention restricted to each document."""
-    logits = model(batch.tokens, mask=Document(batch.documents))
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
-
-
-def make_optimizers(model: Decoder, settings: Settings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside blocks, AdamW for the rest."""
-    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    matrices = [p for block in blocks for p in block.parameters() if p.dim() == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
     return [

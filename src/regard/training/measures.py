@@ -33,6 +33,23 @@ class Measures:
     copy_first: float
     copy_second: float
 
+    def rows(self) -> dict[str, str]:
+        """For the model card."""
+        bits, each, joined = self.bits_per_byte, self.xz_each, self.xz_joined
+        return {
+            "held-out bits per byte": f"{bits:.4f}",
+            "xz -9e on the same files": f"{each:.4f} each by itself (the model needs {bits / each:.3f} of that), "
+            f"{joined:.4f} joined ({bits / joined:.3f})",
+            "random tokens, then again": f"loss {self.copy_first:.3f}, then {self.copy_second:.3f} nats",
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"held out: {self.bits_per_byte:.3f} bits per byte (xz -9e: {self.xz_each:.3f} file by file, "
+            f"{self.xz_joined:.3f} joined)\n"
+            f"random tokens, then again: loss {self.copy_first:.2f}, then {self.copy_second:.2f}"
+        )
+
 
 def measure(
     model: Decoder,

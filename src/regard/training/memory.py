@@ -9,24 +9,28 @@ An actual step takes more: what is refused could not have run, but what is accep
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from regard.models import Decoder, ModelConfig
 
 
-def check_memory(config: ModelConfig, batch_size: int, usual: Mapping[str, int]) -> None:
+def check_memory(
+    config: ModelConfig, batch_size: int, usual: Mapping[str, int], make: Callable[[ModelConfig], nn.Module] = Decoder
+) -> None:
     """Checks that a training step can fit into the memory of this machine.
 
     Args:
         usual: sizes by name, as they are where nobody asks for others.
+        make: makes the model from its configuration.
     Raises:
         ValueError: it needs more memory than there is; names the size that is farthest from what is usual.
     """
-    room, wanted = available_memory(), needed_memory(config, batch_size)
+    room, wanted = available_memory(), needed_memory(config, batch_size, make)
     if room is None or wanted <= room:
         return
     asked = {**config.to_dict(), "batch_size": batch_size}
@@ -37,9 +41,9 @@ def check_memory(config: ModelConfig, batch_size: int, usual: Mapping[str, int])
     )
 
 
-def needed_memory(config: ModelConfig, batch_size: int) -> int:
+def needed_memory(config: ModelConfig, batch_size: int, make: Callable[[ModelConfig], nn.Module] = Decoder) -> int:
     """Bytes that a training step takes at the least."""
-    one, two = (_parameters(replace(config, layers=layers)) for layers in (1, 2))
+    one, two = (_parameters(replace(config, layers=layers), make) for layers in (1, 2))
     parameters = one + (config.layers - 1) * (two - one)
     return 12 * parameters + activations(config, batch_size * config.context_length)
 
@@ -56,9 +60,9 @@ def available_memory() -> int | None:
     return min(rooms, default=None)
 
 
-def _parameters(config: ModelConfig) -> int:
+def _parameters(config: ModelConfig, make: Callable[[ModelConfig], nn.Module]) -> int:
     with torch.device("meta"):  # shapes without memory
-        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+        return sum(parameter.numel() for parameter in make(config).parameters())
 
 
 def _of_machine() -> int | None:

@@ -18,23 +18,22 @@ from typing import Any
 import torch
 
 from regard.extras import need
-from regard.models import Decoder, ModelConfig
+from regard.models import ModelConfig
 from regard.storage import replacing
-from regard.training import corpus as sources
 from regard.training.card import card
-from regard.training.checkpoint import PRETRAINED, Loaded, load, progress_header, save_model
-from regard.training.corpus import Corpus
-from regard.training.data import Packed
+from regard.training.checkpoint import PRETRAINED, Loaded, Model, load, progress_header, save_model
+from regard.training.data import Examples
+from regard.training.language import Language
 from regard.training.lock import hold
 from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
-from regard.training.measures import Measures, measure
 from regard.training.memory import check_memory
 from regard.training.report import Listener
 from regard.training.settings import MAY_CHANGE, Recipe
-from regard.training.text import Tokenizer, train_tokenizer
+from regard.training.task import Measured, Task, describe
+from regard.training.text import Tokenizer
 
-SIZES = {"vocab_size": 4096, "context_length": 512, "dim": 192, "layers": 6, "heads": 6}
-"""Of a model that is begun anew, where the recipe names none."""
+TASKS: dict[str, type[Task]] = {"text": Language}
+"""What can be learned, by the recipe's `task`."""
 
 LEAST_VOCABULARY = 257
 """Tokens that every vocabulary has: the bytes, and the end. How many more there are, the texts decide."""
@@ -44,7 +43,7 @@ CARD = "card.md"
 
 def begin(
     folder: str | os.PathLike[str], recipe: Recipe, *, command: str | None = None, listener: Listener | None = None
-) -> Measures:
+) -> Measured:
     """Begins a run and brings it to its end.
 
     Args:
@@ -67,15 +66,15 @@ def begin(
         if (folder / "model.safetensors").exists():
             raise ValueError(f"{folder}: holds a model already, which would be lost; give another folder")
         _use_threads(recipe)
-        first = None if recipe.start_from is None else load(recipe.start_from)
-        config = _config(recipe, first)
+        kind = TASKS[recipe.task]
+        first = None if recipe.start_from is None else _first(recipe.start_from, kind)
+        config = _config(recipe, kind, first)
         fewest = min(config.vocab_size, LEAST_VOCABULARY) if first is None else config.vocab_size
         _check_memory(replace(config, vocab_size=fewest), recipe)
-        corpus = _read(recipe, listener)
-        texts = [file.text for file in corpus.training]
+        task = kind(recipe, listener)
         if first is None:
             listener.progress("learning the vocabulary", 0, 1)
-            tokenizer = Tokenizer(train_tokenizer(texts, config.vocab_size))
+            tokenizer = task.tokenizer(config.vocab_size)
             listener.progress("learning the vocabulary", 1, 1)
             if tokenizer.vocab_size < config.vocab_size:
                 listener.note(f"{tokenizer.vocab_size:,} tokens in the vocabulary: the texts give no more")
@@ -83,18 +82,18 @@ def begin(
             _check_memory(config, recipe)
         else:
             tokenizer = first.tokenizer
-        data = _packed(texts, tokenizer, config, recipe, listener)
+        data = task.examples(tokenizer, config.context_length)
         torch.manual_seed(recipe.seed)
-        model = _model(config)
+        model = _model(kind, config)
         if first is not None:
             model.load_state_dict(first.model.state_dict())
         tokenizer.save(folder / "tokenizer.json")
-        return _finish(folder, recipe, model, tokenizer, corpus, data, [written], listener, resumed=False)
+        return _finish(folder, recipe, model, tokenizer, task, data, [written], listener, resumed=False)
 
 
 def resume(
     folder: str | os.PathLike[str], *, command: str | None = None, listener: Listener | None = None, **changes: Any
-) -> Measures | None:
+) -> Measured | None:
     """Goes on with a run where it was last saved, with the recipe that it was begun with.
 
     Args:
@@ -119,35 +118,35 @@ def resume(
         if header["step"] >= recipe.steps and (folder / CARD).exists():
             listener.note(f"{folder}: all {recipe.steps:,} steps are done; more --steps go further")
             return None
-        corpus = _read(recipe, listener)
+        task = TASKS[recipe.task](recipe, listener)
         config = ModelConfig.from_dict(header["config"])
         _check_memory(config, recipe)
         tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        data = _packed([file.text for file in corpus.training], tokenizer, config, recipe, listener)
+        data = task.examples(tokenizer, config.context_length)
         check_facts(progress, header, facts_of(recipe, data))
         listener.note(f"going on after step {header['step']:,}")
         commands = [*header["notes"]["commands"], command or f"resume({str(folder)!r}, **{changes!r})"]
-        return _finish(folder, recipe, _model(config), tokenizer, corpus, data, commands, listener, resumed=True)
+        model = _model(TASKS[recipe.task], config)
+        return _finish(folder, recipe, model, tokenizer, task, data, commands, listener, resumed=True)
 
 
 def _finish(
     folder: Path,
     recipe: Recipe,
-    model: Decoder,
+    model: Model,
     tokenizer: Tokenizer,
-    corpus: Corpus,
-    data: Packed,
+    task: Task,
+    data: Examples,
     commands: Sequence[str],
     listener: Listener,
     *,
     resumed: bool,
-) -> Measures:
+) -> Measured:
     """Trains, stores the model in half precision, measures it as stored, and writes its card."""
-    tokens = recipe.steps * recipe.batch_size * data.context_length
+    epochs = data.epochs(recipe.steps * recipe.batch_size)
     listener.note(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {data.size:,} tokens in an epoch; "
-        f"{recipe.steps:,} steps of {recipe.batch_size * data.context_length:,} tokens are "
-        f"{tokens / data.size:.2f} epochs"
+        f"{recipe.steps:,} steps of {round(epochs * data.size / recipe.steps):,} tokens are {epochs:.2f} epochs"
     )
     (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
     seconds = train(
@@ -161,18 +160,15 @@ def _finish(
     )
     save_model(folder, model, dtype=torch.float16)
     model = load(folder).model
-    measures = measure(
-        model,
-        tokenizer,
-        corpus,
-        progress=lambda done, total: listener.progress("measuring on held-out texts", done, total),
+    measures = task.measure(
+        model, tokenizer, lambda done, total: listener.progress("measuring on held-out texts", done, total)
     )
     written = card(
         measures,
         model,
         data,
         recipe,
-        corpus,
+        task,
         command="; ".join(commands),
         seconds=seconds,
         begun_from=None if recipe.start_from is None else _folder_of(recipe.start_from),
@@ -233,13 +229,22 @@ def _hidden_dim(dim: int) -> int:
     return -(-8 * dim // 3 // 8) * 8
 
 
-def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
+def _first(name: str, kind: type[Task]) -> Loaded[Any]:
+    """The model that a run starts from."""
+    first = load(name)
+    if not isinstance(first.model, kind.model):
+        raise ValueError(f"--from: {name} is a model of another kind, a {describe(first.model)}")
+    return first
+
+
+def _config(recipe: Recipe, kind: type[Task], first: Loaded[Any] | None) -> ModelConfig:
     """The sizes of the model: the recipe's, or those of the model that it starts from."""
-    asked = {name: getattr(recipe, name) for name in (*SIZES, "hidden_dim") if getattr(recipe, name) is not None}
+    sizes = kind.sizes
+    asked = {name: getattr(recipe, name) for name in (*sizes, "hidden_dim") if getattr(recipe, name) is not None}
     if first is None:
-        dim = asked.get("dim", SIZES["dim"])
-        return ModelConfig.from_dict({**SIZES, "hidden_dim": _hidden_dim(dim), **asked})
-    config = first.model.config
+        dim = asked.get("dim", sizes["dim"])
+        return ModelConfig.from_dict({**sizes, "hidden_dim": _hidden_dim(dim), **asked})
+    config: ModelConfig = first.model.config
     context_length = asked.pop("context_length", config.context_length)
     for name, size in asked.items():
         if size != getattr(config, name):
@@ -254,40 +259,12 @@ def _config(recipe: Recipe, first: Loaded | None) -> ModelConfig:
 
 
 def _check_memory(config: ModelConfig, recipe: Recipe) -> None:
-    usual = {**SIZES, "hidden_dim": _hidden_dim(config.dim), "batch_size": Recipe().batch_size}
-    check_memory(config, recipe.batch_size, usual)
+    kind = TASKS[recipe.task]
+    usual = {**kind.sizes, "hidden_dim": _hidden_dim(config.dim), "batch_size": Recipe().batch_size}
+    check_memory(config, recipe.batch_size, usual, kind.model)
 
 
-def _read(recipe: Recipe, listener: Listener) -> Corpus:
-    if recipe.data == "stdlib":
-        corpus = sources.standard_library()
-    elif Path(recipe.data).is_dir():
-        corpus = sources.folder(recipe.data, recipe.pattern)
-    else:
-        corpus = sources.files([recipe.data])
-    listener.note(str(corpus))
-    if not corpus.held_out:
-        alike = any(reason.startswith("held out, but") for reason in corpus.skipped.values())
-        why = "holds texts too much alike" if alike else "is too little"
-        raise ValueError(
-            f"--data: {recipe.data} {why} to hold some of it out, to measure with; give more texts, or more lines"
-        )
-    return corpus
-
-
-def _packed(
-    texts: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, recipe: Recipe, listener: Listener
-) -> Packed:
-    return Packed.from_texts(
-        texts,
-        tokenizer,
-        context_length=config.context_length,
-        seed=recipe.seed,
-        repeats=recipe.repeats,
-        progress=lambda done, total: listener.progress("cutting into tokens", done, total),
-    )
-
-
-def _model(config: ModelConfig) -> Decoder:
+def _model(kind: type[Task], config: ModelConfig) -> Model:
     with enough_memory(f"a model of dim {config.dim}, {config.layers} layers, {config.vocab_size:,} tokens"):
-        return Decoder(config)
+        model: Model = kind.model(config)
+    return model

@@ -8,6 +8,9 @@ MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
+TASKS = ("text",)
+"""What can be learned."""
+
 LARGEST_VOCABULARY = 1 << 20
 """Tokens; the tokenizers library takes memory for as many as are asked for before it reads a text."""
 
@@ -67,6 +70,7 @@ class Recipe(Settings):
     """Everything that determines the model that a run trains: settings, texts and sizes.
 
     Args:
+        task: what is learned: "text", to foretell the next token of texts.
         data: "stdlib" (Python's standard library), a folder of texts, or a file.
         pattern: which files of a folder, as in `pathlib.Path.glob`; None takes every file that holds text.
         repeats: share of rows, 0 to 1, replaced by repeated random tokens, which teach a model to copy.
@@ -81,6 +85,7 @@ class Recipe(Settings):
     """
 
     steps: int = 5000
+    task: str = "text"
     data: str = "stdlib"
     pattern: str | None = None
     repeats: float = 0.0
@@ -95,6 +100,8 @@ class Recipe(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
         if not 0 <= self.repeats <= 1:
             raise ValueError(f"repeats must be between 0 and 1, got {self.repeats}")
         for name in ("vocab_size", "context_length", "dim", "layers", "heads", "hidden_dim", "threads"):

@@ -1,0 +1,70 @@
+"""What a run learns: which texts it reads, what it makes of them, what kind of model comes of it, and how good it is.
+
+`run.py` brings a run from its recipe to its end, whatever it learns; one class for each task says the rest. A task is
+made from a recipe, and has then read its texts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from regard.training.checkpoint import Model
+from regard.training.data import Examples
+from regard.training.report import Listener
+from regard.training.settings import Recipe
+from regard.training.text import Tokenizer
+
+
+class Measured(Protocol):
+    """How good a model is."""
+
+    def rows(self) -> Mapping[str, str]:
+        """For the model card: what was measured, and the figures in words."""
+
+    def __str__(self) -> str:
+        """The same in a line or two, for the screen."""
+
+
+class Task(ABC):
+    """What a run learns.
+
+    Attributes:
+        model: the kind of model, made from a `ModelConfig`.
+        sizes: of a model that is begun anew, where the recipe names none.
+    """
+
+    model: ClassVar[type[Any]]
+    sizes: ClassVar[Mapping[str, int]]
+
+    @abstractmethod
+    def __init__(self, recipe: Recipe, listener: Listener) -> None:
+        """Reads the texts, and tells the listener what they are.
+
+        Raises:
+            ValueError: there are none, or too few to hold some of them out.
+        """
+
+    @abstractmethod
+    def tokenizer(self, vocab_size: int) -> Tokenizer:
+        """A vocabulary of at most so many tokens, learned from the training texts."""
+
+    @abstractmethod
+    def examples(self, tokenizer: Tokenizer, context_length: int) -> Examples:
+        """The training texts as the loop wants them."""
+
+    @abstractmethod
+    def measure(self, model: Any, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> Measured:
+        """How good a model is on the texts that were held out."""
+
+    @abstractmethod
+    def card(self) -> Mapping[str, str]:
+        """What the model card says of the texts: rows of its table."""
+
+    @abstractmethod
+    def remarks(self) -> str:
+        """The end of the model card: what was held out, and what the model is good for."""
+
+
+def describe(model: Model) -> str:
+    """The kind of a model, in words: 'decoder', 'encoder-decoder'."""
+    return {"Decoder": "decoder", "EncoderDecoder": "encoder-decoder"}[type(model).__name__]
