@@ -69,6 +69,19 @@ torch.testing.assert_close(*(model(tokens).logits for model in models))
 import regard, torch
 regard.plots.heat_map(regard.observe(*torch.randn(2, 1, 1, 9, 4))).figure.savefig("seen.png")
 """,
+    "view": """
+import regard, torch
+from regard.viewer.run import Run, of_observation
+from regard.viewer.server import Server
+from regard.viewer.session import Session
+seen = regard.observe(*torch.randn(2, 1, 1, 9, 4))
+server = Server(Session([Run("numbers", "random", of_observation(seen))]))
+server.start()
+from urllib.request import Request, urlopen
+asked = Request(server.address + "api/info", b"{}", {"content-type": "application/json"})
+assert b'"query_len":9' in urlopen(asked).read()
+server.close()
+""",
     "bench": """
 import regard
 rows = regard.bench.chosen("layer, full*float32", 8)[:1]

@@ -12,16 +12,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
-SIGNS = {"\n": "↵", "\t": "⇥", "\x7f": "␡"} | {
-    chr(code): chr(0x2400 + code) for code in range(32) if code not in (9, 10)
-}
-"""Signs for control characters, such as ␛ for escape."""
-
-JOINERS = "\u200c\u200d"
-"""Invisible characters that scripts need to be written rightly: left as they are."""
-
-NO_LETTERS = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
-"""Categories of Unicode that are shown by number: controls, marks of direction, line ends, what is not assigned."""
+from regard.display.signs import JOINERS, NO_LETTERS, SIGNS, sign
 
 MORE = "…"
 
@@ -48,7 +39,7 @@ def visible(text: str) -> str:
 
 def obeyed_by_none(text: str) -> str:
     """A text as it is, lines and tabs too, but for what else a terminal would obey."""
-    return "".join(character if character in "\n\t" else _sign(character) for character in text)
+    return "".join(character if character in "\n\t" else sign(character) for character in text)
 
 
 def units(text: str) -> Iterator[Unit]:
@@ -58,7 +49,7 @@ def units(text: str) -> Iterator[Unit]:
         if not _lies_on_another(character):
             if shown:
                 yield Unit(shown, _width(shown), start, place)
-            start, shown = place, _sign(character)
+            start, shown = place, sign(character)
         elif shown and text[place - 1] not in SIGNS:
             shown += character
         else:
@@ -106,14 +97,6 @@ def joined(parts: Sequence[Text], width: int, *, indent: int = 2, gap: int = 2) 
 
 def _width(shown: str) -> int:
     return max(cell_len(shown), sum(map(cell_len, shown)))
-
-
-def _sign(character: str) -> str:
-    if character in SIGNS:
-        return SIGNS[character]
-    if unicodedata.category(character) in NO_LETTERS and character not in JOINERS:
-        return f"<{ord(character):04X}>"
-    return character
 
 
 def _lies_on_another(character: str) -> bool:

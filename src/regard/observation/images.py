@@ -28,21 +28,33 @@ class Image(Statistic[Tensor]):
 
     def start(self, call: ObservedCall) -> None:
         self.spans = span_of(self.queries, call.grid.query_len), span_of(self.keys, call.grid.key_len)
-        self.steps = tuple(max(1, -(-len(span) // self.size)) for span in self.spans)
+        self.steps = tuple(self.step_of(len(span)) for span in self.spans)
         rows, columns = (-(-len(span) // step) for span, step in zip(self.spans, self.steps, strict=True))
         count = call.grid.batch * call.grid.heads * rows * columns
         refuse_many(count, "pixels", "a smaller size, or for one head, seen[0, 3]")
-        self.pixels = call.zeros(rows, columns) if self.pool == "max" else call.zero_sums(rows, columns)
+        self.pixels = self.blank(call, rows, columns)
+
+    def step_of(self, length: int) -> int:
+        """How many queries, or keys, of so many a pixel covers."""
+        return max(1, -(-length // self.size))
+
+    def blank(self, call: ObservedCall, rows: int, columns: int) -> Tensor:
+        """The pixels before the first tile."""
+        return call.zeros(rows, columns) if self.pool == "max" else call.zero_sums(rows, columns)
+
+    def drawn(self, tile: ScoreTile) -> Tensor:
+        """What a tile is drawn by: its weights."""
+        return tile.weights.detach() if self.pool == "max" else tile.weights
 
     def area(self) -> tuple[range, range]:
         return self.spans
 
     def of(self, tile: ScoreTile) -> Tensor:
-        pixels = tile.weights.detach() if self.pool == "max" else tile.weights
+        pixels = self.drawn(tile)
         for dim, span, step, inside in zip((-2, -1), self.spans, self.steps, self._inside(tile), strict=True):
             first = (tile.queries, tile.keys)[dim].start
             pixels = pixels.narrow(dim, inside.start - first, len(inside))
-            pixels = _pooled(pixels, inside.start - span.start, step, dim, self.pool)
+            pixels = pooled(pixels, inside.start - span.start, step, dim, self.pool)
         return pixels
 
     def add(self, tile: ScoreTile, part: Tensor) -> None:
@@ -90,12 +102,12 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
         pixels, step, pool = self.finest.pixels, self.finest.steps[0], self.finest.pool
         levels = [self.finest.mean(pixels, step)]
         while max(pixels.shape[-2:]) > 1:
-            pixels, step = _pooled(_pooled(pixels, 0, 2, -2, pool), 0, 2, -1, pool), 2 * step
+            pixels, step = pooled(pooled(pixels, 0, 2, -2, pool), 0, 2, -1, pool), 2 * step
             levels.append(self.finest.mean(pixels, step))
         return tuple(levels)
 
 
-def _pooled(pixels: Tensor, first: int, step: int, dim: int, pool: str) -> Tensor:
+def pooled(pixels: Tensor, first: int, step: int, dim: int, pool: str) -> Tensor:
     """The largest or the sum of every `step` neighbours along -2 or -1, counted from `first` pixels after a border."""
     if step == 1 or not pixels.shape[dim]:
         return pixels

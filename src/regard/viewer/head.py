@@ -1,0 +1,264 @@
+"""One head on one text: its tiles, rows and single weights, as the page asks for them.
+
+Every weight comes from `regard.observation`, and every score from `Scoring`, whatever the call has: mask, bias,
+softcap, sink, grouped heads. What is here chooses how: cells up to `MAX_DIRECT_STEP` straight from query and key,
+larger ones from a pyramid that one pass over the head makes.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.numerics import softmax
+from regard.observation import Entropy, Observation, Received, Statistic, Viewers, Visible
+from regard.observation.lse import streamed_lse
+from regard.observation.observed import ObservedCall
+from regard.observation.passes import gather
+from regard.observation.streaming import Progress, silent
+from regard.viewer.cells import Cells, Peaks, Pool, Sums
+from regard.viewer.codes import encode
+
+SIDE = 256
+"""Cells of a tile in each direction."""
+
+MAX_DIRECT_STEP = 16
+"""Largest cell that a tile is made of straight from query and key: 4,096 x 4,096 weights, some tens of milliseconds."""
+
+PYRAMID_STEP = 2 * MAX_DIRECT_STEP
+"""Cells of a pyramid's finest level: at 131,072 tokens 16 million of them."""
+
+SAMPLED_QUERIES = 1
+"""Queries of every row of cells that a preview looks at."""
+
+MAX_EXACT_THUMB_WEIGHTS = 1 << 22
+"""Weights of a head up to which its thumbnail is exact."""
+
+LSE_QUERIES = 2048
+"""Queries whose log-sum-exp is computed between two reports of progress."""
+
+
+class Tile(NamedTuple):
+    """Codes [rows, columns], at most SIDE x SIDE; `sampled`: how many queries of each row were looked at, None: all."""
+
+    codes: Tensor
+    sampled: int | None
+
+
+class Series(NamedTuple):
+    """Numbers per query, entropy and visible keys, and per key, the weight received and who may attend to it."""
+
+    entropy: Tensor
+    visible: Tensor
+    received: Tensor
+    viewers: Tensor
+
+
+class Head:
+    """One head of one batch index.
+
+    Args:
+        seen: an observation of that head and batch index alone.
+    """
+
+    def __init__(self, seen: Observation) -> None:
+        assert seen.grid[:2] == (1, 1)
+        self.call: ObservedCall = seen.call
+        self.query_len, self.key_len = seen.grid.query_len, seen.grid.key_len
+        self.levels = levels_of(self.query_len, self.key_len)
+        self.pyramid: Pyramid | None = None
+        self.series: Series | None = None
+
+    # --- tiles ---
+
+    @torch.inference_mode()
+    def tile(self, level: int, row: int, column: int, pool: Pool) -> Tile:
+        """One tile; a preview from some queries where the pyramid is needed and has not come so far."""
+        step = 1 << level
+        rows, columns = (
+            range(at * SIDE * step, min((at + 1) * SIDE * step, length))
+            for at, length in ((row, self.query_len), (column, self.key_len))
+        )
+        if self.is_direct(level):
+            return Tile(self._cells(step, rows, columns).codes(pool)[0, 0], None)
+        if self.pyramid is not None and (cells := self.pyramid.cells(step, rows, columns)) is not None:
+            return Tile(cells.codes(pool)[0, 0], None)
+        return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
+
+    def is_direct(self, level: int) -> bool:
+        """Whether tiles of a level need no pyramid."""
+        return 1 << level <= MAX_DIRECT_STEP
+
+    def _cells(self, step: int, rows: range, columns: range) -> Cells:
+        call = self._with_lse(rows)
+        peaks, sums = gather(call, [Peaks(step, rows, columns), Sums(step, rows, columns)])[0]
+        return Cells(peaks, sums, step, len(rows))
+
+    def _sampled(self, step: int, rows: range, columns: range, pool: Pool) -> Tensor:
+        """Codes of cells [rows, columns] as the middle query of each row sees them, exact over its keys."""
+        middle = torch.arange(rows.start, rows.stop, step) + step // 2
+        chosen = middle.clamp(max=rows.stop - 1)
+        weights = self.weights_of(chosen)[:, columns.start : columns.stop]
+        padded = F.pad(weights, (0, -len(columns) % step)).unflatten(1, (-1, step))
+        log2 = (padded.amax(-1) if pool == "max" else padded.sum(-1)).clamp(min=2.0**-126).log2()
+        seen = self.call.scoring.allowed(chosen, columns)
+        if seen is not None:
+            spread = F.pad(seen.expand(1, 1, len(chosen), len(columns))[0, 0], (0, -len(columns) % step))
+            log2 = log2.masked_fill(~spread.unflatten(1, (-1, step)).any(-1), -math.inf)
+        return encode(log2)
+
+    @torch.inference_mode()
+    def thumb(self, size: int, pool: Pool) -> Tile:
+        """The whole head in at most size x size cells, of some queries where it is large."""
+        rows, columns = range(self.query_len), range(self.key_len)
+        step = max(1, -(-max(self.query_len, self.key_len) // size))
+        if self.query_len * self.key_len <= MAX_EXACT_THUMB_WEIGHTS:
+            return Tile(self._cells(step, rows, columns).codes(pool)[0, 0], None)
+        return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
+
+    # --- numbers ---
+
+    @torch.inference_mode()
+    def weights_of(self, queries: Tensor | range, dtype: torch.dtype | None = None) -> Tensor:
+        """The weights of some queries on all keys: [len(queries), key_len], in float32 or wider."""
+        return softmax(self._scores(queries, dtype)[0], self.call.scoring.sink)[0][0, 0]
+
+    @torch.inference_mode()
+    def column(self, key: int) -> Tensor:
+        """How much weight every query puts on one key: [query_len]."""
+        call = self.settled()
+        return call.tile(range(self.query_len), range(key, key + 1)).weights[0, 0, :, 0]
+
+    @torch.inference_mode()
+    def rectangle(self, queries: range, keys: range) -> Tensor:
+        """Weights of a rectangle: [rows, columns]."""
+        return self._with_lse(queries).tile(queries, keys).weights[0, 0]
+
+    def hides(self, queries: range, keys: range) -> bool:
+        """Whether no query of a rectangle may attend to any key in it."""
+        allowed = self.call.scoring.allowed(queries, keys)
+        return allowed is not None and not bool(allowed.any())
+
+    @torch.inference_mode()
+    def cell(self, query: int, key: int) -> dict[str, float | int | bool]:
+        """Everything about one weight, in float64."""
+        scores, allowed = self._scores(range(query, query + 1), torch.float64)
+        weights, lse = softmax(scores, self.call.scoring.sink)
+        visible = self.key_len if allowed is None else int(allowed.sum())
+        weight, score = float(weights[0, 0, 0, key]), float(scores[0, 0, 0, key])
+        hidden = allowed is not None and not bool(allowed[0, 0, 0, key])
+        return {
+            "weight": weight,
+            "log2": (score - float(lse)) / math.log(2) if not hidden else -math.inf,
+            "score": score,
+            "lse": float(lse),
+            "hidden": hidden,
+            "visible": visible,
+            "uniform": 1 / visible if visible else 0.0,
+            "distance": query + self.call.behind - key,
+        }
+
+    def _scores(self, queries: Tensor | range, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Scores of some queries with all keys, [1, 1, rows, key_len], and which are allowed, as large."""
+        call, keys = self.call, range(self.key_len)
+        at = queries if isinstance(queries, Tensor) else slice(queries.start, queries.stop)
+        query, key = call.query[:, :, at], call.key
+        if dtype is not None:
+            query, key = query.to(dtype), key.to(dtype)
+        scores = call.scoring.tile(query, key, queries, keys)
+        allowed = call.scoring.allowed(queries, keys)
+        return scores, None if allowed is None else allowed.expand(scores.shape)
+
+    # --- log-sum-exp ---
+
+    def settled(self, progress: Progress = silent) -> ObservedCall:
+        """The call with its log-sum-exp, which is kept."""
+        if self.call.lse is None:
+            parts = []
+            for start in range(0, self.query_len, LSE_QUERIES):
+                parts.append(streamed_lse(self.call, range(start, min(start + LSE_QUERIES, self.query_len))))
+                progress(min(start + LSE_QUERIES, self.query_len), self.query_len)
+            self.call = replace(self.call, lse=torch.cat(parts, dim=2))
+        return self.call
+
+    def _with_lse(self, rows: range) -> ObservedCall:
+        """The call with the log-sum-exp of these queries at least."""
+        if self.call.lse is not None or self.query_len * self.key_len <= MAX_EXACT_THUMB_WEIGHTS:
+            return self.settled()
+        lse = streamed_lse(self.call, rows)
+        return replace(self.call, lse=F.pad(lse, (rows.start, self.query_len - rows.stop)))
+
+    # --- the pass ---
+
+    @torch.inference_mode()
+    def make_pyramid(self, progress: Progress = silent) -> None:
+        """One pass over the head: the pyramid, where tiles need one, and the series.
+
+        Args:
+            progress: called with the queries done and all of them; may raise to stop.
+        """
+        call = self.settled(lambda done, all: progress(0, all))
+        pyramid = None
+        asked: list[Statistic[Any]] = [Entropy(), Visible(), Received(), Viewers()]
+        if not self.is_direct(self.levels - 1):
+            self.pyramid = pyramid = Pyramid(self.query_len, self.key_len, call.dtype)
+            asked = [*pyramid.statistics(), *asked]
+
+        def told(done: int, all: int) -> None:
+            if pyramid is not None:
+                pyramid.done = done
+            progress(done, all)
+
+        try:
+            found = gather(call, asked, told)[0]
+        except BaseException:
+            self.pyramid = None
+            raise
+        if pyramid is not None:
+            pyramid.settle()
+        self.series = Series(*(numbers[0, 0].float() for numbers in found[-4:]))
+
+
+class Pyramid:
+    """Cells of a whole head in levels of which each has cells twice as large, from one pass.
+
+    Attributes:
+        done: how many queries the pass has gone through, from the first on: their cells are there already.
+    """
+
+    def __init__(self, query_len: int, key_len: int, dtype: torch.dtype) -> None:
+        self.query_len, self.done = query_len, 0
+        shape = 1, 1, -(-query_len // PYRAMID_STEP), -(-key_len // PYRAMID_STEP)
+        self.levels = [Cells(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype), PYRAMID_STEP, query_len)]
+
+    def statistics(self) -> list[Peaks | Sums]:
+        """What the pass has to gather."""
+        finest = self.levels[0]
+        return [Peaks(PYRAMID_STEP, into=finest.peaks), Sums(PYRAMID_STEP, into=finest.sums)]
+
+    def settle(self) -> None:
+        """After the pass: all levels."""
+        self.done = self.query_len
+        while max(self.levels[-1].peaks.shape[-2:]) > SIDE:
+            self.levels.append(self.levels[-1].coarser())
+
+    def cells(self, step: int, rows: range, columns: range) -> Cells | None:
+        """A rectangle in cells of `step`; None where they are too fine, or the pass has not come to all its queries."""
+        if step < PYRAMID_STEP or rows.stop > self.done:
+            return None
+        level = next(level for level in reversed(self.levels) if level.step <= step)
+        part = level.part(*(slice(span.start // level.step, -(-span.stop // level.step)) for span in (rows, columns)))
+        while part.step < step:  # while the pass is under way there are no coarser levels
+            part = part.coarser()
+        return part
+
+
+def levels_of(query_len: int, key_len: int) -> int:
+    """How many levels of tiles a head has: in the last, one tile holds all of it."""
+    levels = 1
+    while max(query_len, key_len) > SIDE << (levels - 1):
+        levels += 1
+    return levels

@@ -1,0 +1,201 @@
+"""One text read by one model, or a recording that was given: layers by number, heads by number, tokens."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.masks import And, Band, Mask, Tile
+from regard.observation import Observation
+from regard.observation.streaming import Progress, silent
+from regard.recording import HeadSummary, Recording
+from regard.recording.summary import summarise
+from regard.recording.texts import Recorded
+from regard.viewer.head import MAX_EXACT_THUMB_WEIGHTS, Head, levels_of
+from regard.viewer.texts import Tokens, of_places
+
+MAX_KEPT_HEADS = 8
+"""Heads whose pyramid is kept: at 131,072 tokens each has 180 MiB."""
+
+
+@dataclass
+class Run:
+    """One text read by one model.
+
+    Attributes:
+        model, source: what to call them.
+        layers: what was recorded, by name, in order.
+        tokens: of the queries; None where nothing is known of them. other: of the keys of cross-attention, by key_len.
+        outputs: what the model's heads gave, [batch, heads, query_len, value_dim] by layer name, where it was kept.
+        written: the whole text that it was read from, with the place of its first token and how many there are.
+        start: which token of the whole text comes first. total: how many the whole text has. opening: whether token 0
+            opens the text and stands for no letters.
+        chosen: layer, head and query to show first; None: found out.
+        picture: of an image model, its image, RGBA uint8 [height, width, 4].
+    """
+
+    model: str
+    source: str
+    layers: Mapping[str, Recorded]
+    tokens: Tokens | None = None
+    others: Mapping[int, Tokens] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    text: str | None = None
+    reader: Any = None
+    start: int = 0
+    total: int | None = None
+    opening: bool = False
+    chosen: tuple[int, int, int] | None = None
+    picture: Tensor | None = None
+    growing: bool = False
+    number: int = 0
+    summary: list[HeadSummary] | None = None
+    _heads: "OrderedDict[tuple[int, int, int], Head]" = field(default_factory=OrderedDict, repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The layers' names in order."""
+        return list(self.layers)
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are: queries of the first layer."""
+        return self.layer(0).grid.query_len
+
+    def first_shown(self) -> tuple[int, int, int]:
+        """Layer, head and query to show first: those that were chosen, or the head that is most typical of its kind."""
+        if self.chosen is not None:
+            return self.chosen
+        telling = [s for s in self.summary or () if s.kind not in ("even", "mixed", "local", "first token")]
+        best = max(telling, key=lambda s: (s.kind == "induction", s.score), default=None)
+        layer, head = (0, self.layer(0).heads[0]) if best is None else (self.names.index(best.layer), best.head)
+        return layer, head, self.layer(layer).grid.query_len - 1
+
+    def layer(self, number: int) -> Recorded:
+        """A layer by number."""
+        names = self.names
+        if not 0 <= number < len(names):
+            raise ValueError(f"layer must be 0 to {len(names) - 1}, got {number}")
+        return self.layers[names[number]]
+
+    def head(self, layer: int, head: int, batch: int = 0) -> Head:
+        """One head of one batch index; the last `MAX_KEPT_HEADS` keep what was computed of them."""
+        place = layer, head, batch
+        if place not in self._heads:
+            self._heads[place] = Head(self.observation(layer, head, batch))
+        self._heads.move_to_end(place)
+        while len(self._heads) > MAX_KEPT_HEADS:
+            self._heads.popitem(last=False)
+        return self._heads[place]
+
+    def fresh_head(self, layer: int, head: int, batch: int = 0) -> Head:
+        """The same, and if it is not kept, without a place among those that are."""
+        kept = self._heads.get((layer, head, batch))
+        return Head(self.observation(layer, head, batch)) if kept is None else kept
+
+    def observation(self, layer: int, head: int, batch: int = 0) -> Recorded:
+        """The same as an observation, with values where they were recorded."""
+        seen = self.layer(layer)
+        if not 0 <= batch < seen.grid.batch:
+            raise ValueError(f"batch must be 0 to {seen.grid.batch - 1}, got {batch}")
+        if seen.call.lse is None and seen.grid.query_len * seen.grid.key_len <= MAX_EXACT_THUMB_WEIGHTS:
+            with torch.inference_mode():
+                seen.settled()  # once for all of its heads
+        return seen.head(head)[batch]
+
+    def tokens_of(self, layer: int, of: str, batch: int = 0) -> Tokens:
+        """The tokens of a layer's queries or keys."""
+        seen = self.layer(layer)
+        length = seen.grid.query_len if of == "query" else seen.grid.key_len
+        if of == "key" and seen.cross:
+            return self.others.get(length) or of_places(length)
+        if seen.patches is not None:
+            return of_places(length, seen.patches)
+        if self.tokens is not None and len(self.tokens) == length:
+            return self.tokens
+        return self.others.get(length) or of_places(length)
+
+    def described(self) -> list[dict[str, Any]]:
+        """The layers in a few numbers each."""
+        return [_described(name, seen) for name, seen in self.layers.items()]
+
+    @torch.inference_mode()
+    def summarise(self, progress: Progress = silent) -> list[HeadSummary]:
+        """Every head in a few numbers; kept."""
+        found: list[HeadSummary] = []
+        for number, (name, seen) in enumerate(self.layers.items(), start=1):
+            of_text = not (seen.cross or seen.patches) and seen.grid.query_len == seen.grid.key_len
+            found += summarise(name, seen, seen.tokens if of_text else None)
+            progress(number, len(self.layers))
+        self.summary = found
+        return found
+
+    def weights(self) -> int:
+        """How many weights there are in all."""
+        return sum(seen.grid.batch * seen.grid.heads * seen.grid.query_len * seen.grid.key_len
+                   for seen in self.layers.values())  # fmt: skip
+
+
+def of_observation(seen: Observation, name: str = "attention") -> dict[str, Recorded]:
+    """An observation as the only layer of a run."""
+    if isinstance(seen, Recorded):
+        return {name: seen}
+    return {name: Recorded(seen.query, seen.key, seen.scoring, seen.call.lse)}
+
+
+def of_recording(recording: Recording) -> dict[str, Recorded]:
+    """The layers of a recording."""
+    return dict(recording.items())
+
+
+def _described(name: str, seen: Recorded) -> dict[str, Any]:
+    scoring, grid = seen.scoring, seen.grid
+    kv_heads = seen.key.shape[1]
+    return {
+        "name": name,
+        "heads": list(seen.heads),
+        "kv_heads": kv_heads,
+        "group": grid.heads // kv_heads,
+        "query_len": grid.query_len,
+        "key_len": grid.key_len,
+        "head_dim": seen.query.shape[-1],
+        "value_dim": None if seen.value is None else seen.value.shape[-1],
+        "levels": levels_of(grid.query_len, grid.key_len),
+        "scale": scoring.scale,
+        "softcap": scoring.softcap,
+        "bias": None if scoring.bias is None else repr(scoring.bias),
+        "mask": None if scoring.mask is None else repr(scoring.mask),
+        "causal": _hides_later_keys(seen),
+        "window": _window(seen),
+        "sink": scoring.sink is not None,
+        "similarity": "product" if scoring.additive is None else "additive",
+        "cross": seen.cross,
+        "patches": seen.patches,
+        "behind": seen.behind,
+    }
+
+
+def _hides_later_keys(seen: Recorded) -> bool:
+    """Whether no query sees a key after it; asked of some of them."""
+    mask, (_, _, query_len, key_len, _) = seen.scoring.mask, seen.grid
+    if mask is None or query_len < 2 or seen.cross:
+        return False
+    rows = {0, query_len // 2, query_len - 2}
+    later = [(row, row + 1 + seen.behind) for row in rows if 0 < row + 1 + seen.behind < key_len]
+    return bool(later) and all(mask.tile(range(row, row + 1), range(key, key_len)) is Tile.EMPTY for row, key in later)
+
+
+def _window(seen: Recorded) -> int | None:
+    """How many keys back a query sees at most, itself included, where the mask is one of a window."""
+    bands = (rule.before for rule in _rules(seen.scoring.mask) if isinstance(rule, Band))
+    return min((before + 1 for before in bands if before is not None), default=None)
+
+
+def _rules(mask: Mask | None) -> list[Mask]:
+    """A mask and, where it is of several that must all hold, each of them."""
+    if isinstance(mask, And):
+        return [*_rules(mask.left), *_rules(mask.right)]
+    return [] if mask is None else [mask]
