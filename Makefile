@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check
+# most of what is installed is never imported, and what is, Python compiles then
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 FILE   ?= examples/library_desk.py
 
 # TORCH=cpu takes torch from its own index of builds without CUDA. That index alone is asked, for torch alone: it has
@@ -21,7 +22,7 @@ else
 $(error TORCH=$(TORCH): expected cpu, or nothing for the build that pip takes by itself)
 endif
 
-.PHONY: look test check docs bench gpu clients clean help
+.PHONY: look test check tests docs bench gpu clients clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/'
@@ -31,7 +32,10 @@ look: $(VENV)/.installed ## what each head attends to in FILE=...
 
 WORKERS ?= 2
 
-test: $(VENV)/.installed-dev check ## style, types, tests, in WORKERS=2 processes
+test: $(VENV)/.installed-dev ## style, types, tests, in WORKERS=2 processes
+	$(MAKE) --no-print-directory --jobs 2 check tests
+
+tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev ## style and types only

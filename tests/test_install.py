@@ -182,15 +182,22 @@ ONE_BY_ONE = """
 import contextlib, io, json, sys
 from regard.cli import main
 for command in json.loads(sys.argv[1]):
-    sys.argv, said, ended = ["regard", *command], io.StringIO(), None
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+    sys.argv, said, told, ended = ["regard", *command], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(said):
         try:
             main()
         except SystemExit as end:
-            ended = end.code
-    print(json.dumps([ended, said.getvalue()]))
+            ended = end.code or 0
+    print(json.dumps([ended, told.getvalue(), said.getvalue()]))
 """
-"""Commands in one process, which loads torch once: how each ended, and what it said on standard error."""
+
+
+def one_by_one(programs: Path, commands: list[list[str]], folder: Path, **more: str) -> list[tuple[int, str, str]]:
+    """Commands in one process, which loads torch once: how each ended, its standard output and standard error."""
+    done = ask([programs / "python", "-c", ONE_BY_ONE, json.dumps(commands)], folder, **more)
+    ends = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(ends) == len(commands), done.stderr
+    return ends
 
 
 def blocks(text: str) -> list[str]:
@@ -240,11 +247,13 @@ def test_every_command_of_the_readme_works_after_make_look(wheel: Path, desk: Pa
     (extras,) = re.findall(r"\.\[([a-z,]+)\]'", next(line for line in MAKE_LOOK if "--editable" in line))
     programs = environment(wheel, extras)
     assert len(COMMANDS) >= 6
-    for command in COMMANDS:
-        done = ask([programs / "regard", *shortened(command)], desk, CXX="no-compiler", COLUMNS="80")
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        assert done.stdout or command.startswith("train"), command
-        assert not re.search(r"numpy|Traceback|Warning", done.stderr, re.I), f"{command}\n{done.stderr}"
+    first, *commands = [shortened(command) for command in COMMANDS]
+    done = ask([programs / "regard", *first], desk, CXX="no-compiler", COLUMNS="80")  # as a program of its own
+    ends = one_by_one(programs, commands, desk, CXX="no-compiler", COLUMNS="80")
+    for command, (code, told, said) in zip(COMMANDS, [(done.returncode, done.stdout, done.stderr), *ends], strict=True):
+        assert code == 0, f"{command}\n{said}"
+        assert told or command.startswith("train"), command
+        assert not re.search(r"numpy|Traceback|Warning", said, re.I), f"{command}\n{said}"
     done = ask([programs / "python", "-c", "".join(blocks(README))], desk)
     assert (done.stderr, done.returncode) == ("", 0)
 
@@ -255,13 +264,10 @@ def test_each_extra_alone_brings_what_it_is_for(extra: str, wheel: Path, desk: P
     done = ask([programs / "python", "-c", USES[extra]], desk, CXX="no-compiler", MPLBACKEND="agg")
     assert done.returncode == 0, done.stderr
     assert "Failed to initialize NumPy" not in done.stderr
-    commands = [shortened(command) for command in COMMANDS if not command.startswith("bench")]  # which has been run
     if extra == "bench":  # it holds cli
         return
-    done = ask([programs / "python", "-c", ONE_BY_ONE, json.dumps(commands)], desk)
-    ends = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(ends) == len(commands), done.stderr
-    for command, (code, said) in zip(commands, ends, strict=True):
+    commands = [shortened(command) for command in COMMANDS if not command.startswith("bench")]  # which has been run
+    for command, (code, _, said) in zip(commands, one_by_one(programs, commands, desk), strict=True):
         one_line = re.fullmatch(r"regard: .* needs [^:\n]+: pip install '.*\[[a-z]+\]'.*\n", said)
         assert code == 0 or (code == 2 and one_line), f"{command}\n{said}"
 

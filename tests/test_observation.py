@@ -62,11 +62,12 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 @pytest.fixture(params=["at once", "in whole rows", "in tiles"])
 def _tiles(request, monkeypatch):
-    """All 7 x 11 scores at once; at most 3 rows of some heads; and at most 7 x 4, where 2 keys may make a tile."""
+    """All 7 x 11 scores at once; 3 rows of some heads; and 4 x 4 of all heads, where 2 keys may make a tile."""
     if request.param != "at once":
-        limits = {"MAX_TILE_SCORES": 3 * HEADS * 4 + 5, "MAX_TILE_KEYS": 4, "MIN_TILE_KEYS": 2}
-        limits["MAX_WHOLE_ROW_COST"] = math.inf
-        limits |= {"MAX_WHOLE_ROW_KEYS": 4} if request.param == "in tiles" else {"TILE_QUERIES": 3}
+        whole = {"MAX_TILE_SCORES": 3 * 4 * KEY_LEN + 5, "TILE_QUERIES": 3}
+        parts = {"MAX_TILE_SCORES": 4 * HEADS * 4 + 5, "MAX_WHOLE_ROW_KEYS": 4}
+        limits = parts if request.param == "in tiles" else whole
+        limits |= {"MAX_TILE_KEYS": 4, "MIN_TILE_KEYS": 2, "MAX_WHOLE_ROW_COST": math.inf}
         for name, value in limits.items():
             monkeypatch.setattr(tuning, name, value)
 
