@@ -2,7 +2,8 @@
 
 import torch
 
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 from regard.training.data import Packed
 
 CONTEXT = 16

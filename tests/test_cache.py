@@ -7,9 +7,10 @@ import torch
 
 from comparing import assert_close
 from regard.cache import Cache, LayerCache
+from regard.configuration import ModelConfig
 from regard.layers import MultiHeadAttention
 from regard.masks import Causal, Padding
-from regard.models import Decoder, EncoderDecoder, ModelConfig
+from regard.models import Decoder, EncoderDecoder
 from regard.positions import Rotary
 from regard.shapes import ShapeError
 

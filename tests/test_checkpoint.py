@@ -10,7 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from regard import storage
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 from regard.training import checkpoint
 from regard.training.checkpoint import (
     PRETRAINED,

@@ -262,6 +262,22 @@ def test_generation_is_reproducible_from_a_seed(model: Path, capsys: pytest.Capt
     assert first.startswith("the cat")
 
 
+def test_several_prompts_are_written_side_by_side_as_each_would_be_alone(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--model", model, "--count", 30, "--seed", 3, "--min-p", 0.02, "--repetition-penalty", 1.1)
+    prompts = ("the cat", "a", "the dog sat on the mat")
+    alone = [Run(capsys, "generate", prompt, *settings).out for prompt in prompts]
+    assert Run(capsys, "generate", *prompts, *settings).out == "".join(alone)
+    told = [json.loads(line) for line in Run(capsys, "generate", *prompts, *settings, "--json").out.splitlines()]
+    assert [row["prompt"] + row["text"] + "\n" for row in told] == alone
+    stop = told[2]["text"][5:8]
+    ended = json.loads(Run(capsys, "generate", prompts[2], *settings, "--stop", stop, "--json").out)
+    assert ended["text"] == told[2]["text"].split(stop)[0]
+    assert ended["tokens"] < told[2]["tokens"]
+    assert Run(capsys, "generate", *settings, "--stop", "").code == 2
+
+
 def test_train_writes_a_model_that_look_can_show_and_refuses_to_begin_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,12 @@ from cases import tensors
 from comparing import assert_close, assert_zero
 from naive import naive
 from regard.cache import LayerCache
+from regard.configuration import ModelConfig
+from regard.feed_forward import FeedForward
 from regard.generation import generate
-from regard.layers import FeedForward, MultiHeadAttention
+from regard.layers import MultiHeadAttention
 from regard.masks import Causal, Dense, Document, Padding
-from regard.models import Encoder, ModelConfig
+from regard.models import Encoder
 from regard.observation import (
     Attended,
     Distance,

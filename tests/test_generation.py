@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from comparing import assert_close
+from regard.configuration import ModelConfig
 from regard.generation import generate, sample
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder
 
 VOCAB, CONTEXT = 29, 13
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0, 2.0 - 1e-3]])
@@ -167,7 +168,7 @@ def test_the_smallest_contexts_go_on_for_ever_too(context):
 
 def test_each_token_costs_one_query(model):
     lengths = []
-    model.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
+    model.embedding.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
     list(generate(model, [3, 1, 4], 5))
     assert lengths == [3, 1, 1, 1, 1]
 
@@ -204,7 +205,7 @@ def test_nothing_is_dropped_and_the_model_is_left_as_it_was():
 
 
 def test_gradients_are_off_inside_and_as_they_were_outside(model):
-    model.register_forward_pre_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    model.embedding.register_forward_pre_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
     modes = []
     for _ in generate(model, [3], 2):
         assert torch.is_grad_enabled()

@@ -168,7 +168,8 @@ def test_the_stance_of_compiled_models_is_as_it_was():
 def test_a_model_compiled_for_the_first_time_inside_of_the_block_is_recorded_and_does_not_record_on():
     program = """
 import sys, torch, regard
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 sizes = {"vocab_size": 29, "context_length": 13, "dim": 24, "layers": 2, "heads": 6, "hidden_dim": 17}
 model, tokens = Decoder(ModelConfig(**sizes)), torch.randint(29, (2, 11))
 assert "torch._dynamo" not in sys.modules

@@ -14,18 +14,9 @@ from cases import around, told
 from comparing import assert_close, assert_zero
 from naive import naive
 from regard.biases import Alibi
+from regard.feed_forward import ACTIVATIONS, GATED_ACTIVATIONS, FeedForward
 from regard.functional import attention
-from regard.layers import (
-    ACTIVATIONS,
-    GATED_ACTIVATIONS,
-    Block,
-    FeedForward,
-    MultiHeadAttention,
-    TokenEmbedding,
-    join,
-    make_norm,
-    split,
-)
+from regard.layers import Block, MultiHeadAttention, TokenEmbedding, join, make_norm, split
 from regard.masks import Causal, Document, Padding, Window
 from regard.positions import Rotary
 from regard.shapes import ShapeError

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import regard
 from comparing import assert_close, assert_zero
-from regard.layers import GATED_ACTIVATIONS, Block, MultiHeadAttention
+from regard.feed_forward import GATED_ACTIVATIONS
+from regard.layers import Block, MultiHeadAttention
 from regard.layouts import (
     ARCHITECTURES,
     LAYOUTS,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from learning import CONTEXT, model_of, rows
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 from regard.training.card import card
 from regard.training.corpus import Corpus, TextFile, xz_bits_per_byte
 from regard.training.data import Packed

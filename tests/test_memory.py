@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 from regard.training import memory
 from regard.training.data import Packed, next_token_loss
 from regard.training.loop import make_optimizers

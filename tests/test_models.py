@@ -8,16 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from comparing import assert_close, assert_zero
+from regard.configuration import PRESETS, ModelConfig
 from regard.masks import Causal, Document, Padding, Window
-from regard.models import (
-    PRESETS,
-    Classifier,
-    Decoder,
-    Encoder,
-    EncoderDecoder,
-    MaskedLanguageModel,
-    ModelConfig,
-)
+from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, MaskedLanguageModel
 from regard.positions import DynamicScaling, Learned, LinearScaling, Llama3Scaling, Rotary, Sinusoidal, YarnScaling
 
 VOCAB, CONTEXT = 29, 13

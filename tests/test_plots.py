@@ -10,8 +10,9 @@ import torch
 import regard
 from regard import plots
 from regard.biases import Alibi
+from regard.configuration import ModelConfig
 from regard.masks import Causal, Padding
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder
 from regard.observation import observe
 from regard.recording import Recording, record
 

@@ -35,9 +35,10 @@ from comparing import assert_close, assert_same_cells, assert_zero
 from regard import hooks
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import LayerCache
+from regard.feed_forward import FeedForward
 from regard.generation import generate
 from regard.hooks import Heads
-from regard.layers import FeedForward, MultiHeadAttention
+from regard.layers import MultiHeadAttention
 from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder
 from regard.observation import Observation, observe

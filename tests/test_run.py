@@ -161,7 +161,8 @@ def test_a_folder_that_holds_a_run_or_a_model_is_not_begun_in_again(texts: Path,
 
 
 def test_a_run_of_another_kind_cannot_be_gone_on_with(texts: Path, tmp_path: Path) -> None:
-    from regard.models import Decoder, ModelConfig
+    from regard.configuration import ModelConfig
+    from regard.models import Decoder
     from regard.training import loop
     from regard.training.data import Packed
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from comparing import assert_close
 from regard.biases import Alibi
-from regard.layers import ACTIVATIONS, Block, FeedForward, MultiHeadAttention, make_norm
+from regard.feed_forward import ACTIVATIONS, FeedForward
+from regard.layers import Block, MultiHeadAttention, make_norm
 from regard.masks import Causal, Document, Padding, Window
 from regard.positions import Rotary
 from regard.shapes import ShapeError

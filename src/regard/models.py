@@ -3,19 +3,13 @@
     tokens -> embedding (+ positions) -> blocks -> norm -> states          Encoder
                                                         -> logits          Decoder, one per token of the vocabulary
 
-What differs between GPT-2, Llama, BERT and the original Transformer is data: `PRESETS` lists their configurations, and
-`ModelConfig.preset("gpt2", layers=2)` takes one with changes.
-
-References:
-    Vaswani et al. 2017 ("original"); Devlin et al. 2018 ("bert"); Radford et al. 2019 ("gpt2"); Touvron et al. 2023 and
-    Grattafiori et al. 2024 ("llama").
+What differs between GPT-2, Llama, BERT and the original Transformer is data: see `ModelConfig`.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +18,10 @@ from torch import Tensor, nn
 from regard import hints
 from regard.biases import Alibi, Bias
 from regard.cache import Cache
+from regard.configuration import ModelConfig, check_config
+from regard.feed_forward import ACTIVATIONS, FeedForward
 from regard.hints import hinted
-from regard.layers import (
-    ACTIVATIONS,
-    Activation,
-    Block,
-    FeedForward,
-    MultiHeadAttention,
-    NormKind,
-    TokenEmbedding,
-    check_tokens,
-    make_norm,
-)
+from regard.layers import Block, MultiHeadAttention, TokenEmbedding, check_tokens, make_norm
 from regard.masks import Causal, Mask, Window
 from regard.positions import (
     DynamicScaling,
@@ -47,9 +33,7 @@ from regard.positions import (
     Sinusoidal,
     YarnScaling,
 )
-from regard.shapes import check_kind, check_whole, kind
-
-PositionKind = Literal["learned", "sinusoidal", "rotary", "alibi"]
+from regard.shapes import check_flag, check_kind, check_whole
 
 SCALINGS: dict[str, Callable[..., Scaling]] = {
     "linear": LinearScaling,
@@ -57,155 +41,6 @@ SCALINGS: dict[str, Callable[..., Scaling]] = {
     "yarn": YarnScaling,
     "llama3": Llama3Scaling,
 }
-
-
-@hinted(hints.CONFIG)
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The architecture and the sizes of a model, as plain data.
-
-    Args:
-        vocab_size, context_length, dim, layers, heads: sizes.
-        kv_heads, head_dim: key and value heads, None: heads; features of a head, None: dim / heads.
-        hidden_dim: hidden features of the feed-forward; None: 4 * dim.
-        positions: "learned", "sinusoidal", "rotary", "alibi", or None for none.
-        rotary_theta, rotary_dim, rotary_layout, rotary_scaling: as in `Rotary`; the scaling as a dict with its "kind"
-            (linear, dynamic, yarn, llama3) and its arguments, so that a configuration is plain data.
-        norm, norm_eps: "layer" or "rms", and its epsilon; None: the norm's usual one.
-        norm_first: pre-norm (True) or post-norm.
-        embedding_norm, embedding_scale: whether the embeddings are normalised (BERT); factor on token vectors.
-        activation: of the feed-forward.
-        bias: whether projections and norms have biases.
-        attention_bias, output_bias: the same for query, key and value, and for attention's output; None: bias.
-        tied: whether the output layer shares the token embedding.
-        window: how many tokens each token attends to, itself included; None: all.
-        softcap, logit_softcap: on attention scores, on logits; None for none.
-        segments: number of segment embeddings (2 in BERT), 0 for none.
-        padding_id: the padding token; None for none.
-        dropout, attention_dropout: on embeddings, attention outputs and feed-forward; on weights. In training only.
-
-    >>> ModelConfig.preset("gpt2").layers
-    12
-    """
-
-    vocab_size: int
-    context_length: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    hidden_dim: int | None = None
-    positions: PositionKind | None = "rotary"
-    rotary_theta: float = 10000.0
-    rotary_dim: int | None = None
-    rotary_layout: Literal["half", "interleaved"] = "half"
-    rotary_scaling: Mapping[str, Any] | None = None
-    norm: NormKind = "rms"
-    norm_first: bool = True
-    norm_eps: float | None = None
-    embedding_norm: bool = False
-    embedding_scale: float = 1.0
-    activation: Activation = "swiglu"
-    bias: bool = False
-    attention_bias: bool | None = None
-    output_bias: bool | None = None
-    tied: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    logit_softcap: float | None = None
-    segments: int = 0
-    padding_id: int | None = None
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length", "dim", "layers", "heads"):
-            check_whole("ModelConfig", name, getattr(self, name))
-        if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"ModelConfig: heads must divide dim, got heads={self.heads}, dim={self.dim}")
-        if self.positions not in ("learned", "sinusoidal", "rotary", "alibi", None):
-            raise ValueError(
-                f"ModelConfig: positions must be learned, sinusoidal, rotary, alibi or None, got {self.positions!r}"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"ModelConfig: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
-            )
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> "ModelConfig":
-        """A published configuration, with changes.
-
-        With another `dim`, what was published as a multiple of it stays so: `hidden_dim`, and an `embedding_scale` that
-        is its square root.
-
-        Raises:
-            ValueError: there is no such preset. TypeError: there is no such field.
-
-        >>> ModelConfig.preset("gpt2", dim=48).hidden_dim
-        192
-        """
-        if name not in PRESETS:
-            raise ValueError(f"ModelConfig: no preset named {name!r}; there are: {', '.join(PRESETS)}")
-        published, dim = PRESETS[name], changes.get("dim")
-        if isinstance(dim, int) and dim > 0:
-            if published.hidden_dim is not None:
-                changes.setdefault("hidden_dim", round(published.hidden_dim * dim / published.dim))
-            if published.embedding_scale == math.sqrt(published.dim):
-                changes.setdefault("embedding_scale", math.sqrt(dim))
-        return replace(published, **changes)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """The configuration that `to_dict` wrote."""
-        if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
-            raise TypeError(f"ModelConfig.from_dict: data must be a dict of fields by name, got {kind(data)}")
-        unknown = sorted(set(data) - {field.name for field in fields(cls)})
-        if unknown:
-            theirs = [hints.CONFIG[name] for name in unknown if name in hints.CONFIG]
-            what = f"ModelConfig: unknown fields {', '.join(unknown)}{'' if theirs else '; written by a newer regard?'}"
-            raise ValueError("\n  hint: ".join([what, *dict.fromkeys(theirs)]))
-        return cls(**data)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
-
-
-def check_config(owner: str, config: object) -> None:
-    """What a model is made from is a `ModelConfig`."""
-    if isinstance(config, ModelConfig):
-        return
-    usual = ""
-    if isinstance(config, Mapping):
-        usual = "; make one: ModelConfig.from_dict(config), or ModelConfig(**config)"
-    elif isinstance(config, str):
-        usual = f"; make one: ModelConfig.preset({config!r})" if config in PRESETS else ""
-    elif hasattr(config, "model_type"):
-        usual = "; a model of transformers comes over with its weights: regard.layouts.from_transformers(model)"
-    raise TypeError(f"{owner}: config must be a ModelConfig, got {kind(config)}{usual}")
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "original": ModelConfig(
-        vocab_size=37000, context_length=1024, dim=512, layers=6, heads=8, hidden_dim=2048, positions="sinusoidal",
-        norm="layer", norm_first=False, embedding_scale=math.sqrt(512), activation="relu", bias=True, dropout=0.1,
-    ),
-    "bert": ModelConfig(
-        vocab_size=30522, context_length=512, dim=768, layers=12, heads=12, hidden_dim=3072, positions="learned",
-        norm="layer", norm_first=False, norm_eps=1e-12, embedding_norm=True, activation="gelu", bias=True, segments=2,
-        padding_id=0, dropout=0.1, attention_dropout=0.1,
-    ),
-    "gpt2": ModelConfig(
-        vocab_size=50257, context_length=1024, dim=768, layers=12, heads=12, hidden_dim=3072, positions="learned",
-        norm="layer", activation="gelu_tanh", bias=True, dropout=0.1, attention_dropout=0.1,
-    ),
-    "llama": ModelConfig(
-        vocab_size=128256, context_length=8192, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14336,
-        rotary_theta=500000.0, norm="rms", norm_eps=1e-5, activation="swiglu", tied=False,
-    ),
-}  # fmt: skip
 
 
 class Stack(nn.Module):
@@ -280,9 +115,10 @@ class Stack(nn.Module):
         check_tokens(type(self).__name__, tokens, config.vocab_size)
         if cache is not None:
             check_kind(type(self).__name__, "cache", cache, Cache, "; make one: model.cache()")
-        seen = 0 if cache is None else cache.length
+        seen, position = (0, 0) if cache is None else (cache.longest, cache.position)
         length = tokens.shape[1]
-        if seen + length > config.context_length:
+        without_end = config.endless and cache is not None and cache.keep is not None
+        if length > config.context_length or (seen + length > config.context_length and not without_end):
             before = f" after {seen} in the cache" if seen else ""
             raise ValueError(
                 f"{type(self).__name__}: {length} tokens{before} are more than context_length={config.context_length}; "
@@ -290,7 +126,7 @@ class Stack(nn.Module):
             )
         x = self.embedding(tokens)
         if self.positions is not None:
-            x = x + self.positions(length, offset=seen).to(x.dtype)
+            x = x + self.positions(length, offset=position).to(x.dtype)
         if self.segments is not None:
             x = x + self.segments(torch.zeros_like(tokens) if segments is None else segments)
         elif segments is not None:
@@ -298,6 +134,9 @@ class Stack(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = F.dropout(x, config.dropout, self.training)
+        padding = None if cache is None else cache.padding(length)
+        if padding is not None:
+            mask = padding if mask is None else mask & padding
         for number, block in enumerate(self.layers):
             x = block(
                 x,
@@ -310,9 +149,16 @@ class Stack(nn.Module):
         states: Tensor = x if self.norm is None else self.norm(x)
         return states
 
-    def cache(self) -> Cache:
-        """An empty cache for this model."""
-        return Cache(self.config.layers)
+    def cache(self, *, evict: bool = False) -> Cache:
+        """An empty cache for this model.
+
+        Args:
+            evict: whether a model with a window forgets what has left the window. Then its memory is bounded, and where
+                positions count only relative to each other (see `ModelConfig.endless`) so is not the text.
+        """
+        check_flag("cache", "evict", evict)
+        window = self.config.window if evict else None
+        return Cache(self.config.layers, keep=None if window is None else window - 1)
 
     def _initialise(self) -> None:
         """N(0, 0.02), and for what is added to the residual stream 0.02 / sqrt(2 * layers), so that its variance at the

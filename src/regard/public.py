@@ -5,13 +5,15 @@ The changes to heads are documented in `regard.interventions`; `regard.Ablate` a
 
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import Cache, LayerCache
+from regard.configuration import ModelConfig
+from regard.feed_forward import FeedForward
 from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
-from regard.generation import generate, sample
+from regard.generation import TextStream, generate, generate_batch, sample
 from regard.interventions import Ablate, HideKey, Replace, Scale
 from regard.kernels import KernelError
-from regard.layers import Block, FeedForward, MultiHeadAttention, TokenEmbedding
+from regard.layers import Block, MultiHeadAttention, TokenEmbedding
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Strided, Tile, Where, Window
-from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, MaskedLanguageModel, ModelConfig
+from regard.models import Classifier, Decoder, Encoder, EncoderDecoder, MaskedLanguageModel
 from regard.observation import (
     Compare,
     Distance,
@@ -106,6 +108,7 @@ __all__ = [
     "Step",
     "Steps",
     "Strided",
+    "TextStream",
     "Tile",
     "TokenEmbedding",
     "Top",
@@ -118,6 +121,7 @@ __all__ = [
     "attention_with_lse",
     "gather",
     "generate",
+    "generate_batch",
     "intervene",
     "load",
     "load_recording",

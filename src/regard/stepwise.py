@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.biases import Bias
+from regard.feed_forward import ACTIVATIONS, FeedForward
 from regard.functional import check_call
-from regard.layers import ACTIVATIONS, Block, FeedForward, MultiHeadAttention, join, split
+from regard.layers import Block, MultiHeadAttention, join, split
 from regard.masks import Mask
 from regard.numerics import grouped_matmul, softmax, upcast, zero_unseen
 from regard.scores import Scoring

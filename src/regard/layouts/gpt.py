@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.layers import Activation
+from regard.configuration import ModelConfig
+from regard.feed_forward import Activation
 from regard.layouts.layers import FUSED_ATTENTION, upright
 from regard.layouts.renaming import LAYOUTS, Names, Renamed, match, within
-from regard.models import Decoder, ModelConfig
+from regard.models import Decoder
 
 GPT: Names = {
     "wte.weight": "embedding.weight",

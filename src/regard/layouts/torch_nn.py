@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.layers import Activation, Block, FeedForward, MultiHeadAttention, make_norm
+from regard.feed_forward import Activation, FeedForward
+from regard.layers import Block, MultiHeadAttention, make_norm
 from regard.layouts.renaming import LAYOUTS, Names, Renamed, within
 
 TORCH_ATTENTION: Names = {

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from regard.layers import Activation
+from regard.configuration import ModelConfig
+from regard.feed_forward import Activation
 from regard.layouts.gpt import GPT, config_of, without
 from regard.layouts.layers import upright
 from regard.layouts.renaming import LAYOUTS, LEFT_OUT, Names, Renamed, within
-from regard.models import Classifier, Decoder, Encoder, MaskedLanguageModel, ModelConfig
+from regard.models import Classifier, Decoder, Encoder, MaskedLanguageModel
 
 LLAMA: Names = {
     "embed_tokens.weight": "embedding.weight",

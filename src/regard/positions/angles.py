@@ -8,6 +8,9 @@ from regard.shapes import INTEGER_DTYPES, check_whole
 # Rows that a table gains at least when it has to grow, so that a token-by-token loop grows it seldom.
 MIN_GROWTH_ROWS = 64
 
+# Rows before those asked for that a growing table keeps, so that a text without end takes no memory without end.
+MAX_PAST_ROWS = 4096
+
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
     """How fast each pair of features turns: `theta ** (-2 i / dim)` radians per token for pair i.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from regard import hints
 from regard.hints import hinted
-from regard.positions.angles import MIN_GROWTH_ROWS, angles_between, positions_from, span
+from regard.positions.angles import MAX_PAST_ROWS, MIN_GROWTH_ROWS, angles_between, positions_from, span
 from regard.positions.scaling import Scaling, Unscaled
 from regard.shapes import check_real, check_whole, is_plain, kind
 
@@ -172,11 +172,13 @@ class Rotary(nn.Module):
         # A table made under inference_mode would be barred from any later training.
         with torch.inference_mode(False):
             if usable and first <= turns.end and turns.first <= end:
-                first = min(first, turns.first)
-                end = (
-                    turns.end if end <= turns.end else max(end, turns.end + len(turns.table[0]) // 4 + MIN_GROWTH_ROWS)
-                )
-                table = torch.cat((make(first, turns.first), turns.table, make(turns.end, end)), dim=1)
+                start = first if first - turns.first > MAX_PAST_ROWS else min(first, turns.first)
+                if end > turns.end:
+                    end = max(end, turns.end + len(turns.table[0]) // 4 + MIN_GROWTH_ROWS)
+                kept = turns.table[:, max(0, start - turns.first) :]
+                stop = max(end, turns.end)
+                table = torch.cat((make(start, max(start, turns.first)), kept, make(turns.end, stop)), dim=1)
+                first, end = start, stop
             else:
                 # A first call, another dtype or device, other frequencies, or a leap: exactly the rows asked for. A
                 # leap must not fill the gap, and frequencies that change with every token must not redo all before.

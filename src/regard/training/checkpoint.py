@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from regard.configuration import ModelConfig
 from regard.extras import need
-from regard.models import Decoder, EncoderDecoder, ModelConfig
+from regard.models import Decoder, EncoderDecoder
 from regard.storage import save
 from regard.training.text import Tokenizer
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from regard.models import Decoder, ModelConfig
+from regard.configuration import ModelConfig
+from regard.models import Decoder
 
 
 def check_memory(

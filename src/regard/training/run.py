@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from regard.configuration import ModelConfig
 from regard.extras import need
-from regard.models import ModelConfig
 from regard.storage import replacing
 from regard.training.card import card
 from regard.training.checkpoint import PRETRAINED, Loaded, Model, load, progress_header, save_model

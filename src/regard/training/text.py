@@ -161,7 +161,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token numbers; bytes that are not UTF-8, as of a character cut in two, become U+FFFD."""
-        return b"".join(self._bytes[i] for i in self._checked(ids)).decode("utf-8", "replace")
+        return self.as_bytes(ids).decode("utf-8", "replace")
+
+    def as_bytes(self, ids: Sequence[int]) -> bytes:
+        """The UTF-8 of token numbers, as it is."""
+        return b"".join(self._bytes[i] for i in self._checked(ids))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         r"""How each token shows on its own, in one line: spaces stay, a newline is `\n`, part of a letter is `\xe2`."""
