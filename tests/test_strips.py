@@ -156,6 +156,26 @@ def test_a_window_costs_its_width_and_not_the_length():
     assert computed >= (1 << 17) * 256 - 256 * 256
 
 
+def strips_of(length, **given):
+    """The strips of a call of one head, each as queries and keys."""
+    tensors = torch.zeros(3, 1, 1, 1, 1).expand(3, 1, 1, length, 8)
+    mask, bias = given.get("mask"), given.get("bias")
+    call = check_call("test", *tensors, mask, bias, None, None, None, None, 0.0, None, False)
+    return [(len(strip.queries), strip.keys) for strip in plan_of(call).strips]
+
+
+def test_neighbours_with_the_same_keys_are_one_strip_where_the_numbers_to_add_exist(monkeypatch):
+    length = 4 * tuning.MAX_STRIP_QUERIES
+    bias, half = torch.zeros(length, length), torch.rand(length, length) < 0.5
+    assert strips_of(length, bias=bias) == strips_of(length, mask=Dense(half)) == [(length, length)]
+    assert len(strips_of(length, bias=bias, mask=Dense(half))) == 4  # a sum of the two is made strip by strip
+    assert len(strips_of(length, bias=Alibi(1) + bias)) == 4
+    below = strips_of(length, mask=Dense(half.tril()))
+    assert [keys for _, keys in below] == [tuning.MAX_STRIP_QUERIES * n for n in range(1, 5)]
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 2 * tuning.MAX_STRIP_QUERIES * length)
+    assert len(strips_of(length, mask=Dense(half.clone()))) == 2
+
+
 def test_packed_causal_documents_are_one_causal_call_each():
     lengths = [300, 70, 700, 142]
     tensors = torch.zeros(3, 1, 2, sum(lengths), 8)

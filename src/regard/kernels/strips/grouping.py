@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.indexing import indices
 from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.strips import tuning
-from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided
+from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided, joined
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import MaskKey, by_batch
 from regard.shapes import Grid
@@ -69,7 +69,8 @@ class StripPlan:
         kept = 0
         for batch_index, mask in self.masks.items():
             way = cut_by_residue if is_strided(mask, self._grid.query_len) else cut
-            for strip in way(mask, *lengths, batch_index, by=self._by):
+            strips = way(mask, *lengths, batch_index, by=self._by)
+            for strip in joined(strips) if self._by.joins else strips:
                 if strip.allowed is not None and self._keeps:
                     kept += strip.allowed.numel()
                 yield strip if kept <= MAX_KEPT_SCORES else replace(strip, allowed=None)

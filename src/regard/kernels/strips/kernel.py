@@ -20,7 +20,7 @@ from regard.kernels.strips import engine, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
-from regard.kernels.strips.options import plan_of
+from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
@@ -158,7 +158,8 @@ def peak_bytes(call: Call) -> int:
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0
-        biases = 0 if scoring.bias is None or by_distance else 2 * batch * grid.heads * of_one * size
+        in_place = scoring.bias is None or by_distance or (is_given(call) and strip.kind is Kind.FULL)
+        biases = 0 if in_place else 2 * batch * grid.heads * of_one * size
         together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.keys * key.shape[3]
         result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
         pieces = 0 if flash else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size

@@ -86,6 +86,8 @@ class PlanOptions(NamedTuple):
     """Whether equal strips are computed as one batch."""
     causal: bool = True
     """Whether a causal square is one strip."""
+    joins: bool = False
+    """Whether neighbours with the same keys become one strip, since the numbers added to their scores exist already."""
 
 
 def cut(
@@ -133,6 +135,38 @@ def cut(
             if by.together and len(spans) > 1:
                 spans = [*(_exactly(mask, queries, span) for span in spans[:-1]), spans[-1]]
             yield Strip(batch_index, queries, tuple(spans) or (range(0),), Kind.FULL if full and spans else Kind.MASKED)
+
+
+def joined(strips: Iterable[Strip]) -> Iterator[Strip]:
+    """The strips, with neighbours that have the same keys as one, while their mask has few enough scores.
+
+    torch's operator is faster in higher strips; where the keys differ, a higher strip would contain more masked scores.
+    """
+    before: Strip | None = None
+    for strip in strips:
+        if before is not None and (both := _as_one(before, strip)) is not None:
+            before = both
+            continue
+        if before is not None:
+            yield before
+        before = strip
+    if before is not None:
+        yield before
+
+
+def _as_one(first: Strip, second: Strip) -> Strip | None:
+    alike = first.kind is second.kind is not Kind.CAUSAL and first.batch_index == second.batch_index
+    queries = range(first.queries.start, second.queries.stop, first.queries.step)
+    if not alike or first.spans != second.spans or len(queries) != len(first.queries) + len(second.queries):
+        return None
+    if first.kind is Kind.FULL:
+        return replace(first, queries=queries)
+    one, other = first.allowed, second.allowed
+    if one is None or other is None or one.numel() + other.numel() > tuning.MAX_TILE_SCORES:
+        return None
+    if one.shape[:2] != other.shape[:2] or (one.shape[2], other.shape[2]) != (len(first.queries), len(second.queries)):
+        return None
+    return replace(first, queries=queries, allowed=torch.cat([one, other], dim=2))
 
 
 def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int | None, high: int) -> Iterator[Strip]:
