@@ -8,8 +8,6 @@ import torch
 
 import regard
 from regard import Causal
-from regard.recording.texts import Recorded
-from regard.viewer.params import Params
 from regard.viewer.readers import DecoderReader
 from regard.viewer.reading import read
 from regard.viewer.run import Run, of_observation
@@ -58,4 +56,16 @@ def ask(session, method, **params):
     return session.handle(method, params)
 
 
-__all__ = ["Params", "Recorded", "ask", "bundled_session", "observed_session", "served"]
+def finished(session, **params):
+    """What a job that is started comes to."""
+    job, seen = ask(session, "start", **params)[0]["job"], None
+    while True:
+        meta, data = ask(session, "job", job=job, seen=seen)
+        if meta["state"] != "running":
+            return meta, data
+        seen = meta["tick"]
+
+
+def floats(data, *shape):
+    """The bytes of an answer as float32."""
+    return torch.frombuffer(bytearray(data), dtype=torch.float32).view(*shape)

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.numerics import softmax
+from regard.numerics import LOG2_E, finite_lse, softmax
 from regard.observation import Entropy, Observation, Received, Statistic, Viewers, Visible
 from regard.observation.lse import streamed_lse
 from regard.observation.observed import ObservedCall
 from regard.observation.passes import gather
 from regard.observation.streaming import Progress, silent
-from regard.viewer.cells import Cells, Peaks, Pool, Sums
+from regard.viewer.cells import SMALLEST_MASS, Cells, Peaks, Pool, Sums
 from regard.viewer.codes import encode
 
 SIDE = 256
@@ -101,14 +101,16 @@ class Head:
         """Codes of cells [rows, columns] as the middle query of each row sees them, exact over its keys."""
         middle = torch.arange(rows.start, rows.stop, step) + step // 2
         chosen = middle.clamp(max=rows.stop - 1)
-        weights = self.weights_of(chosen)[:, columns.start : columns.stop]
-        padded = F.pad(weights, (0, -len(columns) % step)).unflatten(1, (-1, step))
-        log2 = (padded.amax(-1) if pool == "max" else padded.sum(-1)).clamp(min=2.0**-126).log2()
-        seen = self.call.scoring.allowed(chosen, columns)
-        if seen is not None:
-            spread = F.pad(seen.expand(1, 1, len(chosen), len(columns))[0, 0], (0, -len(columns) % step))
-            log2 = log2.masked_fill(~spread.unflatten(1, (-1, step)).any(-1), -math.inf)
-        return encode(log2)
+        lse, keys = self.call.lse, columns if self.call.lse is not None else range(self.key_len)
+        scores = self._scores(chosen, keys)
+        lse = softmax(scores, self.call.scoring.sink)[1] if lse is None else lse[:, :, chosen]
+        seen = scores[0, 0, :, columns.start - keys.start : columns.stop - keys.start]
+        log2 = seen.sub(finite_lse(lse)[0, 0, :, None]).mul_(LOG2_E)
+        cells = F.pad(log2, (0, -len(columns) % step), value=-math.inf).unflatten(1, (-1, step))
+        peaks = cells.amax(-1)
+        if pool == "max":
+            return encode(peaks)
+        return encode(cells.exp2().sum(-1).clamp(min=SMALLEST_MASS).log2().masked_fill(peaks == -math.inf, -math.inf))
 
     @torch.inference_mode()
     def thumb(self, size: int, pool: Pool) -> Tile:
@@ -124,7 +126,8 @@ class Head:
     @torch.inference_mode()
     def weights_of(self, queries: Tensor | range, dtype: torch.dtype | None = None) -> Tensor:
         """The weights of some queries on all keys: [len(queries), key_len], in float32 or wider."""
-        return softmax(self._scores(queries, dtype)[0], self.call.scoring.sink)[0][0, 0]
+        scores = self._scores(queries, range(self.key_len), dtype)
+        return softmax(scores, self.call.scoring.sink)[0][0, 0]
 
     @torch.inference_mode()
     def column(self, key: int) -> Tensor:
@@ -145,11 +148,13 @@ class Head:
     @torch.inference_mode()
     def cell(self, query: int, key: int) -> dict[str, float | int | bool]:
         """Everything about one weight, in float64."""
-        scores, allowed = self._scores(range(query, query + 1), torch.float64)
+        row, keys = range(query, query + 1), range(self.key_len)
+        scores = self._scores(row, keys, torch.float64)
+        allowed = self.call.scoring.allowed(row, keys)
         weights, lse = softmax(scores, self.call.scoring.sink)
-        visible = self.key_len if allowed is None else int(allowed.sum())
+        visible = self.key_len if allowed is None else int(allowed.expand(scores.shape).sum())
         weight, score = float(weights[0, 0, 0, key]), float(scores[0, 0, 0, key])
-        hidden = allowed is not None and not bool(allowed[0, 0, 0, key])
+        hidden = score == -math.inf
         return {
             "weight": weight,
             "log2": (score - float(lse)) / math.log(2) if not hidden else -math.inf,
@@ -161,16 +166,14 @@ class Head:
             "distance": query + self.call.behind - key,
         }
 
-    def _scores(self, queries: Tensor | range, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scores of some queries with all keys, [1, 1, rows, key_len], and which are allowed, as large."""
-        call, keys = self.call, range(self.key_len)
+    def _scores(self, queries: Tensor | range, keys: range, dtype: torch.dtype | None = None) -> Tensor:
+        """Scores of some queries with some keys, -inf where hidden: [1, 1, rows, columns]."""
+        call = self.call
         at = queries if isinstance(queries, Tensor) else slice(queries.start, queries.stop)
-        query, key = call.query[:, :, at], call.key
+        query, key = call.query[:, :, at], call.key[:, :, keys.start : keys.stop]
         if dtype is not None:
             query, key = query.to(dtype), key.to(dtype)
-        scores = call.scoring.tile(query, key, queries, keys)
-        allowed = call.scoring.allowed(queries, keys)
-        return scores, None if allowed is None else allowed.expand(scores.shape)
+        return call.scoring.tile(query, key, queries, keys)
 
     # --- log-sum-exp ---
 

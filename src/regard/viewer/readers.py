@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from regard.extras import need
-from regard.generation.sampling import sample
 from regard.layers import MultiHeadAttention
 from regard.models import Decoder
 from regard.training.checkpoint import PRETRAINED, Loaded, bundled, load
@@ -46,8 +45,8 @@ class Reader(Protocol):
     def follow(self, tokens: Sequence[int], count: int, draw: Callable[[Tensor], int]) -> Iterator[int]:
         """Tokens that follow, one by one, as `draw` takes them from logits [1, vocab_size]; read with a cache."""
 
-    def piece(self, token: int) -> str:
-        """The characters of a token that stands in no text."""
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; U+FFFD for a part of a character."""
 
 
 class DecoderReader:
@@ -80,8 +79,8 @@ class DecoderReader:
             yield token
             new = [token]
 
-    def piece(self, token: int) -> str:
-        return "" if token == self.opening else self.tokenizer.decode([token])
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens)
 
 
 class TransformersReader:
@@ -105,7 +104,7 @@ class TransformersReader:
     def encode(self, text: str) -> tuple[list[int], Tokens]:
         if not self.tokenizer.is_fast:  # it cannot say where a token stands
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
-            return ids, of_ids(ids, self.piece)
+            return ids, of_ids(ids, lambda token: self.decode([token]))
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(found.input_ids), of_text(text, found.input_ids, found.offset_mapping)
 
@@ -125,14 +124,8 @@ class TransformersReader:
             yield token
             new = [token]
 
-    def piece(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
-
-
-def drawing(seed: int, temperature: float, top_k: int | None) -> Callable[[Tensor], int]:
-    """How `follow` takes a token from logits."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda logits: int(sample(logits.float(), temperature=temperature, top_k=top_k, generator=generator))
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
 
 
 def find_reader(name: str) -> Reader:

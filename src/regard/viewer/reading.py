@@ -1,6 +1,6 @@
 """A model reads a text for the page: recorded, with values and outputs, in a way that can be watched and stopped."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,20 +39,20 @@ def read(reader: Reader, text: str, source: str, start: int = 0, progress: Progr
     before, after = ([] if token is None else [token] for token in (reader.opening, reader.closing))
     tokens = Tokens(
         ["" for _ in before] + [*whole.texts[shown]] + ["" for _ in after],
-        [OPENING for _ in before] + [*whole.labels[shown]] + [reader.piece(token) for token in after],
+        [OPENING for _ in before] + [*whole.labels[shown]] + [reader.decode([token]) for token in after],
         before + ids[shown] + after,
     )
     run = Run(
         reader.name, source, {}, tokens, text=text, reader=reader, start=start, total=len(ids), opening=bool(before)
     )
-    assert tokens.ids is not None
-    whole_run(run, tokens.ids, progress)
+    fill(run, progress)
     return run
 
 
-def whole_run(run: Run, ids: Sequence[int], progress: Progress = silent) -> None:
-    """Fills a run with what its model does on its tokens."""
+def fill(run: Run, progress: Progress = silent) -> None:
+    """Has a run's model read its tokens, and keeps what was recorded."""
     reader: Reader = run.reader
+    ids = [] if run.tokens is None or run.tokens.ids is None else run.tokens.ids
     small = len(ids) <= MAX_TOKENS_WITH_VALUES
     outputs: dict[str, Tensor] = {}
     with (
@@ -61,7 +61,8 @@ def whole_run(run: Run, ids: Sequence[int], progress: Progress = silent) -> None
         record(reader.model, values=small) as recording,
     ):
         reader.logits(torch.tensor([list(ids)]))
-    run.layers, run.outputs = of_recording(recording), outputs
+    run.outputs = outputs
+    run.show(of_recording(recording), run.tokens)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """One text read by one model, or a recording that was given: layers by number, heads by number, tokens."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from regard.masks import And, Band, Mask, Tile
 from regard.observation import Observation
+from regard.observation.comparing import Comparison
 from regard.observation.streaming import Progress, silent
 from regard.recording import HeadSummary, Recording
 from regard.recording.summary import summarise
@@ -21,7 +23,7 @@ MAX_KEPT_HEADS = 8
 """Heads whose pyramid is kept: at 131,072 tokens each has 180 MiB."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One text read by one model.
 
@@ -35,6 +37,8 @@ class Run:
             opens the text and stands for no letters.
         chosen: layer, head and query to show first; None: found out.
         picture: of an image model, its image, RGBA uint8 [height, width, 4].
+        growing: whether tokens are still being added. number: its number in the session.
+        summary, logits, compared: what was found out about it, kept.
     """
 
     model: str
@@ -53,7 +57,10 @@ class Run:
     growing: bool = False
     number: int = 0
     summary: list[HeadSummary] | None = None
+    logits: Tensor | None = None
+    compared: dict[tuple[Any, ...], Comparison] = field(default_factory=dict)
     _heads: "OrderedDict[tuple[int, int, int], Head]" = field(default_factory=OrderedDict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def names(self) -> list[str]:
@@ -84,12 +91,18 @@ class Run:
     def head(self, layer: int, head: int, batch: int = 0) -> Head:
         """One head of one batch index; the last `MAX_KEPT_HEADS` keep what was computed of them."""
         place = layer, head, batch
-        if place not in self._heads:
-            self._heads[place] = Head(self.observation(layer, head, batch))
-        self._heads.move_to_end(place)
-        while len(self._heads) > MAX_KEPT_HEADS:
-            self._heads.popitem(last=False)
-        return self._heads[place]
+        with self._lock:
+            if place not in self._heads:
+                self._heads[place] = Head(self.observation(layer, head, batch))
+            self._heads.move_to_end(place)
+            while len(self._heads) > MAX_KEPT_HEADS:
+                self._heads.popitem(last=False)
+            return self._heads[place]
+
+    def show(self, layers: Mapping[str, Recorded], tokens: Tokens | None) -> None:
+        """Puts newer layers and tokens in the place of those that there are."""
+        self._heads = OrderedDict()
+        self.layers, self.tokens, self.summary = layers, tokens, None
 
     def fresh_head(self, layer: int, head: int, batch: int = 0) -> Head:
         """The same, and if it is not kept, without a place among those that are."""

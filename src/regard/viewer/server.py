@@ -175,6 +175,7 @@ class Server:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((HOST, port))
+        self._socket.listen()  # who comes before the server runs waits for it
         token = secrets.token_urlsafe(16)
         self.address = f"http://{HOST}:{self._socket.getsockname()[1]}/{token}/"
         config = uvicorn.Config(

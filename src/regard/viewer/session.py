@@ -1,44 +1,29 @@
-"""What the page can ask, whatever carries the questions: methods by name, with parameters, answered in data and bytes.
+"""A session of the page: whatever carries the questions, methods by name, with parameters, answered in data and bytes.
 
     meta, data = session.handle("tile", {"layer": 3, "head": 1, "level": 0, "row": 0, "column": 0})
 
-Every answer is a mapping that JSON can hold (what is not finite is null) and the bytes of one tensor, or none. A
-server, a notebook and an exported file carry the same methods.
+A server, a notebook and an exported file carry the same methods. What is here besides is what needs a model: reading
+another text, going on with one, changing heads; these are jobs.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-import regard
-from regard.recording import HeadSummary, Summary
-from regard.viewer.codes import raw
-from regard.viewer.head import SIDE, Head, Tile
+from regard.training.checkpoint import bundled
+from regard.training.text import MAX_TEXT_BYTES
+from regard.viewer.changing import changes_of, expect
+from regard.viewer.jobs import Job, Result
+from regard.viewer.looking import MAX_WORDS_BYTES, Answer, Looking, plain
 from regard.viewer.params import NotFoundError, Params
-from regard.viewer.readers import Reader
+from regard.viewer.readers import Reader, find_reader
+from regard.viewer.reading import read
 from regard.viewer.run import Run
-
-MAX_TOKENS_AT_ONCE = 8192
-MAX_SELECTED = 512
-"""Queries, or keys, of an exact rectangle."""
-
-MAX_NUMBERS = 1 << 22
-"""Weights in one answer."""
-
-MAX_HEADS_AT_ONCE = 4096
-
-MAX_WORDS_BYTES = 1000
-"""Bytes of what is searched for."""
-
-Answer = tuple[dict[str, Any], bytes]
+from regard.viewer.writing import MAX_NEW_TOKENS, continued, drawing, write
 
 
-class Session:
-    """Texts that models have read, and what can be asked about them.
+class Session(Looking):
+    """Texts that models have read, models that read more, and every method that the page has.
 
     Args:
         runs: what there is to look at, first things first.
@@ -49,19 +34,12 @@ class Session:
     """Methods that compute nothing themselves: they need not wait for those that do."""
 
     def __init__(self, runs: Sequence[Run] = (), readers: Sequence[Reader] = ()) -> None:
-        self.runs: dict[int, Run] = {}
+        super().__init__(runs)
         self.readers = {reader.name: reader for reader in readers}
-        for run in runs:
-            self.add(run)
 
-    def add(self, run: Run) -> int:
-        """Takes in one more text; returns its number."""
-        run.number = max(self.runs, default=-1) + 1
-        self.runs[run.number] = run
-        return run.number
-
-    def close(self) -> None:
-        """Stops whatever is under way."""
+    def close(self) -> bool:
+        """Stops whatever is under way; whether it has ended."""
+        return self.jobs.close()
 
     def handle(self, method: str, params: Mapping[str, Any]) -> Answer:
         """The answer to one question.
@@ -76,179 +54,91 @@ class Session:
         meta, data = answer(self, Params(method, params))
         return plain(meta), data
 
-    # --- what there is ---
-
-    def run_of(self, asked: Params) -> Run:
-        """The text that is meant: by number, or the first."""
-        number = asked.whole("run", default=min(self.runs, default=0))
-        if number not in self.runs:
-            raise NotFoundError(f"{asked.method}: there is no run {number} any more")
-        return self.runs[number]
-
-    def head_of(self, asked: Params) -> tuple[Run, Head]:
-        """The head that is meant."""
-        run = self.run_of(asked)
-        return run, run.head(asked.whole("layer"), asked.whole("head"), asked.whole("batch", default=0))
-
     def info(self, asked: Params) -> Answer:
         """Everything but numbers."""
+        meta, data = super().info(asked)
         run = self.run_of(asked)
-        layer, head, query = run.first_shown()
-        return {
-            "version": regard.__version__,
-            "run": run.number,
-            "runs": [
-                {"run": r.number, "model": r.model, "source": r.source, "tokens": r.length} for r in self.runs.values()
-            ],
-            "model": run.model,
-            "source": run.source,
-            "start": run.start,
-            "stop": run.start + run.length - run.opening,
-            "total": run.total,
-            "opening": run.opening,
-            "growing": run.growing,
-            "batch": run.layer(0).grid.batch,
-            "layers": run.described(),
-            "chosen": {"layer": layer, "head": head, "query": query},
-            "picture": None if run.picture is None else {"width": run.picture.shape[1], "height": run.picture.shape[0]},
-            "limits": {"sel": MAX_SELECTED, "heads": MAX_HEADS_AT_ONCE, "tokens": MAX_TOKENS_AT_ONCE},
-        }, b""
+        foretells = run.reader is not None and run.reader.foretells
+        can = {"read": bool(self.readers), "generate": foretells, "intervene": foretells, "export": True}
+        context = None if run.reader is None else run.reader.context
+        meta["limits"]["text_bytes"] = MAX_TEXT_BYTES
+        return {**meta, "models": self._models(), "can": can, "context": context}, data
 
-    def tokens(self, asked: Params) -> Answer:
-        """Labels and characters of some tokens."""
-        of = asked.choice("of", ("query", "key"), "query")
-        tokens = self.run_of(asked).tokens_of(asked.whole("layer", default=0), of, asked.whole("batch", default=0))
-        start = asked.whole("start", most=len(tokens), default=0)
-        stop = asked.whole("stop", most=len(tokens), default=min(len(tokens), start + MAX_TOKENS_AT_ONCE))
-        if stop - start > MAX_TOKENS_AT_ONCE:
-            raise ValueError(f"tokens: at most {MAX_TOKENS_AT_ONCE:,} at once, got {stop - start:,}")
-        some = slice(start, stop)
-        return {
-            "start": start,
-            "stop": stop,
-            "total": len(tokens),
-            "labels": [*tokens.labels[some]],
-            "texts": [*tokens.texts[some]],
-            "ids": None if tokens.ids is None else [*tokens.ids[some]],
-        }, b""
+    def start(self, asked: Params) -> Answer:
+        """Starts work that takes a while."""
+        what = asked.choice("what", [*STARTS])
+        return {"job": STARTS[what](self, asked).number}, b""
 
-    def search(self, asked: Params) -> Answer:
-        """Where words stand."""
-        of = asked.choice("of", ("query", "key"), "query")
-        tokens = self.run_of(asked).tokens_of(asked.whole("layer", default=0), of, asked.whole("batch", default=0))
-        found = tokens.search(asked.text("text", most_bytes=MAX_WORDS_BYTES))
-        return {"matches": found[: asked.whole("limit", least=1, most=10_000, default=200)], "total": len(found)}, b""
+    def job(self, asked: Params) -> Answer:
+        """How a job stands, and what it came to."""
+        job = self.jobs.find(asked.whole("job"))
+        meta = job.seen(asked.whole("seen") if asked.has("seen") else None)
+        return meta, job.data if meta["state"] == "done" else b""
 
-    def picture(self, asked: Params) -> Answer:
-        """The image that was read."""
-        picture = self.run_of(asked).picture
-        if picture is None:
-            raise ValueError("picture: this run read no image, or it was not given")
-        return {"width": picture.shape[1], "height": picture.shape[0]}, raw(picture)
+    def stop(self, asked: Params) -> Answer:
+        """Stops a job."""
+        job = self.jobs.find(asked.whole("job"))
+        job.stop()
+        return job.seen(None), b""
 
-    # --- heads ---
+    def _start_summary(self, asked: Params) -> Job:
+        return self._summary(self.run_of(asked))
 
-    def heads(self, asked: Params) -> Answer:
-        """Every head in a few numbers."""
-        run = self.run_of(asked)
-        found = run.summary if run.summary is not None else run.summarise()
-        return {**heads_as_data(run, found), "complete": True, "job": None}, b""
+    def _start_pyramid(self, asked: Params) -> Job:
+        return self._pyramid(*self.head_of(asked))
 
-    def thumbs(self, asked: Params) -> Answer:
-        """Every head of a layer, small."""
-        run, layer = self.run_of(asked), asked.whole("layer")
-        batch, size = asked.whole("batch", default=0), asked.whole("size", least=1, most=SIDE, default=64)
-        pool = asked.choice("pool", ("max", "mean"), "max")
-        heads = run.layer(layer).heads
-        thumbs = [run.fresh_head(layer, head, batch).thumb(size, pool) for head in heads]  # type: ignore[arg-type]
-        codes = torch.stack([thumb.codes for thumb in thumbs])
-        _, rows, columns = codes.shape
-        sampled = thumbs[0].sampled
-        return {"heads": heads, "rows": rows, "columns": columns, "exact": sampled is None, "sampled": sampled}, raw(
-            codes
-        )
-
-    def tile(self, asked: Params) -> Answer:
-        """One tile of a head's map."""
-        _, head = self.head_of(asked)
-        level = asked.whole("level", most=head.levels - 1)
-        most = (SIDE << level, max(head.query_len, 1), max(head.key_len, 1))
-        row, column = (
-            asked.whole(name, most=(length - 1) // most[0]) for name, length in (("row", most[1]), ("column", most[2]))
-        )
-        tile: Tile = head.tile(level, row, column, asked.choice("pool", ("max", "mean"), "max"))  # type: ignore[arg-type]
-        rows, columns = tile.codes.shape
-        whole = torch.zeros(SIDE, SIDE, dtype=torch.uint16)
-        whole[:rows, :columns] = tile.codes
-        meta = {"rows": rows, "columns": columns, "exact": tile.sampled is None, "sampled": tile.sampled, "job": None}
-        return meta, raw(whole)
-
-    # --- numbers ---
-
-    def cell(self, asked: Params) -> Answer:
-        """One weight, or what a cell of several comes to."""
-        run, head = self.head_of(asked)
-        layer, batch = asked.whole("layer"), asked.whole("batch", default=0)
-        if not asked.has("query"):
-            return self._larger_cell(asked, head), b""
-        query, key = asked.whole("query", most=head.query_len - 1), asked.whole("key", most=head.key_len - 1)
-        labels = (run.tokens_of(layer, of, batch).labels[place] for of, place in (("query", query), ("key", key)))
-        return {**head.cell(query, key), **dict(zip(("query_label", "key_label"), labels, strict=True))}, b""
-
-    def _larger_cell(self, asked: Params, head: Head) -> dict[str, Any]:
-        queries, keys = asked.span("queries", head.query_len), asked.span("keys", head.key_len)
-        if len(queries) * len(keys) > MAX_NUMBERS:
-            raise ValueError(f"cell: at most {MAX_NUMBERS:,} weights, got {len(queries) * len(keys):,}")
-        weights = head.rectangle(queries, keys)
-        place = int(weights.argmax())
-        return {
-            "max": float(weights.max()),
-            "mass": float(weights.sum()) / len(queries),
-            "query": queries[place // len(keys)],
-            "key": keys[place % len(keys)],
-            "hidden": head.hides(queries, keys),
-        }
-
-    def row(self, asked: Params) -> Answer:
-        """The weights of one query on all keys, in several heads."""
-        heads = self._several(asked)
-        query = asked.whole("query", most=heads[0][1].query_len - 1)
-        rows = torch.stack([head.weights_of(range(query, query + 1))[0] for _, head in heads]).float()
-        sink = [1.0 - total if head.call.scoring.sink is not None else 0.0
-                for total, (_, head) in zip(rows.sum(-1).tolist(), heads, strict=True)]  # fmt: skip
-        return {"heads": [place for place, _ in heads], "key_len": rows.shape[1], "sink": sink}, raw(rows)
-
-    def column(self, asked: Params) -> Answer:
-        """The weights of all queries on one key, in several heads."""
-        heads = self._several(asked)
-        key = asked.whole("key", most=heads[0][1].key_len - 1)
-        columns = torch.stack([head.column(key) for _, head in heads]).float()
-        return {"heads": [place for place, _ in heads], "query_len": columns.shape[1]}, raw(columns)
-
-    def sel(self, asked: Params) -> Answer:
-        """An exact rectangle of several heads."""
-        heads = self._several(asked)
-        first = heads[0][1]
-        queries = asked.span("queries", first.query_len, MAX_SELECTED)
-        keys = asked.span("keys", first.key_len, MAX_SELECTED)
-        if len(heads) * len(queries) * len(keys) > MAX_NUMBERS:
-            raise ValueError(f"sel: at most {MAX_NUMBERS:,} weights at once; take fewer heads or tokens")
-        found = torch.stack([head.rectangle(queries, keys) for _, head in heads]).float()
-        return {"heads": [place for place, _ in heads], "rows": len(queries), "columns": len(keys)}, raw(found)
-
-    def _several(self, asked: Params) -> list[tuple[tuple[int, int], Head]]:
-        """Heads of the same lengths: those that are named, or all like the first."""
-        run, batch = self.run_of(asked), asked.whole("batch", default=0)
-        if asked.has("heads"):
-            places = asked.pairs("heads", MAX_HEADS_AT_ONCE)
+    def _start_read(self, asked: Params) -> Job:
+        if not self.readers:
+            raise ValueError("start: there is no model to read with")
+        start = asked.whole("start", default=0)
+        if asked.has("text"):
+            text = asked.text("text", most_bytes=MAX_TEXT_BYTES)
+            source = asked.text("source", most_bytes=MAX_WORDS_BYTES, default="your text")
+            name = asked.choice("model", self._models(), next(iter(self.readers)))
         else:
-            places = [(number, head) for number, layer in enumerate(run.layers.values()) for head in layer.heads]
-        heads = [(place, run.fresh_head(*place, batch)) for place in places]
-        lengths = heads[0][1].query_len, heads[0][1].key_len
-        alike = [pair for pair in heads if (pair[1].query_len, pair[1].key_len) == lengths]
-        if asked.has("heads") and len(alike) < len(heads):
-            raise ValueError(f"{asked.method}: heads must have the same number of queries and keys")
-        return alike
+            run = self.run_of(asked)
+            if run.text is None or run.reader is None:
+                raise ValueError("start: this text came without its model")
+            text, source, name = run.text, run.source, run.reader.name
+
+        def work(job: Job) -> Result:
+            if name not in self.readers:
+                job.tell(note=f"loading {name}")
+                self.readers[name] = find_reader(name)
+            return {"run": self.add(read(self.readers[name], text, source, start, job.progress))}, b""
+
+        return self.jobs.start("read", work)
+
+    def _start_generate(self, asked: Params) -> Job:
+        count = asked.whole("count", least=1, most=MAX_NEW_TOKENS, default=64)
+        draw = drawing(
+            asked.whole("seed", default=0, most=2**32 - 1),
+            asked.number("temperature", 0.8, least=0, most=100),
+            asked.whole("top_k", least=1) if asked.has("top_k") else None,
+        )
+        new, ids = continued(self.run_of(asked), count)
+
+        def work(job: Job) -> Result:
+            result = {"run": self.add(new)}
+            job.tell(result=result)
+            try:
+                write(new, ids, count, draw, job)
+            finally:
+                new.growing = False
+            return result, b""
+
+        return self.jobs.start("generate", work)
+
+    def _start_intervene(self, asked: Params) -> Job:
+        run = self.run_of(asked)
+        if run.reader is None or not run.reader.foretells:
+            raise ValueError("start: this text came without a model that foretells the next token")
+        query, changes = asked.whole("query", most=run.length - 1), changes_of(run, asked)
+        return self.jobs.start("intervene", lambda job: expect(run, query, changes, job))
+
+    def _models(self) -> list[str]:
+        """Names of the models that can read: those that were given, and those in the package."""
+        return [*dict.fromkeys([*self.readers, *(bundled() if self.readers else [])])]
 
 
 METHODS: dict[str, Callable[[Session, Params], Answer]] = {
@@ -265,42 +155,25 @@ METHODS: dict[str, Callable[[Session, Params], Answer]] = {
         Session.row,
         Session.column,
         Session.sel,
+        Session.series,
+        Session.compare,
+        Session.steps,
+        Session.example,
+        Session.start,
+        Session.job,
+        Session.stop,
     )
 }
 """What can be asked."""
 
-
-def heads_as_data(run: Run, found: Sequence[HeadSummary]) -> dict[str, Any]:
-    """Summaries as plain data."""
-    numbers = {name: number for number, name in enumerate(run.names)}
-    towers = Summary(found).towers()
-    of_tower = {id(s): name for name, tower in towers.items() for s in tower}
-    heads = [
-        {
-            "layer": numbers[s.layer],
-            "head": s.head,
-            "kind": s.kind,
-            "score": s.score,
-            "entropy": s.entropy,
-            "spread": s.spread,
-            "distance": s.distance,
-            "shares": s.shares,
-            "tower": of_tower[id(s)],
-        }
-        for s in found
-    ]
-    return {"heads": heads, "towers": [*towers], "kinds": sorted({s.kind for s in found})}
-
-
-def plain(value: Any) -> Any:
-    """Data as JSON can hold it: tuples as lists, numbers of tensors as numbers, what is not finite as None."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple, range)):
-        return [plain(part) for part in value]
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+STARTS: dict[str, Callable[[Session, Params], Job]] = {
+    "summary": Session._start_summary,
+    "pyramid": Session._start_pyramid,
+    "read": Session._start_read,
+    "generate": Session._start_generate,
+    "intervene": Session._start_intervene,
+}
+"""What can be started."""
 
 
 def framed(meta: Mapping[str, Any], data: bytes) -> bytes:
