@@ -78,9 +78,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) --quiet --constraint constraints.txt --editable '.[cli,train]'
 	touch $@
 
+# A browser for the tests of the page: Debian's, where this is a Debian and whoever runs it may install something.
+CHROMIUM := command -v chromium >/dev/null || test -n "$$REGARD_CHROMIUM" || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get install --yes --quiet=2 chromium; }
+
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "regard and what its tests need: about 150 MB more"
 	$(PIP) --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(CHROMIUM) || echo "no Chromium: the tests of the page in a browser will be skipped (install one, or set REGARD_CHROMIUM)"
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

@@ -1,0 +1,52 @@
+// Weights as codes and as words. A weight travels as a 16-bit code of its logarithm:
+//   code = 0                                      the weight is exactly 0 (the mask hides the key)
+//   code = clamp(round(65535 + 2048 log2 w), 1, 65535)    otherwise: 2^-32 to 1 in steps of 2^(1/2048)
+
+export const CODES = 65536;
+export const PER_OCTAVE = 2048;
+
+export function weightOf(code) {
+	return code === 0 ? 0 : 2 ** ((code - 65535) / PER_OCTAVE);
+}
+
+export function codeOf(weight) {
+	if (!(weight > 0)) return 0;
+	return Math.min(65535, Math.max(1, Math.round(65535 + PER_OCTAVE * Math.log2(weight))));
+}
+
+// A number with `digits` significant digits; very small and very large ones as powers of ten.
+export function number(value, digits = 3) {
+	if (value === null || value === undefined || Number.isNaN(value)) return '–';
+	if (value === Infinity) return '∞';
+	if (value === -Infinity) return '−∞';
+	if (value === 0) return '0';
+	const size = Math.abs(value);
+	if (size < 1e-3 || size >= 1e6) {
+		const [mantissa, power] = size.toExponential(digits - 1).split('e');
+		const raised = [...String(Number(power))].map((sign) => '⁰¹²³⁴⁵⁶⁷⁸⁹'[sign] ?? '⁻').join('');
+		return `${value < 0 ? '−' : ''}${mantissa}·10${raised}`;
+	}
+	const places = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));
+	return (value < 0 ? '−' : '') + size.toFixed(Math.min(places, 6));
+}
+
+export function percent(share) {
+	const value = 100 * share;
+	if (value > 0 && value < 0.1) return '< 0.1 %';
+	return `${value.toFixed(value < 99.95 ? 1 : 0)} %`;
+}
+
+export function count(value) {
+	return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, ',');
+}
+
+export function plural(value, one, more = `${one}s`) {
+	return `${count(value)} ${value === 1 ? one : more}`;
+}
+
+// A token as people can see it: a space as a middle dot at its edge, a new line as an arrow.
+export function visible(token) {
+	if (token === '') return '∅';
+	const shown = token.replace(/\r\n|\n|\r/g, '↵').replace(/\t/g, '⇥');
+	return shown.replace(/^ +| +$/g, (spaces) => '·'.repeat(spaces.length));
+}
