@@ -5,14 +5,14 @@ so it suffices to inspect the hidden keys and to zero them only if one holds som
 mask alone: it is cached by mask structure and shared by all layers of a step.
 """
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from regard.graphs import tracing, whole
+from regard.kernels.known import cached_by_mask
 from regard.masks import EVERYTHING, Mask
-from regard.masks.planning import MaskKey
 from regard.numerics import zero_empty_queries, zero_unseen
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -132,12 +132,9 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
     """What a bound mask hides in a whole call; None for nothing. Cached if the mask has a structure to compare."""
     if mask is None or mask is EVERYTHING:
         return None
-    if tracing() or torch._C._are_functorch_transforms_active():
-        return _looked_at(mask, grid)  # tensors made in a functorch transform must not be cached
-    known = MaskKey(mask)
-    if known.structure is None or grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
+    if not tracing() and grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
         return _looked_at(mask, grid)
-    return _remembered(known, grid)
+    return _remembered(mask, grid)
 
 
 def hidden_in_call(scoring: Scoring) -> Hidden | None:
@@ -148,10 +145,9 @@ def hidden_in_call(scoring: Scoring) -> Hidden | None:
     return None if allowed is None else Hidden(allowed)
 
 
-@lru_cache(maxsize=8)
-def _remembered(known: MaskKey, grid: Grid) -> Hidden | None:
-    with torch.inference_mode(False):  # autograd cannot save inference tensors
-        return _looked_at(known.mask, grid)
+@cached_by_mask(maxsize=8)
+def _remembered(mask: Mask, grid: Grid) -> Hidden | None:
+    return _looked_at(mask, grid)
 
 
 def _looked_at(mask: Mask, grid: Grid) -> Hidden | None:

@@ -7,17 +7,18 @@ nothing of size query_len x key_len is held.
 import ctypes
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from regard.indexing import indices
 from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
+from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided, joined
 from regard.masks import Band, Mask, Tile
-from regard.masks.planning import MaskKey, by_batch
+from regard.masks.planning import by_batch
 from regard.shapes import Grid
 
 
@@ -44,12 +45,12 @@ class StripPlan:
         """All strips, in the order in which they must be computed."""
         return self._cut() if self._strips is None else self._strips
 
-    @property
+    @cached_property
     def hides(self) -> bool:
         """Whether anything may be hidden beyond torch's own causal form."""
         return self._strips is None or any(strip.kind is Kind.MASKED or not strip.keys for strip in self._strips)
 
-    @property
+    @cached_property
     def has_keys_for_all(self) -> bool:
         """Whether every query is known to be in a strip with keys."""
         return self._strips is not None and all(strip.keys for strip in self._strips)
@@ -59,7 +60,7 @@ class StripPlan:
         """The strip, if there is exactly one."""
         return self._strips[0] if self._strips is not None and len(self._strips) == 1 else None
 
-    @property
+    @cached_property
     def merges(self) -> bool:
         """Whether a query may be in several strips, whose results are merged."""
         return self._strips is not None and any(strip.merges for strip in self._strips)
@@ -170,18 +171,10 @@ def keys_of(strip: Strip, device: torch.device) -> Tensor:
     return torch.cat([indices(span, device) for span in strip.spans])
 
 
+@cached_by_mask(maxsize=32)
 def plan_strips(mask: Mask, grid: Grid, by: PlanOptions) -> StripPlan:
-    """The strips of a bound mask; cached if the mask has a structure to compare."""
-    known = MaskKey(mask)
-    if known.structure is None or torch._C._are_functorch_transforms_active():
-        return StripPlan(mask, grid, by)  # tensors made in a functorch transform must not be cached
-    return _remembered(known, grid, by)
-
-
-@lru_cache(maxsize=32)
-def _remembered(known: MaskKey, grid: Grid, by: PlanOptions) -> StripPlan:
-    with torch.inference_mode(False):  # autograd cannot save inference tensors
-        return StripPlan(known.mask, grid, by)
+    """The strips of a bound mask."""
+    return StripPlan(mask, grid, by)
 
 
 def _bytes(allowed: Tensor) -> bytes:

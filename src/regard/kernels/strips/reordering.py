@@ -4,15 +4,14 @@ Under a document mask, alone or with a causal one, the order of the documents do
 each keep theirs. After sorting, every document is one rectangle, and nothing else is computed.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
+from regard.kernels.known import cached_by_mask
 from regard.masks import Document, Mask
-from regard.masks.planning import MaskKey, factors, is_top_left_causal, product_of
+from regard.masks.planning import factors, is_top_left_causal, product_of
 from regard.shapes import Grid
 
 
@@ -37,18 +36,10 @@ def reordering(call: Call) -> Reordering | None:
         return None  # these depend on the order
     if not any(isinstance(part, Document) for part in factors(scoring.mask)):
         return None
-    known = MaskKey(scoring.mask)
-    if known.structure is None or torch._C._are_functorch_transforms_active():
-        return _found(scoring.mask, scoring.grid)
-    return _remembered(known, scoring.grid)
+    return _found(scoring.mask, scoring.grid)
 
 
-@lru_cache(maxsize=8)
-def _remembered(known: MaskKey, grid: Grid) -> Reordering | None:
-    with torch.inference_mode(False):  # autograd cannot save inference tensors
-        return _found(known.mask, grid)
-
-
+@cached_by_mask(maxsize=8)
 def _found(mask: Mask, grid: Grid) -> Reordering | None:
     documents = [part for part in factors(mask) if isinstance(part, Document)]
     others = [part for part in factors(mask) if not isinstance(part, Document)]
