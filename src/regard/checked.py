@@ -16,7 +16,6 @@ from regard.biases import Bias
 from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
-from regard.numerics import without_autocast
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS
 
@@ -43,11 +42,7 @@ class Checked:
     wants_lse: bool
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        call = Call(query, key, value, self.scoring, None, self.wants_lse)
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast(self.scoring.grid.device):
-                return self.kernel.run(call)
-        return self.kernel.run(call)
+        return self.kernel.compute(Call(query, key, value, self.scoring, None, self.wants_lse))
 
 
 def form_of(

@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ from regard.kernels import KERNELS, Call, Kernel, choose, gives_lse, preference,
 from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
-from regard.scores import Additive, Scoring
+from regard.scores import Additive, Scoring, ScoringArguments
 from regard.shapes import (
     ATTENTION,
     Grid,
     ShapeError,
     as_bytes,
     check_attention,
+    check_rate,
     check_whole,
     is_number,
     is_plain,
@@ -91,13 +93,12 @@ def attention(
     tensor([[[[1.0000, 0.0000],
               [0.2689, 0.7311]]]])
     """
-    form = form_of(query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False, kernel)
+    arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
+    form = form_of(*arguments, False, kernel)
     known = None if form is None else recall(form)
     if known is not None:
         return known(query, key, value)[0]
-    call = check_call(
-        "attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
-    )
+    call = check_call("attention", *arguments)
     chosen = choose(call, kernel)
     if form is not None:
         remember(form, call, chosen)
@@ -130,15 +131,13 @@ def attention_with_lse(
     Shapes:
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
-    form = form_of(query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True, kernel)
+    arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
+    form = form_of(*arguments, True, kernel)
     known = None if form is None else recall(form)
     if known is not None:
         output, lse = known(query, key, value)
     else:
-        call = check_call(
-            "attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator,
-            True,
-        )  # fmt: skip
+        call = check_call("attention_with_lse", *arguments, wants_lse=True)
         chosen = choose(call, kernel)
         if form is not None:
             remember(form, call, chosen)
@@ -148,20 +147,10 @@ def attention_with_lse(
 
 
 def attention_and_perhaps_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Mask | None,
-    bias: Bias | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    additive: Additive | None,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, *, dropout: float, **scoring: Unpack[ScoringArguments]
 ) -> tuple[Tensor, Tensor | None]:
     """Bit-identical to `attention`; also returns lse if the chosen kernel computes it anyway. For recordings."""
-    call = check_call("attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, None, False)
+    call = check_call("attention", query, key, value, **scoring, dropout=dropout)
     return run(call._replace(wants_lse=True) if gives_lse(call) else call, "auto")
 
 
@@ -176,9 +165,9 @@ def check_call(
     softcap: float | None,
     sink: Tensor | None,
     additive: Additive | None,
-    dropout: float,
-    generator: torch.Generator | None,
-    wants_lse: bool,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    wants_lse: bool = False,
 ) -> Call:
     """Validates every argument of a call, and binds mask and bias to its lengths."""
     grid = check_attention(function, query, key, value)
@@ -201,8 +190,7 @@ def check_call(
         if not isinstance(additive, Additive):
             raise TypeError(f"{function}: additive must be an Additive(v), got {kind(additive)}")
         _check_learned(function, "additive.v", additive.v, {"heads": grid.heads, "head_dim": query.shape[3]}, grid)
-    if not is_number(dropout) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"{function}: dropout must be a probability in [0, 1), got {kind(dropout)}")
+    check_rate(function, "dropout", dropout)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
     if dropout and exporting():
@@ -231,11 +219,7 @@ def compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
             SquareWarning,
             stacklevel=4,  # the caller of the public function, past the wrapper of `hinted`
         )
-    device = grid.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):  # the dtype of query decides; autocast must not round scores
-            return kernel.run(call)
-    return kernel.run(call)
+    return kernel.compute(call)
 
 
 @dataclass(frozen=True)

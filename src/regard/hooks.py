@@ -29,16 +29,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from regard.biases import Bias
 from regard.functional import attention, attention_and_perhaps_lse
-from regard.masks import Mask
-from regard.scores import Additive
+from regard.scores import ScoringArguments as ScoringArguments
 
 
 class Heads(NamedTuple):
@@ -47,17 +45,6 @@ class Heads(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-
-
-class ScoringArguments(TypedDict):
-    """The arguments of `attention` that define a score."""
-
-    mask: Mask | None
-    bias: Bias | Tensor | None
-    scale: float | None
-    softcap: float | None
-    sink: Tensor | None
-    additive: Additive | None
 
 
 Result = tuple[Tensor, Tensor | None]

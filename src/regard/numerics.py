@@ -98,8 +98,8 @@ def finite_lse(lse: Tensor) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off: the dtype of the query decides, and no score is rounded on the way."""
-    if torch.amp.is_autocast_available(device.type):
+    """Autocast off where it is on: the dtype of the query decides, and no score is rounded on the way."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

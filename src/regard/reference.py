@@ -21,13 +21,7 @@ class AttentionOutput(NamedTuple):
 
 
 def reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
-    dropout: Dropout | None = None,
-    queries: range | Tensor | None = None,
-    keys: range | Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: Dropout | None = None
 ) -> AttentionOutput:
     """Attention as it is written in the definition, in float32 or wider.
 
@@ -36,12 +30,8 @@ def reference(
         lse     = log sum exp of the scores (and sink)
 
     A query that may attend to nothing gets output 0, lse -inf (or its sink) and no gradient.
-
-    Args:
-        queries, keys: which rows and columns of the call these tensors are; None for all of them.
     """
-    queries = whole(query.shape[2], query.device) if queries is None else queries
-    keys = whole(key.shape[2], key.device) if keys is None else keys
+    queries, keys = whole(query.shape[2], query.device), whole(key.shape[2], key.device)
     allowed = scoring.allowed(queries, keys)
     weights, lse = _weights(query, key, scoring, allowed, queries, keys)
     if dropout is not None:

@@ -10,7 +10,7 @@ are tested against it.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -60,6 +60,17 @@ class Additive:
         if step >= query.shape[2]:
             return rows(query)
         return torch.cat([checkpoint(rows, part, use_reentrant=False) for part in query.split(step, dim=2)], dim=2)
+
+
+class ScoringArguments(TypedDict):
+    """The arguments of `attention` that define a score."""
+
+    mask: Mask | None
+    bias: Bias | Tensor | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    additive: Additive | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class ComputeByWeights(Compute):
         self._made: list[tuple[Heads, ScoringArguments, Tensor]] = []
 
     def __call__(self, heads: Heads, scoring: ScoringArguments) -> Result:
-        call = check_call("attention", *heads, **scoring, dropout=self.dropout, generator=None, wants_lse=False)
+        call = check_call("attention", *heads, **scoring, dropout=self.dropout)
         differentiable = is_differentiable(call.query, call.key, call.scoring)
         if differentiable and not is_checkpointed() and not torch._C._are_functorch_transforms_active():
             weights, lse = weights_of(call.query, call.key, call.scoring), None
@@ -53,7 +53,7 @@ class ComputeByWeights(Compute):
         made = [weights for of, by, weights in self._made if of is heads and by is scoring]
         if len(made) == len(self._made) == 1:
             return made[0]
-        call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+        call = check_call("attention", *heads, **scoring)
         return weights_of(call.query, call.key, call.scoring, None, "an intervention stands around the layer")
 
 

@@ -119,7 +119,7 @@ def _by_mask_alone(given: object, scoring: ScoringArguments, mask: Mask, dropout
 
 
 def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
-    call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+    call = check_call("attention", *heads, **scoring)
     return all_weights(heads.query, heads.key, call.scoring).to(heads.query.dtype)
 
 

@@ -69,7 +69,7 @@ class LazyMask(Lazy):
         checked = None if form is None else self._checked.get(form)
         if checked is not None:
             return checked(query, key, value)[0]
-        call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None, 0.0, None, False)
+        call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None)
         kernel = choose(call)
         if form is not None:
             keep(self._checked, form, call, kernel)

@@ -47,7 +47,7 @@ class LazyWeights(LazyParts):
     """
 
     def __new__(cls, heads: Heads, scoring: ScoringArguments, lse: Tensor | None = None) -> Tensor:  # type: ignore[misc]
-        call = check_call("attention", *heads, **scoring, dropout=0.0, generator=None, wants_lse=False)
+        call = check_call("attention", *heads, **scoring)
         return weights_of(heads.query, heads.key, call.scoring, lse, "nothing was computed with them")
 
     def __init__(self, heads: Heads, scoring: ScoringArguments, lse: Tensor | None = None) -> None:

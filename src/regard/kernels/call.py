@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
+from regard.graphs import tracing
+from regard.numerics import without_autocast
 from regard.scores import Scoring
 
 
@@ -56,3 +58,10 @@ class Kernel(NamedTuple):
     """Numbers it holds at once in quadratic tensors (query_len x key_len); 0 if it needs none."""
     peak_bytes: Callable[[Call], int]
     """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""
+
+    def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""
+        if not (tracing() or torch._C._is_any_autocast_enabled()):  # what a small call can ask at little cost
+            return self.run(call)
+        with without_autocast(call.query.device):
+            return self.run(call)
