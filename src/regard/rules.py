@@ -41,13 +41,14 @@ class Rule:
     """A mask or a bias: a function of one query and one key.
 
     Attributes:
-        fields: the names of its arguments; each is an attribute too.
+        fields: the names of its arguments; each is an attribute too. optional: those that have a default.
         axes: the axes of the tensors among them: "batch", "heads", "query_len", "key_len", or any other name for an
             axis that is none of these. A size of 1 broadcasts.
         kind: its serialised name.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[frozenset[str]] = frozenset()
     axes: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     kind: ClassVar[str]
 
@@ -64,6 +65,7 @@ class Rule:
             _, *parameters = signature(cls.__init__).parameters.values()
             variable = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
             cls.fields = tuple(parameter.name for parameter in parameters if parameter.kind not in variable)
+            cls.optional = frozenset(p.name for p in parameters if p.default is not Parameter.empty)
         for name in cls.fields:
             if callable(getattr(cls, name, None)):
                 raise TypeError(
@@ -164,9 +166,11 @@ class Rule:
             if isinstance(value, (list, tuple)):
                 return [at_index(name, part) for part in value]
             axes = self.axes.get(name, ())
-            if axes[:1] != ("batch",) or not isinstance(value, Tensor) or not value.dim() or value.shape[0] == 1:
-                return int(value) if axes == ("batch",) and isinstance(value, Tensor) else value
-            return int(value[index]) if axes == ("batch",) else value[index : index + 1]
+            if axes[:1] != ("batch",) or not isinstance(value, Tensor):
+                return value
+            if value.dim() and value.shape[0] > 1:
+                value = value[index : index + 1]
+            return int(value) if axes == ("batch",) else value
 
         made = self._again({name: at_index(name, value) for name, value in self.arguments().items()})
         return made._with(_batch=1, _heads=self._heads, _first_batch=self._first_batch + index)

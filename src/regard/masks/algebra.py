@@ -158,8 +158,12 @@ class Mask(Rule):
         return object.__hash__(self) if line is None else hash(line)
 
     def __repr__(self) -> str:
-        shown = ", ".join(shown_argument(value) for value in self.arguments().values() if value is not None)
-        return f"{type(self).__name__}({shown})"
+        shown = [
+            f"{name}={shown_argument(value)}" if name in self.optional else shown_argument(value)
+            for name, value in self.arguments().items()
+            if value is not None or name not in self.optional
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Everything(Mask):

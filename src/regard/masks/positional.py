@@ -31,13 +31,6 @@ class Positioned(rules.Positioned, Mask):
         """`coverage` for one offset."""
         raise NotImplementedError
 
-    def _shown(self, *arguments: object) -> str:
-        """As the call that makes it, the offset only where it is given."""
-        shown = [repr(argument) for argument in arguments]
-        if self.offset is not None:
-            shown.append(f"offset={self.offset.tolist() if isinstance(self.offset, Tensor) else self.offset}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
 
 class Band(Positioned):
     """Keys from `before` positions behind the query to `after` positions ahead of it, both included.
@@ -90,9 +83,6 @@ class Band(Positioned):
         both = Band(_smaller(self.before, other.before), _smaller(self.after, other.after), self.offset)
         return both._with(_batch=self._batch, _heads=self._heads, _device=self._device)
 
-    def __repr__(self) -> str:
-        return self._shown(self.before, self.after)
-
 
 class Causal(Band):
     """No query sees a later key: ``key_position <= query_position`` (Vaswani et al. 2017, section 3.2.3).
@@ -108,9 +98,6 @@ class Causal(Band):
     def __init__(self, offset: Offset = None) -> None:
         super().__init__(None, 0, offset)
 
-    def __repr__(self) -> str:
-        return self._shown()
-
 
 class Window(Band):
     """Keys closer than w: ``|query_position - key_position| < w``; with `Causal` exactly w keys, its own included.
@@ -125,9 +112,6 @@ class Window(Band):
     def __init__(self, w: int, offset: Offset = None) -> None:
         self.w = check_whole("Window", "w", w, hint="; Window(1) sees only the query's own position")
         super().__init__(self.w - 1, self.w - 1, offset)
-
-    def __repr__(self) -> str:
-        return self._shown(self.w)
 
 
 class Strided(Positioned):
@@ -158,9 +142,6 @@ class Strided(Positioned):
             return Tile.EMPTY
         return Tile.FULL if self.step == 1 or least == most else Tile.PARTIAL
 
-    def __repr__(self) -> str:
-        return self._shown(self.step)
-
 
 class Chunk(Positioned):
     """Keys in the same block of `size` consecutive positions: ``query_position // size == key_position // size``.
@@ -189,9 +170,6 @@ class Chunk(Positioned):
         if last_row < first_column or last_column < first_row:
             return Tile.EMPTY
         return Tile.FULL if first_row == last_row == first_column == last_column else Tile.PARTIAL
-
-    def __repr__(self) -> str:
-        return self._shown(self.size)
 
 
 class Prefix(Mask):
@@ -231,9 +209,6 @@ class Prefix(Mask):
 
     def coverage(self, rows: range, columns: range) -> Tile:
         return first_keys(self.n.tolist() if isinstance(self.n, Tensor) else [self.n], columns)
-
-    def __repr__(self) -> str:
-        return f"Prefix({self.n.tolist() if isinstance(self.n, Tensor) else self.n})"
 
 
 def first_keys(lengths: list[int], columns: range) -> Tile:
