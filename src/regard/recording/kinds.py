@@ -27,14 +27,13 @@ class Kinds(NamedTuple):
 
     Attributes:
         reads: the type of input: "sequence", "image 7 x 7 + 1", "another sequence".
-        rules: by kind. wide: kinds that cover so many keys that they need a larger share to be significant.
+        rules: by kind.
         first: the first query that counts; the special tokens of an image come before it.
         place: the position of a query among the keys, from which distances are counted.
     """
 
     reads: str
     rules: dict[str, Rule]
-    wide: frozenset[str]
     first: int
     place: Callable[[Tensor], Tensor]
 
@@ -46,7 +45,7 @@ def sequence() -> Kinds:
     next        j = i + 1
     first       j = 0
     same        j = i
-    local       |i - j| < LOCAL_DISTANCE                (wide)
+    local       |i - j| < LOCAL_DISTANCE
     """
     return Kinds(
         "sequence",
@@ -57,7 +56,6 @@ def sequence() -> Kinds:
             "same": lambda i, j: j == i,
             "local": lambda i, j: (i - j).abs() < LOCAL_DISTANCE,
         },
-        frozenset({"local"}),
         0,
         lambda i: i,
     )
@@ -99,7 +97,7 @@ def image(rows: int, columns: int, special: int) -> Kinds:
     if special > 1:
         rules["registers"] = lambda i, j: (j > 0) & (j < special) & (i >= 0)
     reads = f"image {rows} x {columns}" + (f" + {special}" if special else "")
-    return Kinds(reads, rules, frozenset(), special, lambda i: i)
+    return Kinds(reads, rules, special, lambda i: i)
 
 
 def another(query_len: int, key_len: int) -> Kinds:
@@ -122,11 +120,10 @@ def another(query_len: int, key_len: int) -> Kinds:
     }
     if query_len > 1:  # a single query has no such position
         rules["aligned"] = lambda i, j: (j - place(i)).abs() <= width
-    return Kinds("another sequence", rules, frozenset(), 0, place)
+    return Kinds("another sequence", rules, 0, place)
 
 
 def beyond_even(weight: Tensor, even: Tensor, counts: Tensor) -> Tensor:
-    """The share defined above, from the weights [batch, heads, queries] on a kind's keys: [heads]."""
-    counted = (counts & (even > 0) & (even < 1)).to(weight.dtype)
+    """The share defined above, from the weights [batch, heads, queries] on a kind's keys, where it counts: [heads]."""
     tiny = torch.finfo(weight.dtype).tiny
-    return ((weight - even) * counted).sum((0, 2)) / ((1 - even) * counted).sum((0, 2)).clamp(min=tiny)
+    return ((weight - even) * counts).sum((0, 2)) / ((1 - even) * counts).sum((0, 2)).clamp(min=tiny)

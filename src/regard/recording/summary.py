@@ -19,7 +19,6 @@ import html
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,14 +33,13 @@ from regard.shapes import ShapeError
 KIND_SHARE = 0.4
 """Smallest share at which a head is named after a kind."""
 
-LOCAL_SHARE = 0.5
-"""The same for "local", which covers more keys and so needs a larger share to be significant."""
-
-DOCUMENT_SHARE = 0.8
-"""The same for "document", which covers the most keys."""
+WIDE_SHARES = {"local": 0.5, "document": 0.8}
+"""The same for kinds that cover more keys, and so need a larger share. Local comes first: local heads mostly stay in
+their document."""
 
 EVEN_SPREAD = 0.8
-"""Smallest spread at which a head of no kind is called even."""
+"""Smallest spread at which a head of no other kind is called even: before local, since in a short text every head is
+local."""
 
 
 class HeadSummary(NamedTuple):
@@ -135,18 +133,16 @@ def _by_place(name: str, seen: Observation, kinds: Kinds) -> list[HeadSummary]:
     even = Observation(nothing[:, :, :query_len], nothing[:, :, :key_len], same).gather(*rules)
     described = (torch.arange(query_len, device=device) >= kinds.first).expand(batch, heads, -1)
     shares = {
-        kind: beyond_even(weight, by_even, described)
+        kind: beyond_even(weight, by_even, described & (by_even > 0) & (by_even < 1))
         for kind, weight, by_even in zip(kinds.rules, shared, even, strict=True)
     }
-    called = partial(_kind_by_place, wide=kinds.wide)
-    return _by_head(name, seen, (entropy, visible, distance), shares, called, kinds.reads)
+    return _by_head(name, seen, (entropy, visible, distance), shares, kinds.reads)
 
 
 def _by_head(
-    name: str, seen: Observation, asked: tuple[Tensor, Tensor, Tensor], shares: Mapping[str, Tensor],
-    called: Callable[[Mapping[str, float], float], str], reads: str = "text",
-) -> list[HeadSummary]:  # fmt: skip
-    """Every head's line. Args: asked: entropy, visible and distance. called: what shares and spread make of a head."""
+    name: str, seen: Observation, asked: tuple[Tensor, Tensor, Tensor], shares: Mapping[str, Tensor], reads: str
+) -> list[HeadSummary]:
+    """Every head's line. Args: asked: entropy, visible and distance."""
     entropy, visible, distance = asked
     choices = visible + (0 if seen.scoring.sink is None else 1)
     spread = _mean(entropy / choices.clamp(min=2).log(), choices > 1)
@@ -154,18 +150,8 @@ def _by_head(
     for head, number in enumerate(seen.heads if isinstance(seen, Recorded) else range(seen.grid.heads)):
         of_head = {kind: float(share[head]) for kind, share in shares.items()}
         means = float(entropy[:, head].mean()), float(spread[head]), float(distance[:, head].mean())
-        summaries.append(HeadSummary(name, number, *means, of_head, called(of_head, means[1]), reads))
+        summaries.append(HeadSummary(name, number, *means, of_head, kind_of(of_head, means[1]), reads))
     return summaries
-
-
-def _kind_by_place(shares: Mapping[str, float], spread: float, wide: frozenset[str]) -> str:
-    narrow = {kind: share for kind, share in shares.items() if kind not in wide}
-    best = max(narrow, key=lambda kind: narrow[kind])
-    if narrow[best] >= KIND_SHARE:
-        return best
-    if spread >= EVEN_SPREAD:
-        return "even"
-    return next((kind for kind in wide if shares[kind] >= LOCAL_SHARE), "mixed")
 
 
 def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
@@ -207,7 +193,7 @@ def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | 
     }
     if documents is not None:
         shares["document"] = _document_share(seen, visible, documents.to(device), shared[-1])
-    return _by_head(name, seen, (entropy, visible, distance), shares, kind_of)
+    return _by_head(name, seen, (entropy, visible, distance), shares, "text")
 
 
 def _document_share(seen: Observation, visible: Tensor, documents: Tensor, share: Tensor) -> Tensor:
@@ -217,7 +203,7 @@ def _document_share(seen: Observation, visible: Tensor, documents: Tensor, share
     inside = Observation(seen.query, seen.key, replace(seen.scoring, mask=mask.bind(seen.grid))).visible()
     even = inside.to(share.dtype) / visible.clamp(min=1)
     free = visible > inside  # other documents can be seen
-    return ((share - even) * free).sum((0, 2)) / ((1 - even) * free).sum((0, 2)).clamp(min=torch.finfo(even.dtype).tiny)
+    return beyond_even(share, even, free)
 
 
 def seen_before(tokens: Tensor) -> Tensor:
@@ -233,15 +219,13 @@ def seen_before(tokens: Tensor) -> Tensor:
 
 def kind_of(shares: Mapping[str, float], spread: float) -> str:
     """The kind of a head with these shares."""
-    narrow = {kind: share for kind, share in shares.items() if kind not in ("local", "document")}
+    narrow = {kind: share for kind, share in shares.items() if kind not in WIDE_SHARES}
     best = max(narrow, key=lambda kind: narrow[kind])
     if narrow[best] >= KIND_SHARE:
         return best
-    if spread >= EVEN_SPREAD:  # before local, since in a short text every head is local
+    if spread >= EVEN_SPREAD:
         return "even"
-    if shares["local"] >= LOCAL_SHARE:  # before document, since local heads mostly stay in their document
-        return "local"
-    return "document" if shares.get("document", 0.0) >= DOCUMENT_SHARE else "mixed"
+    return next((kind for kind, least in WIDE_SHARES.items() if shares.get(kind, 0.0) >= least), "mixed")
 
 
 def _mean(values: Tensor, where: Tensor) -> Tensor:
