@@ -107,8 +107,12 @@ class Place(NamedTuple):
         """Position of query 0 where key 0 has position 0, as regard counts."""
         return self.query_start - self.key_start
 
-    def per_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids of positions [batch, length] as those of the queries and those of the keys; one tensor if the same."""
+    def per_token(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Ids of positions [batch, length] as those of the queries and those of the keys; one tensor if the same, None
+        if some queries or keys have none."""
+        end = max(self.query_start + self.query_len, self.key_start + self.key_len)
+        if self.positions is not None or ids.shape[1] < end:
+            return None
         queries = ids[:, self.query_start : self.query_start + self.query_len]
         if (self.query_start, self.query_len) == (self.key_start, self.key_len):
             return queries, queries
@@ -166,10 +170,6 @@ def _one_by_one(function: Callable[..., Any], *axes: Tensor) -> Tensor:
         return cast(Tensor, function(*axes))
 
 
-def _read_alone(inside: Inside, place: Place) -> None:
-    return None  # what begins anew with each text has a meaning beside what keeps the texts apart: `_in_packed_texts`
-
-
 def _read_both(inside: Inside, place: Place) -> Mask:
     parts = inside["mask_functions"]
     masks = []
@@ -177,10 +177,6 @@ def _read_both(inside: Inside, place: Place) -> Mask:
         packed = _in_packed_texts(part, parts, place)
         masks.append(read(part, place) if packed is None else packed)
     return reduce(and_, [mask for mask in masks if mask is not EVERYTHING] or [EVERYTHING])
-
-
-def _read_either(inside: Inside, place: Place) -> Mask:
-    return reduce(or_, [read(part, place) for part in inside["mask_functions"]])
 
 
 def _in_packed_texts(function: Callable[..., Any], beside: tuple[Callable[..., Any], ...], place: Place) -> Mask | None:
@@ -201,22 +197,6 @@ def _in_packed_texts(function: Callable[..., Any], beside: tuple[Callable[..., A
     return None if known is None else known.reading(_inside(rule), place._replace(positions=positions))
 
 
-def _read_causal(inside: Inside, place: Place) -> Mask:
-    return Causal(place.offset)
-
-
-def _read_everything(inside: Inside, place: Place) -> Mask:
-    return EVERYTHING
-
-
-def _read_window_behind(inside: Inside, place: Place) -> Mask:
-    return Band(inside["sliding_window"] - 1, None, place.offset)
-
-
-def _read_window_around(inside: Inside, place: Place) -> Mask:
-    return Window(inside["sliding_window"] + 1, place.offset)  # theirs includes the distance that it names
-
-
 def _read_chunk(inside: Inside, place: Place) -> Mask:
     size, left = inside["chunk_size"], inside["left_padding"].to(place.device)
     if place.positions is None and not bool((left + place.key_start).remainder(size).any()):
@@ -231,18 +211,18 @@ def _read_chunk(inside: Inside, place: Place) -> Mask:
 
 
 def _read_texts(inside: Inside, place: Place) -> Mask | None:
-    ids = inside["packed_sequence_mask"]
-    if place.positions is not None or not _reaches(ids, place):
+    tokens = place.per_token(inside["packed_sequence_mask"])
+    if tokens is None:
         return None
-    queries, keys = place.per_token(ids)
+    queries, keys = tokens
     return Document(queries, None if keys is queries else keys)
 
 
 def _read_blocks(inside: Inside, place: Place) -> Mask | None:
-    ids = inside["block_sequence_ids"]
-    if place.positions is not None or not _reaches(ids, place):
+    tokens = place.per_token(inside["block_sequence_ids"])
+    if tokens is None:
         return None
-    queries, keys = place.per_token(ids)
+    queries, keys = tokens
     return Document(queries.masked_fill(queries < 0, -1), keys.masked_fill(keys < 0, -2))  # below 0: in no block
 
 
@@ -251,11 +231,6 @@ def _read_padding(inside: Inside, place: Place) -> Mask | None:
     if place.positions is not None or real.dtype != torch.bool or real.shape[1] < place.key_start + place.key_len:
         return None
     return Padding(_from(real, place.key_start, place.key_len))
-
-
-def _reaches(ids: Tensor, place: Place) -> bool:
-    """Whether there is an id for every query and every key."""
-    return ids.shape[1] >= max(place.query_start + place.query_len, place.key_start + place.key_len)
 
 
 def _from(real: Tensor, start: int, length: int) -> Tensor:
@@ -276,17 +251,26 @@ _POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 10
 _BLOCKS = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1, 1, -1, -1], [0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1]])
 
 _KNOWN = {
-    "causal_mask_function": _Known(_read_causal, ()),
-    "bidirectional_mask_function": _Known(_read_everything, ()),
-    "sliding_window_overlay": _Known(_read_window_behind, ((3,),)),
-    "sliding_window_bidirectional_overlay": _Known(_read_window_around, ((2,),)),
+    "causal_mask_function": _Known(lambda inside, place: Causal(place.offset), ()),
+    "bidirectional_mask_function": _Known(lambda inside, place: EVERYTHING, ()),
+    "sliding_window_overlay": _Known(
+        lambda inside, place: Band(inside["sliding_window"] - 1, None, place.offset), ((3,),)
+    ),
+    "sliding_window_bidirectional_overlay": _Known(  # whose window includes the distance that it names
+        lambda inside, place: Window(inside["sliding_window"] + 1, place.offset), ((2,),)
+    ),
     "chunked_overlay": _Known(_read_chunk, ((3, torch.tensor([0, 2])), (3, torch.tensor([0, 3])))),
     "packed_sequence_mask_function": _Known(_read_texts, ((_IDS,),)),
     "blockwise_overlay": _Known(_read_blocks, ((_BLOCKS,),)),
     "padding_mask_function": _Known(_read_padding, ((_IDS > 0,), (_IDS < 2,))),
     "and_masks": _Known(_read_both, (("causal_mask_function", "sliding_window_overlay"),)),
-    "or_masks": _Known(_read_either, (("causal_mask_function", "sliding_window_bidirectional_overlay"),)),
-    "remap_positions_for_packed_sequence": _Known(_read_alone, (("causal_mask_function", _POSITIONS),)),
+    "or_masks": _Known(
+        lambda inside, place: reduce(or_, [read(part, place) for part in inside["mask_functions"]]),
+        (("causal_mask_function", "sliding_window_bidirectional_overlay"),),
+    ),
+    "remap_positions_for_packed_sequence": _Known(  # read only beside what keeps the texts apart: `_in_packed_texts`
+        lambda inside, place: None, (("causal_mask_function", _POSITIONS),)
+    ),
 }
 """transformers' mask functions, by the name of their maker; those made of others after these."""
 

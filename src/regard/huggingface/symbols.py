@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard.huggingface.masks import SUMS
-from regard.indexing import indices
 from regard.masks import EVERYTHING, Band, Mask
 from regard.shapes import Grid, ShapeError
 
@@ -73,8 +72,7 @@ class Position(Symbol):
 
     def __sub__(self, other: object) -> "Position | Ahead":
         if isinstance(other, Position):
-            ahead = _ahead(self, other)
-            return ahead if self.of_key else Ahead(-ahead.plus, self.offset, turned=True)
+            return _ahead(self, other)
         return Position(self.of_key, self.offset, self.plus - _number(other))
 
     def __le__(self, other: object) -> Rule:
@@ -105,10 +103,10 @@ class Position(Symbol):
 
 
 class Ahead(Symbol):
-    """How far a key stands ahead of a query, plus a number; or, turned, how far behind."""
+    """How far a key stands ahead of a query, or a query ahead of a key, plus a number."""
 
-    def __init__(self, plus: int, offset: int, turned: bool = False) -> None:
-        self.plus, self.offset, self.turned = plus, offset, turned
+    def __init__(self, plus: int, offset: int) -> None:
+        self.plus, self.offset = plus, offset
 
     def __abs__(self) -> "Apart":
         if self.plus:
@@ -205,7 +203,7 @@ class GraphMask:
     def dense(self) -> Tensor:
         """All the numbers, as an ordinary tensor."""
         rows, columns = (torch.arange(length, device=self.device) for length in self.shape[2:])
-        allowed = self.mask.bind(Grid(*self.shape, self.device)).allowed(indices(rows), indices(columns))
+        allowed = self.mask.bind(Grid(*self.shape, self.device)).allowed(rows, columns)
         return allowed.expand(self.shape)
 
     def dim(self) -> int:
