@@ -42,6 +42,7 @@ from regard.layers import MultiHeadAttention
 from regard.masks import Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.models import Classifier, Decoder, Encoder, EncoderDecoder
 from regard.observation import Observation, observe
+from regard.observation.selecting import HeadsMask
 from regard.recording import (
     Ablate,
     HideKey,
@@ -56,7 +57,7 @@ from regard.recording import (
 )
 from regard.recording.file import FORMAT
 from regard.recording.summary import LOCAL_DISTANCE, kind_of, seen_before, summarise
-from regard.recording.views import HeadsMask, HiddenKey, PiecesMask
+from regard.recording.views import HiddenKey, PiecesMask
 from regard.scores import Additive
 from regard.shapes import Grid, ShapeError
 from small import LENGTH, VOCAB, config, looking_at, spread, text

@@ -134,10 +134,10 @@ def check_rate(owner: str, name: str, value: object) -> None:
         raise ValueError(f"{owner}: {name} must be a probability in [0, 1), got {kind(value)}")
 
 
-def check_flag(owner: str, name: str, value: object, hint: str = "") -> None:
+def check_flag(owner: str, name: str, value: object) -> None:
     """Something that is or is not."""
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} must be True or False, got {kind(value)}{hint}")
+        raise TypeError(f"{owner}: {name} must be True or False, got {kind(value)}")
 
 
 def check_floating(owner: str, name: str, value: object, axes: str) -> None:

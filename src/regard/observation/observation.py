@@ -102,11 +102,6 @@ class Observation:
         return self.call.grid
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What scores are computed in: float32 or wider."""
-        return self.call.dtype
-
-    @property
     def behind(self) -> int:
         """How far query 0 stands behind key 0: the last query meets the last key."""
         return self.call.behind
@@ -350,7 +345,7 @@ def observe(
         lse: [batch, heads, query_len], float32 or wider, if `attention_with_lse` has given it already; None: computed
             when needed. Where a gradient is wanted, one without a graph is computed again.
     """
-    call = check_call("observe", query, key, key, mask, bias, scale, softcap, sink, additive, 0.0, None, wants_lse=True)
+    call = check_call("observe", query, key, key, mask, bias, scale, softcap, sink, additive, wants_lse=True)
     if lse is not None:
         check_floating("observe", "lse", lse, "[batch, heads, query_len]")
         batch, heads, query_len, _, device = call.scoring.grid

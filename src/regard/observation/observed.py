@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.numerics import LOG2_E, finite_lse, upcast
-from regard.observation.selecting import kv_of_heads, selected_bias, selected_mask
+from regard.observation.selecting import kv_of_heads, selected
 from regard.observation.tile import ScoreTile, TilePlace, tile_of
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid
@@ -122,23 +122,18 @@ class ObservedCall:
         if len(batch) == whole.batch and len(heads) == whole.heads:
             return self
         of_batch, of_heads = slice(batch.start, batch.stop), slice(heads.start, heads.stop)
-        mask, bias, inside = scoring.mask, scoring.bias, batch
-        if len(batch) == 1 < whole.batch:
-            whole, inside = whole._replace(batch=1), range(1)
-            mask = None if mask is None else mask.for_batch(batch.start).bind(whole)
-            bias = None if bias is None else bias.for_batch(batch.start).bind(whole)
-        selected = replace(
+        chosen = replace(
             scoring,
             grid=whole._replace(batch=len(batch), heads=len(heads)),
-            mask=None if mask is None else selected_mask(mask, whole, inside, heads),
-            bias=None if bias is None else selected_bias(bias, whole, inside, heads),
+            mask=None if scoring.mask is None else selected(scoring.mask, whole, batch, heads),
+            bias=None if scoring.bias is None else selected(scoring.bias, whole, batch, heads),
             sink=None if scoring.sink is None else scoring.sink[of_heads],
             additive=None if scoring.additive is None else Additive(scoring.additive.v[of_heads]),
         )
         return ObservedCall(
             self.query[of_batch, of_heads],
             kv_of_heads(self.key, whole.heads, heads)[of_batch],
-            selected,
+            chosen,
             None if self.lse is None else self.lse[of_batch, of_heads],
             batch if self.batch_numbers is None else self.batch_numbers[of_batch],
             heads if self.head_numbers is None else self.head_numbers[of_heads],

@@ -1,13 +1,15 @@
-"""Some batch rows and heads of a call: what of its keys, mask and bias belongs to them.
+"""Some batch indices and heads of a call: their keys, mask and bias. No score is computed here."""
 
-Tensors in, views of tensors out, and masks and biases seen by those rows and heads; no score is computed here.
-"""
+from collections.abc import Sequence
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.indexing import Indices
+from regard.indexing import Indices, lookup
 from regard.masks import Mask, Tile
+from regard.rules import Rule
 from regard.shapes import Grid
 
 
@@ -25,87 +27,81 @@ def kv_of_heads(kv: Tensor, num_heads: int, heads: range) -> Tensor:
     return kv[:, kv_heads]
 
 
-def selected_mask(mask: Mask, grid: Grid, batch: range, heads: range) -> Mask:
-    """What a mask bound to a grid says of some batch rows and heads; itself where that is the same for all."""
-    cells = mask.allowed(*_corner(grid))
-    return SelectedMask(mask, grid, batch, heads) if _varies(cells, batch, heads) else mask
+def selected(part: Any, grid: Grid, batch: range, heads: range) -> Any:
+    """A mask or bias, bound to a grid, for some batch indices and heads; itself if it is the same for all."""
+    if len(batch) == 1 < grid.batch:
+        grid, batch, part = grid._replace(batch=1), range(1), part.for_batch(batch.start).bind(grid._replace(batch=1))
+    corner = range(min(1, grid.query_len)), range(min(1, grid.key_len))  # which shows on which axes it depends
+    ask, view = (part.allowed, HeadsMask) if isinstance(part, Mask) else (part.values, HeadsBias)
+    sizes = zip(ask(*corner).shape[:2], (batch, heads), strict=True)
+    if all(size in (1, len(chosen)) for size, chosen in sizes):
+        return part
+    return view(part, heads, grid.heads, None if len(batch) == grid.batch else (batch.start, batch.stop, grid.batch))
 
 
-def selected_bias(bias: Bias, grid: Grid, batch: range, heads: range) -> Bias:
-    """The same for a bias."""
-    cells = bias.values(*_corner(grid))
-    return SelectedBias(bias, grid, batch, heads) if _varies(cells, batch, heads) else bias
+class _Selected(Rule):
+    """A mask or bias for some of its heads and batch indices.
 
+    Args:
+        heads: their numbers. of: number of heads of the mask or bias.
+        rows: the first batch index, the one after the last, and their number in the mask or bias; None for all.
+    """
 
-class SelectedMask(Mask):
-    """What a mask says of some batch rows and heads."""
-
-    def __init__(self, mask: Mask, grid: Grid, batch: range, heads: range) -> None:
-        self.mask, self.grid, self.batch, self.heads = mask, grid, batch, heads
-
-    def bind(self, grid: Grid) -> Mask:
-        return self  # of a mask that is bound already
-
-    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
-        return _narrowed(self.mask.allowed(queries, keys), self.batch, self.heads)
+    def __init__(self, heads: Sequence[int], of: int, rows: Sequence[int] | None) -> None:
+        self.heads, self.of, self.rows = list(heads), of, None if rows is None else list(rows)
 
     @property
-    def varies_by_batch(self) -> bool:
-        return len(self.batch) > 1 and self.mask.varies_by_batch
+    def part(self) -> Any:
+        return getattr(self, self.fields[0])
 
-    def for_batch(self, index: int) -> Mask:
-        grid = self.grid._replace(batch=1)
-        return SelectedMask(self.mask.for_batch(self.batch[index]).bind(grid), grid, range(1), self.heads)
+    @property
+    def first(self) -> int:
+        return 0 if self.rows is None else self.rows[0]
+
+    def bind(self, grid: Grid) -> Self:
+        whole = grid._replace(batch=grid.batch if self.rows is None else self.rows[2], heads=self.of)
+        return type(self)(self.part.bind(whole), self.heads, self.of, self.rows)
+
+    def for_batch(self, index: int) -> Self:
+        return type(self)(self.part.for_batch(self.first + index), self.heads, self.of)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.mask.rule(batch + self.batch.start, head + self.heads.start, query, key)
+        result: Tensor = self.part.rule(batch + self.first, lookup(torch.tensor(self.heads), head), query, key)
+        return result
 
-    def breaks(self, query_len: int) -> set[int]:
-        return self.mask.breaks(query_len)
+    def narrowed(self, cells: Tensor) -> Tensor:
+        """The selected of [batch or 1, heads or 1, rows, columns], as a view where that is possible."""
+        if self.rows is not None and cells.shape[0] > 1:
+            cells = cells[self.rows[0] : self.rows[1]]
+        if cells.shape[1] == 1:
+            return cells
+        first, end = self.heads[0], self.heads[0] + len(self.heads)
+        return cells[:, first:end] if self.heads == list(range(first, end)) else cells[:, self.heads]
+
+    def __repr__(self) -> str:
+        return repr(self.part)
+
+
+class HeadsMask(_Selected, Mask):
+    """A mask for some of its heads and batch indices."""
+
+    def __init__(self, mask: Mask, heads: Sequence[int], of: int, rows: Sequence[int] | None = None) -> None:
+        super().__init__(heads, of, rows)
+        self.mask = mask
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return self.narrowed(self.mask.allowed(queries, keys))
 
     def coverage(self, rows: range, columns: range) -> Tile:
         return self.mask.tile(rows, columns)
 
-    def __repr__(self) -> str:
-        return repr(self.mask)
 
+class HeadsBias(_Selected, Bias):
+    """A bias for some of its heads and batch indices."""
 
-class SelectedBias(Bias):
-    """What a bias adds in some batch rows and heads."""
-
-    def __init__(self, bias: Bias, grid: Grid, batch: range, heads: range) -> None:
-        self.bias, self.grid, self.batch, self.heads = bias, grid, batch, heads
-
-    def bind(self, grid: Grid) -> Bias:
-        return self
+    def __init__(self, bias: Bias, heads: Sequence[int], of: int, rows: Sequence[int] | None = None) -> None:
+        super().__init__(heads, of, rows)
+        self.bias = bias
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
-        return _narrowed(self.bias.values(queries, keys), self.batch, self.heads)
-
-    def for_batch(self, index: int) -> Bias:
-        grid = self.grid._replace(batch=1)
-        return SelectedBias(self.bias.for_batch(self.batch[index]).bind(grid), grid, range(1), self.heads)
-
-    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.bias.rule(batch + self.batch.start, head + self.heads.start, query, key)
-
-    def __repr__(self) -> str:
-        return repr(self.bias)
-
-
-def _corner(grid: Grid) -> tuple[range, range]:
-    """The first query and key, if there are any: what a mask or bias gives for them shows on which axes it depends."""
-    return range(min(1, grid.query_len)), range(min(1, grid.key_len))
-
-
-def _varies(cells: Tensor, batch: range, heads: range) -> bool:
-    """Whether [batch or 1, heads or 1, rows, columns] has batch rows or heads that are not among the selected."""
-    return any(size not in (1, len(chosen)) for size, chosen in zip(cells.shape[:2], (batch, heads), strict=True))
-
-
-def _narrowed(cells: Tensor, batch: range, heads: range) -> Tensor:
-    """The selected of [batch or 1, heads or 1, rows, columns]."""
-    for axis, chosen in ((0, batch), (1, heads)):
-        if cells.shape[axis] > 1:
-            cells = cells.narrow(axis, chosen.start, len(chosen))
-    return cells
+        return self.narrowed(self.bias.values(queries, keys))

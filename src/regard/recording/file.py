@@ -13,8 +13,8 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.masks import Dense, Mask
+from regard.observation.selecting import HeadsBias, HeadsMask
 from regard.recording.texts import ALIGN_BYTES, Piece, Text, aligned
-from regard.recording.views import HeadsBias, HeadsMask
 from regard.rules import is_data, kind_called
 from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from regard.biases import as_bias
 from regard.hooks import Attend, Heads, Result, ScoringArguments
+from regard.observation.selecting import HeadsBias, HeadsMask
 from regard.recording.file import read, write
 from regard.recording.reading import Read, Reading
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
-from regard.recording.views import HeadsBias, HeadsMask
 from regard.recording.watching import Place, checked, find, named, watching
 from regard.shapes import as_bytes, bytes_of, plural
 

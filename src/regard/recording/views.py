@@ -1,4 +1,4 @@
-"""Masks and biases of recordings: of several calls merged into one, of some heads, or with one key hidden."""
+"""Masks and biases of recordings: of several calls merged into one, or with one key hidden."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.indexing import Indices, indices, lookup
+from regard.indexing import Indices, indices
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.algebra import together
 from regard.rules import Rule
@@ -116,49 +116,6 @@ class PiecesBias(_Pieces, Bias):
             if bias is not None:
                 numbers = numbers + torch.where(inside, bias.rule(batch, head, row, column), 0.0)
         return numbers + torch.zeros((), device=query.device)
-
-
-class HeadsMask(Mask):
-    """A mask for some of its heads. Args: heads: their numbers. of: number of heads of the mask."""
-
-    def __init__(self, mask: Mask, heads: Sequence[int], of: int) -> None:
-        self.mask, self.heads, self.of = mask, list(heads), of
-
-    def bind(self, grid: Grid) -> "HeadsMask":
-        return HeadsMask(self.mask.bind(grid._replace(heads=self.of)), self.heads, self.of)
-
-    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
-        cells = self.mask.allowed(queries, keys)
-        return cells if cells.shape[1] == 1 else cells[:, self.heads]
-
-    def coverage(self, rows: range, columns: range) -> Tile:
-        return self.mask.tile(rows, columns)
-
-    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.mask.rule(batch, lookup(torch.tensor(self.heads), head), query, key)
-
-    def __repr__(self) -> str:
-        return repr(self.mask)
-
-
-class HeadsBias(Bias):
-    """A bias for some of its heads; as `HeadsMask`."""
-
-    def __init__(self, bias: Bias, heads: Sequence[int], of: int) -> None:
-        self.bias, self.heads, self.of = bias, list(heads), of
-
-    def bind(self, grid: Grid) -> "HeadsBias":
-        return HeadsBias(self.bias.bind(grid._replace(heads=self.of)), self.heads, self.of)
-
-    def values(self, queries: Indices, keys: Indices) -> Tensor:
-        cells = self.bias.values(queries, keys)
-        return cells if cells.shape[1] == 1 else cells[:, self.heads]
-
-    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return self.bias.rule(batch, lookup(torch.tensor(self.heads), head), query, key)
-
-    def __repr__(self) -> str:
-        return repr(self.bias)
 
 
 class HiddenKey(Mask):
