@@ -137,7 +137,7 @@ def _attention(
     query: int | None,
 ) -> Iterator[Step]:
     heads = layer.project(x, key, value)
-    call = check_call("steps", *heads, **layer.scoring(mask, bias), dropout=0.0, generator=None, wants_lse=True)
+    call = check_call("steps", *heads, **layer.scoring(mask, bias), wants_lse=True)
     grid = call.scoring.grid
     rows = range(grid.query_len) if query is None else range(query, query + 1)
     check_size(grid, rows)
