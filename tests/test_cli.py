@@ -482,7 +482,7 @@ def test_plan_prints_what_regard_plan_says_of_the_same_call(capsys: pytest.Captu
 
 def test_plan_takes_kernel_precision_softcap_dropout_and_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     plain = ("plan", "--length", 64, "--heads", 2, "--head-dim", 8)
-    assert "kernel  reference: asked for by name" in Run(capsys, *plain, "--kernel", "reference").out
+    assert "kernel  reference: requested by name" in Run(capsys, *plain, "--kernel", "reference").out
     wide, half = (json.loads(Run(capsys, *plain, "--json", "--dtype", d).out) for d in ("float64", "float16"))
     assert wide["bytes_moved"] == 4 * half["bytes_moved"] == 4 * 64 * 2 * 8 * 8
     for option in ("--softcap", "--dropout"):
@@ -494,7 +494,7 @@ def test_plan_takes_kernel_precision_softcap_dropout_and_gradients(capsys: pytes
 def test_plan_needs_no_memory_for_a_text_of_a_million_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(capsys, "plan", "--length", 1 << 20, "--heads", 1, "--mask", "Causal() & Window(4096)")
     assert "query_len=1048576" in run.out
-    assert "nothing square" in run.out
+    assert "nothing quadratic" in run.out
 
 
 @pytest.mark.parametrize(

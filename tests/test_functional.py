@@ -11,7 +11,7 @@ import regard.functional
 from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DIM, biases, tensors
 from comparing import assert_close
 from regard.biases import Alibi, RelativeBias
-from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
+from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
 from regard.kernels import KERNELS, KernelError, choice
 from regard.masks import Causal, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.reference import AttentionOutput
@@ -222,7 +222,7 @@ WRONG = {
     "kernel that cannot": (
         {"kernel": "sdpa", "softcap": 1.0},
         KernelError,
-        "kernel 'sdpa' cannot do this call: torch's",
+        "kernel 'sdpa' does not support this call: torch's",
     ),
 }
 
@@ -343,11 +343,11 @@ def test_a_call_that_holds_a_large_square_warns_with_its_kernel_and_its_numbers(
     cells = BATCH * HEADS * QUERY_LEN * KEY_LEN
     monkeypatch.setattr(regard.functional, "MIN_WARNED_NUMBERS", cells)
     with pytest.warns(
-        SquareWarning, match=f"kernel 'reference' holds {3 * cells:,} numbers of query_len x key_len"
+        QuadraticMemoryWarning, match=f"kernel 'reference' holds {3 * cells:,} numbers of query_len x key_len"
     ) as caught:
         attention(QUERY, KEY, VALUE, softcap=1.0, kernel="reference")
     assert caught[0].filename == __file__
-    with pytest.warns(SquareWarning) as caught:
+    with pytest.warns(QuadraticMemoryWarning) as caught:
         attention_with_lse(QUERY, KEY, VALUE, kernel="reference")
     assert caught[0].filename == __file__
 
@@ -377,10 +377,10 @@ def test_the_numbers_of_a_plan_by_hand():
     assert planned.flops_needed == needed * 2 * (8 + 3) * 2 * 4
     assert planned.flops_computed == 35 * 2 * (8 + 3) * 2 * 4
     assert planned.bytes_moved == 4 * (2 * 4 * 5 * 8 + 2 * 2 * 7 * 8 + 2 * 2 * 7 * 3 + 2 * 4 * 5 * 3)
-    assert planned.square_numbers == 3 * 2 * 4 * 35
-    assert planned.peak_bytes == 4 * (planned.square_numbers + 2 * 4 * 5 * 3)
+    assert planned.quadratic_numbers == 3 * 2 * 4 * 35
+    assert planned.peak_bytes == 4 * (planned.quadratic_numbers + 2 * 4 * 5 * 3)
     assert planned.kernel == "reference"
-    assert planned.why == "asked for by name"
+    assert planned.why == "requested by name"
     assert planned.mask == "Causal(offset=2)"
     assert set(planned.others) == {kernel.name for kernel in KERNELS} - {"reference"}
 
@@ -389,7 +389,7 @@ def test_a_plan_prints_as_a_report():
     planned = plan(*torch.zeros(3, 1, 2, 4, 8), mask=Window(2), softcap=1.0, tile_size=2, kernel="reference")
     lines = str(planned).splitlines()
     assert lines[0] == "scores  [batch=1, heads=2, query_len=4, key_len=4], mask Window(2, offset=0)"
-    assert lines[1] == "kernel  reference: asked for by name"
+    assert lines[1] == "kernel  reference: requested by name"
     assert "        not sdpa: torch's scaled_dot_product_attention has no softcap" in lines
     assert lines[-3] == "tiles   0 empty (0%), 2 partial (50%), 2 full (50%) of 2 x 2"
     assert lines[-2] == "FLOPs   1.02e+03 needed, 1.02e+03 computed"
@@ -465,7 +465,7 @@ def test_a_plan_of_a_long_call_holds_nothing_large():
     long = torch.empty(1, 1, 1, 8).expand(1, 1, 1 << 17, 8)
     planned = plan(long, long, long, mask=Causal() & Window(256), tile_size=1 << 12)
     assert planned.tiles[Tile.EMPTY] == 32 * 32 - 32 - 31
-    assert plan(long, long, long).square_numbers == 0
+    assert plan(long, long, long).quadratic_numbers == 0
 
 
 @every_function

@@ -617,8 +617,8 @@ def test_a_kernel_named_that_cannot_says_what_is_missing_and_who_can():
         choose(call, "sdpa")
     able = [kernel.name for kernel in KERNELS if kernel.cannot(call) is None]
     assert str(caught.value) == (
-        "attention: kernel 'sdpa' cannot do this call: torch's scaled_dot_product_attention has no softcap\n"
-        f"  kernels that can: {', '.join(able)}"
+        "attention: kernel 'sdpa' does not support this call: torch's scaled_dot_product_attention has no softcap\n"
+        f"  kernels that do: {', '.join(able)}"
     )
 
 
@@ -629,7 +629,7 @@ def test_a_kernel_that_does_not_exist_is_answered_with_those_that_do(name):
 
 
 @every_kernel
-def test_a_kernel_tells_how_many_square_numbers_it_holds(kernel):
+def test_a_kernel_tells_how_many_quadratic_numbers_it_holds(kernel):
     found = next(k for k in KERNELS if k.name == kernel)
     for parts in ({}, {"mask": Causal()}, {"mask": Padding([11, 6])}):
         numbers = found.quadratic_numbers(call_of(**parts))

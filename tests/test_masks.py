@@ -29,7 +29,7 @@ from regard.masks import (
     Where,
     Window,
 )
-from regard.rules import spell, unspell
+from regard.rules import deserialise, serialise
 from regard.shapes import Grid, ShapeError
 
 
@@ -47,22 +47,22 @@ def test_a_mask_that_is_spelt_and_read_again_is_the_same_mask_before_and_after_i
     mask = data.draw(composed_masks(grid)).mask
     for one in (mask, mask.bind(grid)):
         tensors: list[torch.Tensor] = []
-        line = spell(one, tensors)
+        line = serialise(one, tensors)
         if line is None:
             assert "Where" in repr(one)
         else:
-            assert_same_cells(whole(unspell(line, tensors), grid), whole(one, grid))
+            assert_same_cells(whole(deserialise(line, tensors), grid), whole(one, grid))
 
 
 def test_masks_as_lines_by_hand():
     lengths = torch.tensor([3, 4])
     tensors = []
-    assert spell(~Padding(lengths) | Prefix(2), tensors) == '["Or",["Not",["Padding",{"tensor":0}]],["Prefix",2]]'
+    assert serialise(~Padding(lengths) | Prefix(2), tensors) == '["Or",["Not",["Padding",{"tensor":0}]],["Prefix",2]]'
     assert len(tensors) == 1
     assert torch.equal(tensors[0], lengths)
-    assert spell(EVERYTHING, tensors) == '["Everything"]'
-    assert unspell('["Everything"]', []) is EVERYTHING
-    assert spell(Causal() & Where(lambda batch, head, query, key: query > key), tensors) is None
+    assert serialise(EVERYTHING, tensors) == '["Everything"]'
+    assert deserialise('["Everything"]', []) is EVERYTHING
+    assert serialise(Causal() & Where(lambda batch, head, query, key: query > key), tensors) is None
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from regard.indexing import lookup
 from regard.kernels.strips.options import plan_of
 from regard.masks import Mask
 from regard.masks.planning import by_batch
-from regard.rules import Rule, is_data, same, spell, unspell
+from regard.rules import Rule, deserialise, is_data, same, serialise
 from regard.shapes import Grid, ShapeError
 
 
@@ -128,7 +128,7 @@ def test_planning_is_closed_form_at_any_length():
     query = torch.empty(1, 1, 4096, 8)
     plan = regard.plan(query, query, query, mask=EveryBlock(256, 8))
     assert plan.kernel == "strips"
-    assert plan.square_numbers == 0
+    assert plan.quadratic_numbers == 0
     assert plan.flops_computed == pytest.approx(2 * 16 * 4096 * 4096 / 8, rel=0.1)
     causal = regard.plan(query, query, query, mask=Causal() & EveryBlock(256, 8))
     assert causal.flops_computed < plan.flops_computed
@@ -177,10 +177,10 @@ def test_as_text_as_data_and_by_batch_row_it_stays_what_it_is(name):
     assert is_data(mask)
     assert same(mask, MASKS[name].map_tensors(torch.clone))
     kept: list[torch.Tensor] = []
-    line = spell(mask, kept)
+    line = serialise(mask, kept)
     json.loads(line)
-    assert_same_cells(cells(unspell(line, kept)), cells(mask))
-    assert mask == unspell(line, kept)
+    assert_same_cells(cells(deserialise(line, kept)), cells(mask))
+    assert mask == deserialise(line, kept)
     assert_same_cells(cells(mask.to("cpu")), cells(mask))
     whole = cells(mask)
     for row, one in by_batch(mask.bind(GRID), GRID).items():

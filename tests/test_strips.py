@@ -846,11 +846,11 @@ def test_a_plan_says_why_strips_are_faster_than_torchs_causal_form(monkeypatch):
     short, long = (torch.zeros(1, heads, length, 4) for heads, length in ((4, 512), (1, 4096)))
     monkeypatch.setattr(products, "pay", lambda *given, **more: given[3] == 512)
     assert "little over half" in plan(short, short, short, mask=Causal()).why
-    assert "plain products" in plan(*(short.bfloat16(),) * 3).why
+    assert "plain matrix products" in plan(*(short.bfloat16(),) * 3).why
     planned = plan(long, long, long, mask=Causal())
     assert planned.kernel == "strips"
-    assert "unequal shares" in planned.why
-    assert planned.others["sdpa"] == "it can, but takes longer"
+    assert "threads idle" in planned.why
+    assert planned.others["sdpa"] == "supported, but strips is preferred"
 
 
 def test_the_node_of_a_graph_keeps_torchs_rules():

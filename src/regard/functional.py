@@ -37,8 +37,8 @@ MIN_WARNED_NUMBERS = 1 << 28
 """A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
 
 
-class SquareWarning(UserWarning):
-    """A call is about to hold very large tensors of query_len x key_len."""
+class QuadraticMemoryWarning(UserWarning):
+    """A call is about to hold very large quadratic tensors (query_len x key_len)."""
 
 
 @hinted(hints.ATTENTION)
@@ -216,7 +216,7 @@ def compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
         warnings.warn(
             f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
             f"key_len for the scores {grid}; regard.plan(...) says why",
-            SquareWarning,
+            QuadraticMemoryWarning,
             stacklevel=4,  # the caller of the public function, past the wrapper of `hinted`
         )
     return kernel.compute(call)
@@ -235,7 +235,7 @@ class Plan:
             whole tiles, or for those that the kernel computes, if they are fewer.
         flops_computed: the same for the scores that the kernel computes.
         bytes_moved: query, key and value read once, output written once.
-        square_numbers: numbers that the kernel holds in quadratic tensors (query_len x key_len); 0 if it needs none.
+        quadratic_numbers: numbers that the kernel holds in quadratic tensors (query_len x key_len); 0 if it needs none.
         peak_bytes: estimated peak memory of a forward pass beyond its inputs, output included.
     """
 
@@ -249,11 +249,11 @@ class Plan:
     flops_needed: int
     flops_computed: int
     bytes_moved: int
-    square_numbers: int
+    quadratic_numbers: int
     peak_bytes: int
 
     def __str__(self) -> str:
-        total = max(1, sum(self.tiles.values()))
+        total, numbers = max(1, sum(self.tiles.values())), self.quadratic_numbers
         lines = [
             f"scores  {self.grid}, mask {self.mask}",
             f"kernel  {self.kernel}: {self.why}",
@@ -263,7 +263,7 @@ class Plan:
             f"FLOPs   {self.flops_needed:.3g} needed, {self.flops_computed:.3g} computed",
             f"memory  {as_bytes(self.bytes_moved)} read and written, "
             f"{as_bytes(self.peak_bytes)} beside inputs at most; "
-            f"{f'{self.square_numbers:,} numbers of query_len x key_len' if self.square_numbers else 'nothing square'}",
+            f"{f'{numbers:,} numbers of query_len x key_len' if numbers else 'nothing quadratic'}",
         ]
         return "\n".join(lines)
 
@@ -297,14 +297,14 @@ def plan(
 
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
-    kernel  sdpa: the first that can do the call
-            not flex: torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass
-            not strips: it can, but comes later
-            not direct: it can, but holds 540,000 numbers of query_len x key_len
-            not reference: it can, but holds 540,000 numbers of query_len x key_len
+    kernel  sdpa: torch's own function supports the whole call
+            not flex: FlexAttention is used on CUDA devices only: on others it has no backward pass
+            not strips: supported, but sdpa is preferred
+            not direct: supported, but holds 540,000 numbers of query_len x key_len
+            not reference: supported, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
     FLOPs   3.99e+06 needed, 5.76e+06 computed
-    memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing square
+    memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing quadratic
     """
     generator = torch.Generator()  # nothing is dropped here, so torch's default generator must not advance
     call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
@@ -316,10 +316,9 @@ def plan(
     tiles, cells = count_tiles(bound, grid.query_len, grid.key_len, tile_size)
     per_score, computed = 2 * (query.shape[3] + value.shape[3]), chosen.num_scores(call)
     output = query.numel() // max(1, query.shape[3]) * value.shape[3]
-    square = chosen.quadratic_numbers(call)
     return Plan(
         kernel=chosen.name,
-        why="asked for by name" if kernel != "auto" else preference(call).reason,
+        why="requested by name" if kernel != "auto" else preference(call).reason,
         others=others,
         mask=repr(bound),
         grid=str(grid),
@@ -328,7 +327,7 @@ def plan(
         flops_needed=min(cells * grid.batch * grid.heads, computed) * per_score,
         flops_computed=computed * per_score,
         bytes_moved=(query.numel() + key.numel() + value.numel() + output) * query.element_size(),
-        square_numbers=square,
+        quadratic_numbers=chosen.quadratic_numbers(call),
         peak_bytes=chosen.peak_bytes(call) + output * query.element_size(),
     )
 

@@ -7,7 +7,7 @@ from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import Cache, LayerCache
 from regard.configuration import ModelConfig
 from regard.feed_forward import FeedForward
-from regard.functional import Plan, SquareWarning, attention, attention_with_lse, plan
+from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
 from regard.generation import TextStream, generate, generate_batch, sample
 from regard.interventions import Ablate, HideKey, Replace, Scale
 from regard.kernels import KernelError
@@ -93,6 +93,7 @@ __all__ = [
     "Plan",
     "Prefix",
     "Pyramid",
+    "QuadraticMemoryWarning",
     "Received",
     "Recording",
     "RelativeBias",
@@ -103,7 +104,6 @@ __all__ = [
     "Share",
     "Sinusoidal",
     "Spread",
-    "SquareWarning",
     "Statistic",
     "Step",
     "Steps",

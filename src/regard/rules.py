@@ -7,7 +7,7 @@ is a class with one method, with the signature of FlexAttention's ``mask_mod``:
 
 Its only data are the arguments of its constructor, stored as attributes of the same names. Tensors among them may
 declare their axes. Everything else follows: validation against a call (`bind`), selection of one batch index
-(`for_batch`), moving to a device (`to`), comparison (`same`, `structure`), serialisation (`spell`, `unspell`).
+(`for_batch`), moving to a device (`to`), comparison (`same`, `structure`), serialisation (`serialise`, `deserialise`).
 
     class EveryBlock(Mask):
         \"\"\"Keys in every k-th block of n.\"\"\"
@@ -311,27 +311,27 @@ def kind_called(name: str) -> "type[Rule]":
     return RULE_KINDS[name]
 
 
-def spell(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
+def serialise(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
     """A mask as a line of JSON; its tensors are appended to the list. None for a mask with a function.
 
     With `numbers`, integers are appended there instead of being written: in a graph for any length they are symbolic.
 
     >>> from regard import Causal, Window
-    >>> spell(Causal() & ~Window(3), [])
+    >>> serialise(Causal() & ~Window(3), [])
     '["And",["Causal",null],["Not",["Window",3,null]]]'
     """
     line = f'["{rule.kind}"'
     for value in rule.arguments().values():
-        spelt = _spelt(value, tensors, numbers)
-        if spelt is None:
+        written = _serialised(value, tensors, numbers)
+        if written is None:
             return None
-        line = f"{line},{spelt}"
+        line = f"{line},{written}"
     return f"{line}]"
 
 
-def _spelt(value: Any, tensors: list[Tensor], numbers: list[int] | None) -> str | None:
+def _serialised(value: Any, tensors: list[Tensor], numbers: list[int] | None) -> str | None:
     if isinstance(value, Rule):
-        return spell(value, tensors, numbers)
+        return serialise(value, tensors, numbers)
     if isinstance(value, Tensor):
         tensors.append(value)
         return f'{{"tensor":{len(tensors) - 1}}}'
@@ -343,13 +343,13 @@ def _spelt(value: Any, tensors: list[Tensor], numbers: list[int] | None) -> str 
     if isinstance(value, (int, float)):
         return f"{value}"
     if isinstance(value, (list, tuple)):
-        parts = [_spelt(part, tensors, numbers) for part in value]
+        parts = [_serialised(part, tensors, numbers) for part in value]
         return None if None in parts else f'{{"list":[{",".join(map(str, parts))}]}}'
     return None
 
 
-def unspell(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Any:
-    """The mask that `spell` wrote."""
+def deserialise(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> Any:
+    """The mask that `serialise` wrote."""
 
     def made(part: Any) -> Any:
         if isinstance(part, list):

@@ -43,30 +43,32 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
 
 
 PREFERENCES = (
-    Preference(direct.KERNEL, "the scores are so few that all are made at once", _in_process(direct.pays)),
+    Preference(
+        direct.KERNEL, "there are so few scores that computing all of them at once is fastest", _in_process(direct.pays)
+    ),
     Preference(
         strips.KERNEL,
-        "torch's causal form computes nearly the whole of a square this long; here, it is little over half",
+        "at this length torch's causal kernel computes nearly every score, and strips little over half of them",
         _in_process(lambda call: call.query.dtype == torch.float32 and strips_kernel.products_pay_alone(call)),
     ),
     Preference(
         strips.KERNEL,
-        "rows are short enough for plain products, at which the processor is faster in half precision",
+        "rows are short enough for plain matrix products, which are faster in half precision here",
         _in_process(strips_kernel.products_pay_alone),
     ),
     Preference(
         strips.KERNEL,
-        "torch's causal form gives threads unequal shares of so few heads, halves of the square equal ones",
+        "with so few heads torch's causal kernel leaves threads idle; strips shares the work evenly",
         _in_process(strips_kernel.halves_pay),
     ),
     Preference(
         sdpa.KERNEL,
-        "the first that can do the call",
+        "torch's own function supports the whole call",
         lambda call: exporting() or sdpa.quadratic_numbers(call) <= FEW_NUMBERS,
     ),
-    Preference(flex.KERNEL, "the first that can do the call", lambda call: True),
-    Preference(strips.KERNEL, "the first that can do the call", lambda call: True),
-    Preference(REFERENCE, "no other can do the call", lambda call: True),
+    Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
+    Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),
+    Preference(REFERENCE, "no other kernel supports the call", lambda call: True),
 )
 
 
@@ -89,7 +91,9 @@ def choose(call: Call, name: str = "auto") -> Kernel:
             if why is None:
                 return kernel
             others = ", ".join(k.name for k in KERNELS if k.cannot(call) is None)
-            raise KernelError(f"attention: kernel {name!r} cannot do this call: {why}\n  kernels that can: {others}")
+            raise KernelError(
+                f"attention: kernel {name!r} does not support this call: {why}\n  kernels that do: {others}"
+            )
     raise KernelError(f"attention: no kernel named {name!r}; there are: auto, {', '.join(k.name for k in KERNELS)}")
 
 
@@ -100,9 +104,8 @@ def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
         return cannot
     numbers = kernel.quadratic_numbers(call)
     if numbers > FEW_NUMBERS:
-        return f"it can, but holds {numbers:,} numbers of query_len x key_len"
-    order = [each.name for each in KERNELS]
-    return f"it can, but {'comes later' if order.index(kernel.name) > order.index(chosen.name) else 'takes longer'}"
+        return f"supported, but holds {numbers:,} numbers of query_len x key_len"
+    return f"supported, but {chosen.name} is preferred"
 
 
 def gives_lse(call: Call) -> bool:

@@ -31,10 +31,10 @@ MAX_DIRECT_SCORES = 1 << 16
 def cannot(call: Call) -> str | None:
     """Why this kernel does not support a call."""
     if tracing():
-        return "it looks at its answer, and a graph has none yet"
+        return "it inspects its result, which a graph does not have yet"
     if call.scoring.additive is not None:
-        return "it has no additive similarity"
-    return None if call.dropout is None else "it has no dropout"
+        return "it does not support additive similarity"
+    return None if call.dropout is None else "it does not support dropout"
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:

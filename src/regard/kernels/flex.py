@@ -107,17 +107,17 @@ def cannot(call: Call) -> str | None:
     """Why FlexAttention does not support a call."""
     scoring = call.scoring
     if call.query.device.type != "cuda":
-        return "torch's FlexAttention is taken on CUDA devices only: elsewhere it has no backward pass"
+        return "FlexAttention is used on CUDA devices only: on others it has no backward pass"
     if tracing():
-        return "torch's FlexAttention is compiled by itself, and a graph that is being compiled cannot wait for it"
+        return "FlexAttention has to be compiled by itself, which a graph being compiled cannot do"
     if call.query.dtype == torch.float64:
-        return "torch's FlexAttention has no float64"
+        return "FlexAttention has no float64"
     if call.dropout is not None:
-        return "torch's FlexAttention has no dropout"
+        return "FlexAttention has no dropout"
     if scoring.additive is not None:
-        return "torch's FlexAttention has no additive similarity"
+        return "FlexAttention has no additive similarity"
     if scoring.bias is not None:
-        return "biases are not handed to FlexAttention"
+        return "biases are not passed to FlexAttention"
     return None
 
 

@@ -32,7 +32,7 @@ def cannot(call: Call) -> str | None:
     if scoring.sink is not None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
-        return "torch's dropout cannot be made again from a seed and a place"
+        return "torch's dropout cannot be reproduced from a seed and indices"
     if scoring.bias is not None and call.query.dtype in (torch.bfloat16, torch.float16):
         return f"the bias would be rounded to {call.query.dtype}"
     return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.graphs import tracing
 from regard.indexing import Indices, as_range, indices
-from regard.rules import Rule, is_data, same, spell
+from regard.rules import Rule, is_data, same, serialise
 from regard.shapes import Grid, how_to_plain, is_plain, kind
 
 
@@ -154,7 +154,7 @@ class Mask(Rule):
         return self is other or (type(self) is type(other) and is_data(self) and same(self, other))
 
     def __hash__(self) -> int:
-        line = spell(self, [])
+        line = serialise(self, [])
         return object.__hash__(self) if line is None else hash(line)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """The strips of a call as a custom operator, one node in a graph of torch.compile, with its backward pass.
 
-The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.spell`), so that one graph works
-for every length; the strips are planned when the node runs.
+The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.serialise`), so that one graph
+works for every length; the strips are planned when the node runs.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from regard.kernels.strips import engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
 from regard.numerics import upcast
-from regard.rules import unspell
+from regard.rules import deserialise
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -29,7 +29,7 @@ def in_graph(
     """`Strips` as a custom operator.
 
     Args:
-        mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.spell`).
+        mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.serialise`).
         seed, rate: of the dropout.
     """
     scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
@@ -67,7 +67,7 @@ def _of_node(
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added = None if bias is None else Given(bias).bind(grid)
-    scoring = Scoring(grid, scale, softcap, added, unspell(mask, tensors, numbers).bind(grid), sink, None)
+    scoring = Scoring(grid, scale, softcap, added, deserialise(mask, tensors, numbers).bind(grid), sink, None)
     call = Call(query, key, key, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     return scoring, plan_of(call)
 

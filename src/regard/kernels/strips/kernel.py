@@ -26,13 +26,13 @@ from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
-from regard.rules import spell
+from regard.rules import serialise
 
 
 def cannot(call: Call) -> str | None:
     """Why strips do not support a call: only an exported graph cannot contain them."""
     if exporting():
-        return "a graph that leaves this process can hold torch's own operators alone"
+        return "an exported graph can hold only torch's own operators"
     return None
 
 
@@ -43,7 +43,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
-    mask = spell(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
+    mask = serialise(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
     if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call)  # a graph break: a node cannot hold a function
