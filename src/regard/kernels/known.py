@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -11,28 +11,26 @@ from regard.masks import Mask
 from regard.masks.planning import MaskKey
 from regard.shapes import Grid
 
-P = ParamSpec("P")
-T = TypeVar("T")
-OfMask = Callable[Concatenate[Mask, P], T]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def cached_by_mask(maxsize: int) -> Callable[[OfMask[P, T]], OfMask[P, T]]:
+def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
     """Caches a function of a mask, and of further arguments that can be hashed, where the mask can be compared."""
 
-    def decorate(function: OfMask[P, T]) -> OfMask[P, T]:
+    def decorate(function: Function) -> Function:
         @lru_cache(maxsize)
-        def remembered(known: MaskKey, *more: P.args, **named: P.kwargs) -> T:
+        def remembered(known: MaskKey, *more: Any) -> Any:
             with torch.inference_mode(False):  # autograd cannot save inference tensors
-                return function(known.mask, *more, **named)
+                return function(known.mask, *more)
 
         @wraps(function)
-        def found(mask: Mask, *more: P.args, **named: P.kwargs) -> T:
+        def found(mask: Mask, *more: Any) -> Any:
             if tracing() or torch._C._are_functorch_transforms_active():
-                return function(mask, *more, **named)  # tensors made in a functorch transform must not be cached
+                return function(mask, *more)  # tensors made in a functorch transform must not be cached
             known = MaskKey(mask)
-            return function(mask, *more, **named) if known.structure is None else remembered(known, *more, **named)
+            return function(mask, *more) if known.structure is None else remembered(known, *more)
 
-        return found
+        return cast(Function, found)
 
     return decorate
 

@@ -60,10 +60,11 @@ class _Selected(Rule):
 
     def bind(self, grid: Grid) -> Self:
         whole = grid._replace(batch=grid.batch if self.rows is None else self.rows[2], heads=self.of)
-        return type(self)(self.part.bind(whole), self.heads, self.of, self.rows)
+        return self._again({**self.arguments(), self.fields[0]: self.part.bind(whole)})
 
     def for_batch(self, index: int) -> Self:
-        return type(self)(self.part.for_batch(self.first + index), self.heads, self.of)
+        one = self.part.for_batch(self.first + index)
+        return self._again({**self.arguments(), self.fields[0]: one, "rows": None})
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         result: Tensor = self.part.rule(batch + self.first, lookup(torch.tensor(self.heads), head), query, key)
