@@ -137,7 +137,7 @@ def attention_with_lse(
     if known is not None:
         output, lse = known(query, key, value)
     else:
-        call = check_call("attention_with_lse", *arguments, wants_lse=True)
+        call = check_call("attention_with_lse", *arguments, True)
         chosen = choose(call, kernel)
         if form is not None:
             remember(form, call, chosen)
