@@ -1,23 +1,23 @@
-"""What attention did, exactly, from q, k and one number per query.
+"""The weights of an attention call and statistics of them, recomputed exactly from query, key and log-sum-exp.
 
     weight[i, j] = exp(score[i, j] - lse[i])
 
-Any weight can be had again from that, so nothing of size query_len x key_len is ever kept. A *statistic* is told every
-tile of weights once and holds a few numbers per query, per key or per pixel; several statistics share one pass:
+Any weight can be recomputed from this, so nothing of size query_len x key_len is ever stored. A *statistic* reads each
+tile of weights once and accumulates a few numbers per query, key or pixel; several statistics share one pass:
 
     seen = regard.observe(query, key, mask=Causal())
     entropy, top, picture = seen.gather(Entropy(), Top(8), Image(512))
 
-`seen.entropy()` is the same thing asked alone. Tiles that the mask calls empty are skipped. What makes a pass cheap:
+`seen.entropy()` computes a single one. Tiles that are empty under the mask are skipped. What makes a pass cheap:
 
-    weights   cost one product and one exp2 where a score is a plain product (`tile`)
-    lse       comes out of the same pass where a tile holds all that a query sees, up to `MAX_WHOLE_ROW_KEYS` keys. A
-              longer text needs a pass of its own; where nothing but the entropy is wanted, one fused call of attention
-              with the keys as values brings both, H = lse - sum_j w s = lse - scale q . (sum_j w k_j) (`passes`, `lse`)
-    tiles     take each other's memory, and statistics are taken while a tile is in the processor's cache (`tiling`)
+    weights   cost one matrix product and one exp2 if scores are plain dot products (`tile`)
+    lse       comes from the same pass if a tile holds all keys that its queries see, up to `MAX_WHOLE_ROW_KEYS`. Longer
+              texts need a separate pass for it; if only the entropy is wanted, one fused call of attention with the
+              keys as values gives both: H = lse - sum_j w s = lse - scale q . (sum_j w k_j) (`passes`, `lse`)
+    tiles     share one buffer, and statistics are computed while a tile is in the processor's cache (`tiling`)
 
-If query, key or whatever else makes a score wants a gradient, every statistic is differentiable: a tile's part is
-computed again in the backward pass, so an entropy penalty in a loss needs memory of O(length) too (`streaming`).
+If gradients are recorded, every statistic is differentiable: tiles are recomputed in the backward pass, so an entropy
+penalty in a loss needs O(length) memory too (`streaming`).
 """
 
 from regard.observation.comparing import Compare, Comparison

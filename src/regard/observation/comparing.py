@@ -1,4 +1,4 @@
-"""The statistic that holds two calls' weights against each other, query by query."""
+"""A statistic that compares the weights of two calls, query by query."""
 
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from regard.shapes import ShapeError, kind
 
 
 class Comparison(NamedTuple):
-    """How far two heads' weights are apart, query by query: each [batch, heads, query_len]."""
+    """Distances between the weights of two heads, for each query: [batch, heads, query_len] each."""
 
     divergence: Tensor
     variation: Tensor

@@ -1,4 +1,4 @@
-"""The statistics that draw: the weights, or a rectangle of them, as a picture of few pixels. Nothing but pooling."""
+"""Statistics that pool the weights, or a rectangle of them, into a small image."""
 
 from typing import Literal
 
@@ -74,7 +74,7 @@ class Image(Statistic[Tensor]):
         return overlap(tile.queries, rows), overlap(tile.keys, columns)
 
     def mean(self, pixels: Tensor, step: int) -> Tensor:
-        """Sums over queries as means over the queries of each row of pixels."""
+        """With mean pooling, turns sums over queries into means over the queries of each row of pixels."""
         if self.pool == "max":
             return pixels
         first = torch.arange(pixels.shape[-2], device=pixels.device) * step
@@ -108,7 +108,7 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
 
 
 def pooled(pixels: Tensor, first: int, step: int, dim: int, pool: str) -> Tensor:
-    """The largest or the sum of every `step` neighbours along -2 or -1, counted from `first` pixels after a border."""
+    """The maximum or sum of every `step` neighbours along -2 or -1; the first lies `first` pixels after a border."""
     if step == 1 or not pixels.shape[dim]:
         return pixels
     reduce = torch.amax if pool == "max" else torch.sum

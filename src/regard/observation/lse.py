@@ -1,4 +1,4 @@
-"""The log-sum-exp of a call's scores: by tiles, for any score, or from one fused call of attention."""
+"""The log-sum-exp of a call's scores: tile by tile for any kind of score, or from one fused call of attention."""
 
 import math
 from dataclasses import replace
@@ -17,10 +17,9 @@ from regard.observation.tiling import plan_tiles
 
 
 def settled(call: ObservedCall, entropy_alone: bool = False) -> tuple[ObservedCall, Tensor | None]:
-    """A call with its lse, and its entropy where that came along: where a fused call gives both, and is better.
+    """A call with its lse; with its entropy too, if a fused call computed both.
 
-    It is where nothing but the entropy is wanted, and where a gradient is, which attention's own backward pass gives at
-    less cost.
+    A fused call is faster if only the entropy is wanted, or if gradients are: attention's backward pass is cheaper.
     """
     if call.knows_lse:
         return call, None
@@ -38,7 +37,7 @@ def fused_lse(call: ObservedCall) -> tuple[Tensor, Tensor]:
     of_keys = Call(query, key, key, call.scoring, None, wants_lse=True)
     attended, lse = choose(of_keys).run(of_keys)
     assert lse is not None
-    # a query that sees nothing may hold NaN, which times 0 is NaN
+    # a fully masked query may hold NaN, and 0 * NaN is NaN
     query = query.masked_fill((attended.detach() == 0).all(-1, keepdim=True), 0.0)
     entropy = finite_lse(lse) - call.scoring.scale * (query * attended).sum(-1)
     sink = call.sink
@@ -53,7 +52,7 @@ def streamed_lse(call: ObservedCall, queries: range) -> Tensor:
         lse = _one(replace(call, lse=None), _LogSumExp(queries))
     if not call.wants_grad:
         return lse
-    # log of a sum of 1 that has the gradient: sums need nothing kept for the backward pass, a running maximum does
+    # log of a sum that is 1 but carries the gradient: unlike a running maximum, sums save nothing for backward
     known = replace(call, lse=F.pad(lse, (queries.start, call.grid.query_len - queries.stop)))
     total = _one(known, _Total(queries))[:, :, queries.start : queries.stop]
     sink = call.sink
@@ -63,7 +62,7 @@ def streamed_lse(call: ObservedCall, queries: range) -> Tensor:
 
 
 class _LogSumExp(Statistic[Tensor]):
-    """lse of some queries, without gradient."""
+    """lse of some queries, without a gradient."""
 
     keeps_tiles = False
 
@@ -94,7 +93,7 @@ class _LogSumExp(Statistic[Tensor]):
 
 
 class _Total(PerQuery):
-    """The sum of each query's weights, for some queries: 1, with the gradient of lse."""
+    """The sum of each query's weights, for some queries: 1, carrying the gradient of lse."""
 
     def __init__(self, queries: range) -> None:
         self.queries = queries
@@ -107,7 +106,7 @@ class _Total(PerQuery):
 
 
 def _one(call: ObservedCall, statistic: Statistic[Result]) -> Result:
-    """One statistic of the call as it is."""
+    """A single statistic of a call."""
     begun = statistic.begun(call)
     stream(call, [begun], plan_tiles(call, *begun.area()))
     return begun.finish()

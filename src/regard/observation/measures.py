@@ -1,6 +1,6 @@
-"""The statistics that give numbers per query or per key. Each is what the method of `Observation` that names it says.
+"""Statistics per query or per key. Each is described at the method of `Observation` that uses it.
 
-A new one derives from `PerQuery`, `PerKey` or `Statistic`, knows the call and its tiles, and no other statistic.
+A new one derives from `PerQuery`, `PerKey` or `Statistic`; it knows the call and its tiles, and no other statistic.
 """
 
 import sys
@@ -44,7 +44,7 @@ class Received(PerKey):
 
 
 class Attended(PerQuery):
-    """What attention gives: the sum of the values by weight, [batch, heads, query_len, value_dim].
+    """The output of attention: the weighted sum of the values, [batch, heads, query_len, value_dim].
 
     Args:
         value: [batch, kv_heads, key_len, value_dim].
@@ -135,7 +135,7 @@ class Distance(PerQuery):
 
 
 class Distances(NamedTuple):
-    """How weight is spread over distances: edges [bins + 1], mass [batch, heads, query_len, bins]."""
+    """Weight by distance: edges [bins + 1], mass [batch, heads, query_len, bins]."""
 
     edges: Tensor
     mass: Tensor
@@ -161,7 +161,7 @@ class Spread(Statistic[Distances]):
         self.mass = call.zero_sums(call.grid.query_len, len(self.edges) - 1)
 
     def of(self, tile: ScoreTile) -> Tensor:
-        # every row is moved right by one column more than the row below it, so that a column holds one distance
+        # shifts every row right by one column more than the row below it, so that each column holds one distance
         rows, columns = len(tile.queries), len(tile.keys)
         flat = F.pad(F.pad(tile.weights, (rows, 0)).flatten(-2), (0, rows))
         slanted = flat.unfold(-1, rows + columns, rows + columns + 1)
@@ -179,7 +179,7 @@ class Spread(Statistic[Distances]):
 
 
 def _doubling(key_len: int, query_len: int) -> list[int]:
-    """Edges: everything ahead, then 0, 1, 2, 4, ... beyond the farthest key."""
+    """Edges: one bin for all keys ahead, then 0, 1, 2, 4, ... up to the farthest key."""
     edges = [-max(key_len, query_len), 0, 1]
     while edges[-1] < max(key_len, query_len):
         edges.append(2 * edges[-1])
@@ -232,7 +232,7 @@ class Top(Statistic[Largest]):
         return self._largest(tile, tile.weights.detach())
 
     def _largest(self, tile: ScoreTile, weights: Tensor) -> Largest:
-        # numbers from 0 on are in the order of their bits, and whole numbers are compared without a look for NaN
+        # nonnegative floats sort like their bits, and comparing integers needs no check for NaN
         bits = weights.view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
         top = bits.topk(min(self.count, weights.shape[-1]), dim=-1)
         return Largest(top.values.view(weights.dtype), top.indices + tile.keys.start)
@@ -244,12 +244,12 @@ class Top(Statistic[Largest]):
     def see(self, tile: ScoreTile) -> None:
         at = tile.of_queries()
         weights, keys = self.weights[at], self.keys[at]
-        if not bool(weights.any()):  # nothing is to be merged
+        if not bool(weights.any()):  # there is nothing to merge with
             found = self._largest(tile, tile.powers)
             weights[..., : found.keys.shape[-1]] = tile.rescaled(found.weights)
             keys[..., : found.keys.shape[-1]] = found.keys
             return
-        # top-k is the most expensive statistic: only rows where the tile holds a larger weight than those found
+        # top-k is the most expensive statistic: only for rows in which the tile has a larger weight than those found
         rows = tile.weights.amax(-1) > weights[..., -1]
         share = float(rows.float().mean())
         if share > 0.5:  # gathering them would cost more than it saves

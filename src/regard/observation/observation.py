@@ -1,7 +1,6 @@
-"""The object that users ask: the weights of one attention call, and `observe`, which makes it.
+"""The user-facing object: `Observation`, the weights of one attention call, and `observe`, which makes one.
 
-Each method is one statistic, or one rectangle; how they are computed stands above. An answer and its definition for
-readers stand here.
+Each method computes one statistic or one rectangle; its definition for readers is here, the computation in other files.
 """
 
 import copy
@@ -46,11 +45,11 @@ from regard.shapes import Grid, ShapeError, as_bytes, bytes_of, check_floating, 
 
 
 class Observation:
-    """The weights of one attention call, to be asked about.
+    """The weights of one attention call, recomputed on request.
 
-    Made by `observe`, or by a recording. Statistics are [batch, heads, query_len] (or key_len, where said), exact, and
-    take one pass over the tiles that the mask does not call empty; `gather` takes one pass for several of them. Where
-    query, key, bias, sink or additive want a gradient, all of them are differentiable at O(length) memory.
+    Made by `observe`, or by a recording. Statistics are exact, [batch, heads, query_len] unless stated otherwise, and
+    take one pass over the tiles that are not empty under the mask; `gather` computes several in one pass. If query,
+    key, bias, sink or additive require gradients, they are all differentiable, in O(length) memory.
 
     >>> query = torch.tensor([[[[1., 0.], [0., 1.]]]])
     >>> seen = observe(query, query, mask=Causal(), scale=1.0)
@@ -67,7 +66,7 @@ class Observation:
     def __init__(self, query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None = None) -> None:
         call = ObservedCall(query, key, scoring)
         self.call = call if lse is None else replace(call, lse=lse.to(call.dtype))
-        """The call as data, and its lse as soon as it is known."""
+        """The call as data, with its lse once that is known."""
 
     # --- the call, a rectangle, a head ---
 
@@ -93,7 +92,7 @@ class Observation:
 
     @property
     def scoring(self) -> Scoring:
-        """What a score is: scale, softcap, bias, mask, sink, similarity."""
+        """How scores are computed: scale, softcap, bias, mask, sink, similarity."""
         return self.call.scoring
 
     @property
@@ -103,18 +102,18 @@ class Observation:
 
     @property
     def behind(self) -> int:
-        """How far query 0 stands behind key 0: the last query meets the last key."""
+        """Position of query 0 if the last query has the position of the last key: key_len - query_len."""
         return self.call.behind
 
     @property
     def lse(self) -> Tensor:
-        """Log-sum-exp of each query's scores (and sink): [batch, heads, query_len]; computed once, when needed."""
+        """Log-sum-exp of each query's scores (and sink), [batch, heads, query_len]; computed once, on first use."""
         lse = self.settled().lse
         assert lse is not None
         return lse
 
     def settled(self) -> ObservedCall:
-        """The call with its lse; kept, unless it carries a graph, which serves one backward pass."""
+        """The call with its lse, which is kept unless it has a graph: that serves only one backward pass."""
         with without_autocast(self.grid.device):
             call, _ = settled(self.call)
         self._keep(call.lse)
@@ -125,9 +124,9 @@ class Observation:
             self.call = replace(self.call, lse=lse)
 
     def __getitem__(self, which: Selection | tuple[Selection, Selection]) -> Self:
-        """Some batch rows and heads, as an observation of their own: ``seen[0]``, ``seen[:, 3]``, ``seen[0, 4:6]``.
+        """Some batch indices and heads as a separate observation: ``seen[0]``, ``seen[:, 3]``, ``seen[0, 4:6]``.
 
-        Both axes stay, with size 1 where one was chosen.
+        Both axes remain, with size 1 for a single index.
         """
         batch, heads = which if isinstance(which, tuple) else (which, slice(None))
         chosen = chosen_of(batch, self.grid.batch, "batch rows"), chosen_of(heads, self.grid.heads, "heads")
@@ -139,7 +138,7 @@ class Observation:
         return selected
 
     def head(self, head: int) -> Self:
-        """One head alone, as an observation with heads=1."""
+        """A single head, as an observation with heads=1."""
         if isinstance(head, (bool, Tensor)) or not hasattr(head, "__index__") or not 0 <= head < self.grid.heads:
             raise ValueError(f"Observation.head: head must be 0 to {self.grid.heads - 1}, got {head}")
         return self[:, head]
@@ -148,7 +147,7 @@ class Observation:
         """Scores of a rectangle, after scale, softcap, bias and mask: [batch, heads, rows, columns].
 
         Args:
-            queries, keys: a slice or a range, None for all; refused where that is large.
+            queries, keys: a slice or a range; None for all. A large rectangle raises an error.
         """
         rows, columns = span_of(queries, self.grid.query_len), span_of(keys, self.grid.key_len)
         count = self.grid.batch * self.grid.heads * len(rows) * len(columns)
@@ -160,32 +159,32 @@ class Observation:
             return replace(self.call, lse=None).tile(rows, columns).scores
 
     def weights(self, queries: Span = None, keys: Span = None) -> Tensor:
-        """Weights of a rectangle (default: all of it, refused when large): [batch, heads, rows, columns]."""
+        """Weights of a rectangle, by default all of them: [batch, heads, rows, columns]. Arguments as in `scores`."""
         scores = self.scores(queries, keys)
         rows = span_of(queries, self.grid.query_len)
         if self.call.lse is not None and self.call.knows_lse:
             lse = self.call.lse[:, :, rows.start : rows.stop]
-        else:  # a rectangle does not need that of all queries
+        else:  # only that of these queries is needed
             lse = streamed_lse(self.call, rows)
         return exp(scores - finite_lse(lse)[..., None])
 
     # --- statistics ---
 
     def ask(self, statistic: Statistic[Result]) -> Result:
-        """The answer of one statistic: of regard's, or of your own (`Statistic`)."""
+        """The result of one statistic: one of regard's or your own (`Statistic`)."""
         result: Result = self.gather(statistic)[0]
         return result
 
     def gather(self, *statistics: Statistic[Any], progress: Progress = silent) -> tuple[Any, ...]:
-        """Several statistics in one pass, each as it would be alone.
+        """Several statistics in one pass, with the same results as one by one.
 
         Args:
             statistics: `Entropy`, `Top`, `Received`, `Image` and regard's others, or your own (`Statistic`).
-            progress: called with the queries done and all there are, over all batch rows that are gone through singly.
+            progress: called with the number of queries done, and of all (once per batch index if masks differ).
         Returns:
             The results in the order of the statistics.
         Raises:
-            TypeError: no statistic, or something else.
+            TypeError: no statistics, or an argument that is not one.
         """
         check_statistics(statistics)
         with without_autocast(self.grid.device):
@@ -194,31 +193,31 @@ class Observation:
         return results
 
     def entropy(self) -> Tensor:
-        """How widely each query spreads its weight, in nats: ``-sum_j w log w``, with the sink as one more place.
+        """Entropy of each query's weights in nats: ``-sum_j w log w``, with the sink as one more key.
 
-        0 where all weight is on one key, log(n) where it is even over n; 0 for a query that sees nothing.
+        0 if all weight is on one key, log(n) if it is uniform over n keys; 0 for a fully masked query.
         """
         return self.ask(Entropy())
 
     def top(self, count: int) -> Largest:
-        """The `count` largest weights of each query and their keys, largest first; 0 and -1 where no more are seen."""
+        """The `count` largest weights of each query and their keys, largest first; padded with 0 and -1."""
         return self.ask(Top(count))
 
     def received(self) -> Tensor:
-        """How much weight each key gets from all queries together: [batch, heads, key_len].
+        """The weight that each key receives from all queries: [batch, heads, key_len].
 
-        They sum to the number of queries that see something, less the sink's mass.
+        Sums to the number of queries that are not fully masked, less the sink's mass.
         """
         return self.ask(Received())
 
     def mean_received(self) -> Tensor:
-        """The same as a mean over the queries that may see the key; 0 where none may: [batch, heads, key_len]."""
+        """The same as a mean over the queries that may attend to the key, 0 if none may: [batch, heads, key_len]."""
         received, viewers = self.gather(Received(), Viewers())
         mean: Tensor = received / viewers.clamp(min=1)
         return mean
 
     def mass(self, groups: Tensor) -> Tensor:
-        """How much weight each query puts on each group of keys: [batch, heads, query_len, number of groups].
+        """The weight that each query puts on each group of keys: [batch, heads, query_len, number of groups].
 
         Args:
             groups: int [key_len] or [batch, key_len], the group (0 upwards) of each key.
@@ -226,35 +225,35 @@ class Observation:
         return self.ask(Mass(groups))
 
     def share(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """How much weight each query puts on the keys that a rule chooses.
+        """The weight that each query puts on the keys that a function selects.
 
         Args:
-            chosen: ``chosen(query, key) -> bool``, on index tensors [rows, 1] and [1, columns]; the result broadcasts
+            chosen: ``chosen(query, key) -> bool``, of index tensors [rows, 1] and [1, columns]; the result broadcasts
                 to [batch, heads, rows, columns].
         """
         return self.ask(Share(chosen))
 
     def distance(self) -> Tensor:
-        """How far back each query looks on average, in tokens: ``sum_j w (i + key_len - query_len - j)``."""
+        """Mean distance to the keys, in tokens: ``sum_j w (i + key_len - query_len - j)``."""
         return self.ask(Distance())
 
     def distances(self, edges: Sequence[int] | Tensor | None = None) -> Distances:
-        """How each query's weight is spread over distances: mass [batch, heads, query_len, bins].
+        """A histogram of each query's weight by distance: mass [batch, heads, query_len, bins].
 
             mass[i, b] = sum of w[i, j] with edges[b] <= i + key_len - query_len - j < edges[b + 1]
 
         Args:
-            edges: rising whole numbers of tokens, negative for keys ahead; None: everything ahead in one bin, then
-                0, 1, 2, 4, 8, ... until everything has a bin.
+            edges: increasing integers, in tokens, negative for keys ahead; None: one bin for all keys ahead, then 0,
+                1, 2, 4, 8, ... up to the farthest key.
         """
         return self.ask(Spread(edges))
 
     def max_score(self) -> Tensor:
-        """The largest score of each query; -inf for one that sees nothing."""
+        """The largest score of each query; -inf for a fully masked one."""
         return self.ask(MaxScore())
 
     def sink_mass(self) -> Tensor:
-        """How much weight goes to the sink: ``exp(sink - lse)``; 0 without one."""
+        """The weight of the sink: ``exp(sink - lse)``; 0 without one."""
         return (self.call if self.scoring.sink is None else self.settled()).sink_mass
 
     def visible(self) -> Tensor:
@@ -268,47 +267,47 @@ class Observation:
     def image(
         self, size: int = 512, pool: Literal["max", "mean"] = "max", queries: Span = None, keys: Span = None
     ) -> Tensor:
-        """The whole matrix of weights, or a rectangle of it, as a small picture: [batch, heads, rows, columns].
+        """The matrix of weights, or a rectangle of it, pooled to a small image: [batch, heads, rows, columns].
 
-            max    a pixel is the largest weight of its queries and keys: nothing that is there is lost
-            mean   a pixel is the mean over its queries of the weight on all its keys, so a row of pixels sums to 1
-                   (less the sink's mass, and less the part of its queries that see nothing)
+            max    a pixel is the largest weight of its queries and keys, so no large weight is missed
+            mean   a pixel is the weight on all its keys, averaged over its queries, so a row of pixels sums to 1
+                   (less the sink's mass, and less the share of fully masked queries)
 
-        Pixel (r, c) is of queries ``[r * step, (r + 1) * step)`` and keys likewise, counted from where the rectangle
-        begins, with ``step = ceil(length / size)`` in each direction; the last ones may be cut short.
+        Pixel (r, c) covers queries ``[r * step, (r + 1) * step)`` of the rectangle, and keys likewise, where
+        ``step = ceil(length / size)`` along each axis; the last pixels may cover fewer.
 
         Args:
-            size: most pixels in either direction.
-            queries, keys: the rectangle, to look closer; None for all.
+            size: most pixels along either axis.
+            queries, keys: the rectangle; None for all.
         """
         return self.ask(Image(size, pool, queries, keys))
 
     def pyramid(self, size: int = 1024, pool: Literal["max", "mean"] = "max") -> tuple[Tensor, ...]:
-        """Images of the whole matrix for zooming, from `size` down to one pixel, from one pass.
+        """Images of the whole matrix for zooming, from `size` pixels down to one, in one pass.
 
-        Every image is half of the one before: its pixels cover twice as many queries and keys.
+        Each image is half as large as the one before: its pixels cover twice as many queries and keys.
         """
         return self.ask(Pyramid(size, pool))
 
     def compare(self, other: "Observation") -> Comparison:
-        """How far this head's weights p and another's q are apart, query by query: each [batch, heads, query_len].
+        """Distances between these weights p and another observation's q, per query: [batch, heads, query_len] each.
 
-            divergence  Jensen-Shannon: H((p + q) / 2) - (H(p) + H(q)) / 2 in nats, 0 (equal) to log 2 (nothing shared)
+            divergence  Jensen-Shannon: H((p + q) / 2) - (H(p) + H(q)) / 2 in nats, 0 (equal) to log 2 (disjoint)
             variation   total variation: sum_j |p - q| / 2, 0 to 1
-            cosine      sum_j p q / (|p| |q|); 0 where one of them sees nothing
+            cosine      sum_j p q / (|p| |q|); 0 if one of the two is fully masked
 
-        with the sink as one more place. ``seen[:, 3].compare(seen[:, 5])`` compares two heads.
+        with the sink as one more key. ``seen[:, 3].compare(seen[:, 5])`` compares two heads.
 
         Raises:
-            ShapeError: the other has another batch, number of heads or length.
+            ShapeError: the other has another batch size, number of heads or length.
         References:
             Lin 1991, "Divergence Measures Based on the Shannon Entropy", IEEE Transactions on Information Theory 37(1).
         """
         return self.ask(Compare(other))
 
     def attend(self, value: Tensor, statistics: Sequence[Statistic[Any]]) -> tuple[Tensor, tuple[Any, ...]] | None:
-        """What attention gives, and statistics of its weights, from one pass; None where two are faster or a gradient
-        is wanted.
+        """The output of attention and statistics of its weights, from one pass; None if two passes are faster or
+        gradients are recorded.
 
         Shapes: value [batch, kv_heads, key_len, value_dim] -> [batch, heads, query_len, value_dim].
         """
@@ -338,12 +337,12 @@ def observe(
 ) -> Observation:
     """The weights of an attention call, from its query and key, without computing its output.
 
-    Takes the arguments of `attention` except value, dropout and kernel, and raises what it raises.
+    Takes the arguments of `attention` except value, dropout and kernel, and raises the same errors.
 
     Shapes: query [batch, heads, query_len, head_dim], key [batch, kv_heads, key_len, head_dim].
     Args:
-        lse: [batch, heads, query_len], float32 or wider, if `attention_with_lse` has given it already; None: computed
-            when needed. Where a gradient is wanted, one without a graph is computed again.
+        lse: [batch, heads, query_len], float32 or wider, as `attention_with_lse` returns it; None: computed when
+            needed. If gradients are recorded, an lse without a graph is recomputed.
     """
     call = check_call("observe", query, key, key, mask, bias, scale, softcap, sink, additive, wants_lse=True)
     if lse is not None:

@@ -1,6 +1,6 @@
-"""An attention call as data: what its weights follow from, and what follows from that without looking at a score.
+"""An attention call as data: what determines its weights, and what follows from it without computing a score.
 
-Statistics are given this and not the object that users ask, which stands above them.
+Statistics get this, not the user-facing `Observation`, which is built on top of them.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from regard.shapes import Grid
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """A call of attention whose weights are looked at.
+    """An attention call whose weights are observed.
 
     Attributes:
         query: [batch, heads, query_len, head_dim]. key: [batch, kv_heads, key_len, head_dim].
-        scoring: what a score is.
-        lse: [batch, heads, query_len], -inf for a query that sees nothing; None as long as it is not known. A statistic
-            that `needs_weights` finds it when it finishes.
-        batch_numbers, head_numbers: the numbers of its batch rows and heads in the call that was observed; None for
-            0, 1, 2, ...
+        scoring: how scores are computed.
+        lse: [batch, heads, query_len], -inf for a fully masked query; None while it is unknown. For a statistic that
+            `needs_weights`, it is known in `finish`.
+        batch_numbers, head_numbers: the indices of its batch elements and heads in the call that was observed; None
+            for 0, 1, 2, ...
     """
 
     query: Tensor
@@ -44,68 +44,68 @@ class ObservedCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What scores are computed in: float32 or wider."""
+        """The dtype of scores: float32 or wider."""
         return upcast(self.query[:0]).dtype
 
     @property
     def behind(self) -> int:
-        """How far query 0 stands behind key 0: the last query meets the last key."""
+        """Position of query 0 if the last query has the position of the last key: key_len - query_len."""
         return self.grid.key_len - self.grid.query_len
 
     @property
     def is_product(self) -> bool:
-        """Whether a score is scale * query @ key^T and nothing else."""
+        """Whether scores are scale * query @ key^T and nothing else."""
         return self.scoring.softcap is None and self.scoring.bias is None and self.scoring.additive is None
 
     @property
     def finite_lse(self) -> Tensor:
-        """lse, 0 for a query that sees nothing."""
-        assert self.lse is not None  # whoever asks for it needs weights
+        """lse, with 0 for fully masked queries."""
+        assert self.lse is not None  # only statistics that need weights use it
         return finite_lse(self.lse)
 
     @property
     def sink(self) -> Tensor | None:
-        """The sink as a column of numbers that are finite, so that none times 0 is NaN: [heads, 1]."""
+        """The sink as a column [heads, 1], clamped to finite numbers, since 0 * inf is NaN."""
         sink = self.scoring.sink
         return None if sink is None else sink.to(self.dtype).clamp(min=-1e30)[:, None]
 
     @property
     def sink_mass(self) -> Tensor:
-        """How much weight each query gives to the sink; 0 without one."""
+        """The weight of the sink for each query; 0 without one."""
         sink = self.sink
         return self.zero_sums(self.grid.query_len) if sink is None else (sink - self.finite_lse).exp()
 
     @property
     def lse_of_empty(self) -> Tensor:
-        """lse of queries that see nothing: the sink's logit, -inf where there is none; [batch, heads, query_len]."""
+        """The lse of fully masked queries: the sink's logit, or -inf without one; [batch, heads, query_len]."""
         lse = self.zeros(self.grid.query_len) - torch.inf
         return lse if self.scoring.sink is None else torch.maximum(lse, self.scoring.sink.to(lse)[:, None])
 
     @property
     def wants_grad(self) -> bool:
-        """Whether weights have a gradient to give: to query or key, or to anything that makes a score."""
+        """Whether gradients are recorded through the weights: for query, key or anything else that affects scores."""
         return torch.is_grad_enabled() and any(part.requires_grad for part in self._differentiable())
 
     @property
     def knows_lse(self) -> bool:
-        """Whether lse is there, with a graph where a gradient is wanted."""
+        """Whether lse is known, with a graph if gradients are recorded."""
         return self.lse is not None and (self.lse.requires_grad or not self.wants_grad)
 
     def zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros of [batch, heads, *sizes], where the call runs; in the dtype of scores unless another is given."""
+        """Zeros [batch, heads, *sizes] on the device of the call, by default in the dtype of scores."""
         dtype = self.dtype if dtype is None else dtype
         return torch.zeros(self.grid.batch, self.grid.heads, *sizes, dtype=dtype, device=self.grid.device)
 
     def zero_sums(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The same, to add weights to: with a graph where weights have one, so that a sum to which nothing is added,
-        since nobody sees anything, has gradients of 0, as attention's output has."""
+        """The same, for sums of weights: with a graph if the weights have one. So the sum for a fully masked query, to
+        which nothing is added, has gradients of 0, like attention's output."""
         zeros = self.zeros(*sizes, dtype=dtype)
         if not zeros.is_floating_point() or not self.wants_grad:
             return zeros
         return zeros + sum(part[:0].sum() for part in self._differentiable() if part.requires_grad)
 
     def _differentiable(self) -> tuple[Tensor, ...]:
-        """What a gradient may flow to: query, key, sink and whatever a score is made of, biases by a corner of them."""
+        """What gradients may flow to: query, key, sink, additive similarity, and a corner of the bias."""
         scoring, grid = self.scoring, self.grid
         parts = [self.query, self.key]
         if scoring.sink is not None:
@@ -117,7 +117,7 @@ class ObservedCall:
         return tuple(parts)
 
     def select(self, batch: range, heads: range) -> "ObservedCall":
-        """Some batch rows and heads, as a call of their own."""
+        """Some batch indices and heads as a separate call."""
         scoring, whole = self.scoring, self.grid
         if len(batch) == whole.batch and len(heads) == whole.heads:
             return self
@@ -140,7 +140,7 @@ class ObservedCall:
         )
 
     def place(self, batch: slice, heads: slice, queries: range, keys: range) -> TilePlace:
-        """A rectangle of all of it, as that of the batch rows and heads of a larger call."""
+        """The place of a rectangle of this call within a larger call, of which this one is `batch` and `heads`."""
         numbers = (
             torch.tensor(range(size) if given is None else given, device=self.grid.device)
             for given, size in ((self.batch_numbers, self.grid.batch), (self.head_numbers, self.grid.heads))
@@ -148,7 +148,7 @@ class ObservedCall:
         return TilePlace(batch, heads, queries, keys, *numbers)
 
     def tile(self, queries: range, keys: range) -> ScoreTile:
-        """One tile of all batch rows and heads, whatever its size."""
+        """One tile of all batch indices and heads, of any size."""
         place = self.place(slice(0, self.grid.batch), slice(0, self.grid.heads), queries, keys)
         query = self.query[:, :, queries.start : queries.stop]
         key = self.key[:, :, keys.start : keys.stop]
@@ -156,9 +156,8 @@ class ObservedCall:
         return tile_of(place, self.scoring, query, key, lse)
 
     def folded(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Query, key and finite lse of some queries and keys. Where a score is a plain product, they are folded:
-        [scale log2(e) query, -log2(e) lse] . [key, 1] is the exponent; and scale query . key the score, as long as lse
-        is not known."""
+        """Query, key and finite lse of some queries and keys. If scores are plain products, scale and lse are folded
+        in: [scale log2(e) query, -log2(e) lse] . [key, 1] is the exponent; without lse, scale query . key the score."""
         query, key = self.query[:, :, queries], self.key[:, :, keys]
         lse = None if self.lse is None else finite_lse(self.lse[:, :, queries])
         if self.is_product:

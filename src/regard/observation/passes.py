@@ -1,4 +1,4 @@
-"""Which passes answer some statistics: one where tiles bring lse, or lse first, and what comes along with it."""
+"""The passes that some statistics need: one, if tiles give lse as well, or one for lse first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ from regard.observation.tiling import TilePlan, plan_tiles, plan_whole_rows
 def gather(
     call: ObservedCall, statistics: Sequence[Statistic[Any]], progress: Progress = silent, plan: TilePlan | None = None
 ) -> tuple[tuple[Any, ...], Tensor | None]:
-    """The results of some statistics, and lse where it was needed.
+    """The results of some statistics, and lse if it was needed.
 
     Args:
-        plan: tiles that hold whole rows; None: what is best is found out.
+        plan: tiles that hold whole rows; None: the fastest tiles are determined here.
     """
     entropy = None
     needing = [statistic for statistic in statistics if statistic.needs_weights]
@@ -33,7 +33,7 @@ def gather(
         if plan is None:
             call, entropy = settled(call, entropy_alone)
     lse = call.lse if plan is None else call.lse_of_empty
-    known = replace(call, lse=lse)  # what a pass brings is there when statistics finish
+    known = replace(call, lse=lse)  # filled in by the pass, before statistics finish
     along = [entropy is not None and type(statistic) is Entropy for statistic in statistics]  # with lse
     asked = [statistic.begun(known) for statistic, came in zip(statistics, along, strict=True) if not came]
     if not asked:
@@ -50,8 +50,8 @@ def gather(
 
 
 def whole_rows_for(call: ObservedCall, statistics: Sequence[Statistic[Any]], max_keys: int) -> TilePlan | None:
-    """Tiles that bring lse to statistics, of at most so many keys; None where a gradient is wanted, other calls are
-    looked at, or it is no gain."""
+    """Tiles of at most `max_keys` keys that give lse as well; None if gradients are recorded, other calls are involved,
+    or it would be slower."""
     if call.wants_grad or any(statistic.others() for statistic in statistics):
         return None
     return plan_whole_rows(call, max_keys)

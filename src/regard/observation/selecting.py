@@ -14,7 +14,7 @@ from regard.shapes import Grid
 
 
 def kv_of_heads(kv: Tensor, num_heads: int, heads: range) -> Tensor:
-    """The keys or values of some of `num_heads` query heads: a view where every kv head keeps equally many of them.
+    """The keys or values for some of `num_heads` query heads: a view if each kv head keeps equally many of them.
 
     Shapes: kv [batch, kv_heads, key_len, size] -> [batch, some or one for each head, key_len, size].
     """

@@ -1,7 +1,4 @@
-"""Which queries, keys, batch rows and heads are asked for, and how many numbers may be given at once.
-
-What a caller passes is read here, or refused in words. Nothing here knows of weights.
-"""
+"""Selections of queries, keys, batch indices and heads, validated, and the limit on how many numbers are returned."""
 
 from regard.shapes import kind
 
@@ -9,14 +6,14 @@ MAX_NUMBERS_AT_ONCE = 1 << 26
 """Weights or pixels in one answer: 256 MiB in float32."""
 
 Span = range | slice | None
-"""Queries or keys that stand next to each other; None for all."""
+"""Consecutive queries or keys; None for all."""
 
 Selection = int | slice
-"""Batch rows or heads."""
+"""Batch indices or heads."""
 
 
 def span_of(which: Span, length: int) -> range:
-    """Queries or keys: a slice as Python takes it, a range as it stands, None for all."""
+    """A selection of queries or keys as a range."""
     if which is not None and not isinstance(which, (slice, range)):
         raise TypeError(f"Observation: rows and columns are a slice, a range or None for all, got {kind(which)}")
     chosen = range(length)[slice(None) if which is None else which] if not isinstance(which, range) else which
@@ -26,7 +23,7 @@ def span_of(which: Span, length: int) -> range:
 
 
 def chosen_of(which: Selection, length: int, what: str) -> range:
-    """Batch rows or heads: a number as one of them."""
+    """A selection of batch indices or heads as a range."""
     if isinstance(which, int):
         if not -length <= which < length:
             raise IndexError(f"Observation: {what} are 0 to {length - 1}, got {which}")
@@ -38,7 +35,7 @@ def chosen_of(which: Selection, length: int, what: str) -> range:
 
 
 def refuse_many(count: int, what: str, instead: str) -> None:
-    """More numbers than `MAX_NUMBERS_AT_ONCE`, with what to ask for instead."""
+    """Raises an error with advice if there are more numbers than `MAX_NUMBERS_AT_ONCE`."""
     if count > MAX_NUMBERS_AT_ONCE:
         raise ValueError(
             f"Observation: {count:,} {what} at once are more than {MAX_NUMBERS_AT_ONCE:,}; ask for {instead}"

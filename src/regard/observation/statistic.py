@@ -1,4 +1,4 @@
-"""What a statistic is: the class to derive from, for regard's own and for yours. Single statistics stand elsewhere."""
+"""The base classes of statistics, for regard's own and for yours."""
 
 import copy
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ Result = TypeVar("Result")
 
 
 class Statistic(Generic[Result]):
-    """Something that is computed from the weights of a call tile by tile, so that they are never held.
+    """A quantity computed from the weights of a call tile by tile, so that they are never all in memory.
 
-    It is asked by `Observation.ask`, or several in one pass by `Observation.gather`, of a recording likewise, and by
-    `regard.gather` while a model runs. A sum per query or per key derives from `PerQuery` or `PerKey` and says with
-    `of` what a tile adds. Others say in `start` what they hold, in `add` what a part does to it, and in `finish` what
-    they answer.
+    `Observation.ask` computes one, `Observation.gather` several in one pass, for recordings too, and `regard.gather`
+    while a model runs. A sum per query or per key derives from `PerQuery` or `PerKey` and defines `of`, the
+    contribution of a tile. Others also define `start`, which allocates memory, `add`, which accumulates what `of`
+    returned, and `finish`, which returns the result.
 
     Attributes:
-        call: the call that is asked (`ObservedCall`), from `start` on: `call.grid`, `call.scoring`, and in `finish`,
-            for one that needs weights, `call.lse`.
+        call: the observed call (`ObservedCall`), from `start` on: `call.grid`, `call.scoring`, and in `finish`, if the
+            statistic needs weights, `call.lse`.
 
     >>> class Squares(PerQuery):
     ...     def of(self, tile):
@@ -35,11 +35,11 @@ class Statistic(Generic[Result]):
     """
 
     needs_weights: ClassVar[bool] = True
-    """False for one that looks at scores or at the mask alone: lse is then not needed."""
+    """False for one that uses only scores or the mask: lse is then not needed."""
 
     keeps_tiles: ClassVar[bool] = True
-    """Whether a tile's tensors, or views of them, may be kept when the next tile is shown; False lets tiles take each
-    other's memory, which is faster. A class with an `add` or `see` of its own says it anew."""
+    """Whether it may keep a tile's tensors, or views of them, beyond the next tile; False lets tiles share memory,
+    which is faster. A class that overrides `add` or `see` has to set it again."""
 
     call: ObservedCall
 
@@ -50,43 +50,43 @@ class Statistic(Generic[Result]):
             cls.keeps_tiles = True
 
     def begun(self, call: ObservedCall) -> Self:
-        """A copy that has started, so that one object may be asked many times, of many calls."""
+        """A copy that has started, so that one object can be used many times, for many calls."""
         begun = copy.copy(self)
         begun.call = call
         begun.start(call)
         return begun
 
     def start(self, call: ObservedCall) -> None:
-        """Before the first tile: makes what it holds."""
+        """Called before the first tile: allocates what it accumulates."""
 
     def area(self) -> tuple[range, range]:
-        """The queries and keys that it wants to see (after `start`): all, unless said otherwise."""
+        """The queries and keys that it needs (known after `start`): all by default."""
         return range(self.call.grid.query_len), range(self.call.grid.key_len)
 
     def others(self) -> tuple[ObservedCall, ...]:
-        """Other calls of the same grid that it looks at, whose visible keys must not be skipped."""
+        """Other calls of the same grid that it uses, whose visible keys must not be skipped."""
         return ()
 
     def of(self, tile: ScoreTile) -> Any:
-        """What a tile adds: tensors computed from the tile and from nothing that changes; a backward pass computes them
-        again."""
+        """The contribution of a tile: tensors that depend on the tile and on nothing that changes, since the backward
+        pass recomputes them."""
         raise NotImplementedError
 
     def add(self, tile: ScoreTile, part: Any) -> None:
-        """Takes in what `of` gave for the tile. Tiles come row by row, from left to right."""
+        """Accumulates what `of` returned for a tile. Tiles come row by row, from left to right."""
         raise NotImplementedError
 
     def see(self, tile: ScoreTile) -> None:
-        """Both at once."""
+        """`of` and `add` in one step."""
         self.add(tile, self.of(tile))
 
     def finish(self) -> Result:
-        """After the last tile."""
+        """Called after the last tile: the result."""
         raise NotImplementedError
 
 
 def check_statistics(statistics: Sequence[object]) -> None:
-    """One statistic or more, made and not only named."""
+    """Raises unless there is at least one statistic, and every argument is an instance of one."""
     wrong = next((repr(other) for other in statistics if not isinstance(other, Statistic)), None)
     if wrong is not None or not statistics:
         got = "none" if wrong is None else wrong
@@ -94,7 +94,7 @@ def check_statistics(statistics: Sequence[object]) -> None:
 
 
 class _Sums(Statistic[Tensor]):
-    """Parts added up where a tile's queries, or its keys, stand in the result."""
+    """Sums over tiles, per query or per key."""
 
     keeps_tiles = False
     extra: tuple[int, ...] = ()

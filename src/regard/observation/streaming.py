@@ -1,6 +1,6 @@
-"""Shows every tile of a plan to some statistics, once forward, and once more for a backward pass.
+"""One pass over all tiles of a plan for some statistics, and once more in the backward pass.
 
-What tiles there are is decided elsewhere (`tiling`), and what is made of them by the statistics.
+The tiles are chosen in `tiling`; what is computed from them is up to the statistics.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from regard.observation.tile import BUFFERS, ScoreTile, TileWithoutLse, tile_of
 from regard.observation.tiling import BatchPlan, TilePlan
 
 Progress = Callable[[int, int], None]
-"""Called with the queries done and all there are."""
+"""Called with the number of queries done, and of all."""
 
 
 def silent(done: int, all: int) -> None:
-    """Reports nothing."""
+    """Reports no progress."""
 
 
 def stream(
@@ -31,11 +31,11 @@ def stream(
     progress: Progress = silent,
     lse: Tensor | None = None,
 ) -> None:
-    """Shows statistics that have been started the tiles that each of them wants, rows from the top, from left to right.
+    """Passes the tiles to statistics that have been started, to each those that it needs: row by row, left to right.
 
     Args:
-        call: its lse is what tiles are told; None: they have none.
-        lse: where tiles that hold whole rows write what they bring.
+        call: tiles get its lse; None: they have none.
+        lse: the tensor into which tiles that hold whole rows write theirs.
     """
     areas = [statistic.area() for statistic in statistics]
     others = (other for statistic in statistics for other in statistic.others())
@@ -62,13 +62,13 @@ def stream(
 
 
 class _Part:
-    """The batch rows and heads of a call that stand in a tile together, in the pieces that tiles are made of."""
+    """The batch indices and heads of a call that are in a tile together, split into the pieces of its tiles."""
 
     def __init__(self, call: ObservedCall, group: BatchPlan, heads: slice, plan: TilePlan) -> None:
         part = call.select(range(group.batch.start, group.batch.stop), range(heads.start, heads.stop))
         queries, keys = hull(group.queries), plan.keys
         query, key, lse = part.folded(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
-        # split and not sliced: a slice's gradient is as large as the whole, a split's only as its piece
+        # split, not sliced: the gradient of a slice is as large as the whole tensor, that of a split only as its piece
         down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
         self.lse = None if lse is None else lse.split(down, dim=2)
@@ -79,7 +79,7 @@ class _Part:
         self, number: int, queries: range, keys: range, statistics: list[Statistic[Any]], memory: Tensor | None,
         differentiable: bool,
     ) -> ScoreTile:  # fmt: skip
-        """One tile; where a gradient is wanted, so that the backward pass makes it again."""
+        """Passes one tile to some statistics; if gradients are recorded, so that the backward pass recomputes it."""
         piece, first = divmod(keys.start - self.plan.keys.start, self.plan.step)
         inside = slice(first, first + len(keys))
         place = self.place._replace(queries=queries, keys=keys)

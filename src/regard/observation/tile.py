@@ -1,12 +1,12 @@
-"""One tile of a call: its scores and weights, made when a statistic asks for them. Other tiles are not known here.
+"""One tile of a call: its scores and weights, computed when a statistic uses them.
 
     exponents = log2(e) (score - shift),   powers = 2^exponents,   weights = powers / total
 
-With lse known, shift = lse and powers are the weights. Without, shift is the largest score and total the sum over all
-that is seen; for that a tile must hold all the keys that its queries see, and then it brings their lse.
+If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score and total the sum over all
+visible keys; for that a tile must hold all keys that its queries see, and then it gives their lse.
 
-Where a score is a plain product, query and key come *folded*: q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so
-that q' . k' is the exponent (as long as lse is not known, the score), and weights cost one product and one exp2.
+If scores are plain products, query and key come *folded*: q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so that
+q' . k' is the exponent (or the score, while lse is unknown), and weights cost one matrix product and one exp2.
 """
 
 import math
@@ -23,20 +23,20 @@ from regard.numerics import LOG2_E, exp, finite_lse, grouped_matmul, zero_empty_
 from regard.scores import Scoring
 
 LOG2_OF_ZERO = -1e4
-"""Stands for log2 of a weight of 0 in a product with that weight: 2^-10,000 is 0 in every dtype."""
+"""Replaces log2 of a weight of 0 in a product with that weight: 2^-10,000 is 0 in every dtype."""
 
 BUFFERS = 3
-"""Pieces of memory of a tile's size that a tile uses: for scores or exponents, for powers, for what is made of both."""
+"""Buffers of a tile's size that a tile uses: for scores or exponents, for powers, and for their product."""
 
 
 class TilePlace(NamedTuple):
-    """Where a tile lies.
+    """The place of a tile in a call.
 
     Attributes:
-        batch, heads: in the call that is asked: where its numbers go in a result.
+        batch, heads: batch indices and heads in the call: where its numbers go in a result.
         queries, keys: which queries and keys.
-        batch_numbers, head_numbers: the numbers of these batch rows and heads in the call that was observed, which has
-            more of both where some were selected.
+        batch_numbers, head_numbers: the indices of these in the call that was observed, of which some batch indices or
+            heads may have been selected.
     """
 
     batch: slice
@@ -48,13 +48,13 @@ class TilePlace(NamedTuple):
 
 
 class ScoreTile(ABC):
-    """One tile of a call, as a statistic sees it: scores and weights of some queries and keys, made when asked for.
+    """One tile of a call, as a statistic sees it: scores and weights of some queries and keys, computed on first use.
 
-    The next tile may take the memory of its tensors: what is kept of them has to be computed or copied, or the
-    statistic says that it `keeps_tiles`.
+    The next tile may overwrite its tensors: what a statistic keeps of them has to be a result or a copy, unless it
+    sets `keeps_tiles`.
 
     Attributes:
-        batch, heads: slices, which batch rows and heads of the call it belongs to.
+        batch, heads: slices, the batch indices and heads of the call that it belongs to.
         queries, keys: ranges; its tensors are [batch, heads, len(queries), len(keys)].
     """
 
@@ -64,10 +64,10 @@ class ScoreTile(ABC):
     ) -> None:  # fmt: skip
         """
         Args:
-            scoring: of these batch rows and heads.
+            scoring: of these batch indices and heads.
             query, key: of these queries and keys.
-            folded: whether scale and lse are in them (see above).
-            memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they take their own.
+            folded: whether scale and lse are folded into them (see above).
+            memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they are allocated.
         """
         self.place, (self.batch, self.heads, self.queries, self.keys) = place, place[:4]
         full = scoring.mask is None or scoring.mask.tile(self.queries, self.keys) is Tile.FULL
@@ -92,12 +92,12 @@ class ScoreTile(ABC):
     @property
     @abstractmethod
     def powers(self) -> Tensor:
-        """Weights times `total`, which costs less than weights."""
+        """Weights times `total`, which are cheaper than weights."""
 
     @property
     @abstractmethod
     def total(self) -> Tensor | None:
-        """What to divide powers by: [batch, heads, queries]; None for 1, which it is once weights were asked for."""
+        """The divisor of powers, [batch, heads, queries]; None for 1, as it is once weights have been used."""
 
     @abstractmethod
     def negentropy(self) -> Tensor:
@@ -105,14 +105,14 @@ class ScoreTile(ABC):
 
     @cached_property
     def allowed(self) -> Tensor | None:
-        """Who may attend to whom, broadcastable to the tile; None for everybody to everybody."""
+        """The mask of the tile, broadcastable to it; None if everything is allowed."""
         return self._scoring.allowed(self.queries, self.keys)
 
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch row, head, query and key of every weight, as numbers in the call that was observed, also where some of
-        its batch rows and heads were selected: index tensors that broadcast to [batch, heads, queries, keys], as a
-        mask's `rule` takes them."""
+        """The indices of batch, head, query and key of every weight in the call that was observed, even if some batch
+        indices and heads were selected: index tensors that broadcast to [batch, heads, queries, keys], like the
+        arguments of a mask's `rule`."""
         device = self._query.device
         query = torch.arange(self.queries.start, self.queries.stop, device=device)
         key = torch.arange(self.keys.start, self.keys.stop, device=device)
@@ -120,7 +120,7 @@ class ScoreTile(ABC):
         return batch[:, None, None, None], head[:, None, None], query[:, None], key
 
     def num_allowed(self, dim: int) -> Tensor:
-        """How many cells are allowed, along keys (-1) or queries (-2): int."""
+        """The number of allowed cells along keys (-1) or queries (-2), as int."""
         shape = [self._query.shape[0], self._query.shape[1], len(self.queries), len(self.keys)]
         if self.allowed is not None:
             return self.allowed.expand(shape).sum(dim)
@@ -128,15 +128,15 @@ class ScoreTile(ABC):
         return torch.full(shape, length, device=self._query.device)
 
     def of_queries(self) -> tuple[slice, slice, slice]:
-        """Where its queries stand in a tensor [batch, heads, query_len, *] of the whole call."""
+        """The index of its queries in a tensor [batch, heads, query_len, *] of the whole call."""
         return self.batch, self.heads, slice(self.queries.start, self.queries.stop)
 
     def of_keys(self) -> tuple[slice, slice, slice]:
-        """Where its keys stand in a tensor [batch, heads, key_len, *] of the whole call."""
+        """The index of its keys in a tensor [batch, heads, key_len, *] of the whole call."""
         return self.batch, self.heads, slice(self.keys.start, self.keys.stop)
 
     def rescaled(self, sums: Tensor) -> Tensor:
-        """Sums of powers per query as sums of weights: [batch, heads, queries, *]."""
+        """Turns sums of powers per query into sums of weights: [batch, heads, queries, *]."""
         return sums if self.total is None else sums / self.total.unflatten(-1, (-1, *[1] * (sums.dim() - 3)))
 
     def _powers_times(self, exponents: Tensor) -> Tensor:
@@ -148,11 +148,11 @@ class ScoreTile(ABC):
 
     @cached_property
     def _scores(self) -> Tensor:
-        """Scores where lse is not folded in; exponents may then take their place in memory."""
+        """Scores, if lse is not folded in; exponents may overwrite them."""
         return self._product() if self._folded else self._scoring.tile(*self._shown(), self.queries, self.keys)
 
     def _product(self) -> Tensor:
-        """What was folded into query and key; -inf where hidden."""
+        """The product of folded query and key; -inf where hidden."""
         query, key = self._shown()
         product = grouped_matmul(query, key.transpose(-2, -1), out=self._buffer(0))
         return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
@@ -161,27 +161,27 @@ class ScoreTile(ABC):
         return torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._buffer(0))
 
     def _buffer(self, number: int) -> Tensor | None:
-        """One piece of memory of the tile's size, where there is any of it."""
+        """One of the buffers, in the tile's shape; None if there are none."""
         shape = *self._query.shape[:3], len(self.keys)
         if self._memory is None or self._memory.shape[1] < math.prod(shape):
             return None
         return self._memory[number, : math.prod(shape)].view(shape)
 
     def _shown(self) -> tuple[Tensor, Tensor]:
-        """Query and key; for gradients with zeros where hidden, since 0 times NaN is NaN in a backward pass."""
+        """Query and key; for gradients, with zeros where fully masked, since 0 * NaN is NaN in a backward pass."""
         if not (self._query.requires_grad or self._key.requires_grad):
             return self._query, self._key
         return zero_empty_queries(self._query, self.allowed), zero_unseen(self._key, self.allowed)
 
 
 class TileWithLse(ScoreTile):
-    """A tile whose queries' lse is known: any keys."""
+    """A tile whose queries' lse is known; it may hold any keys."""
 
     def __init__(
         self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor, *, folded: bool = False,
         memory: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Args: lse: finite, 0 for a query that sees nothing. The rest as in `ScoreTile`."""
+        """Args: lse: finite, 0 for a fully masked query. The rest as in `ScoreTile`."""
         super().__init__(place, scoring, query, key, folded=folded, memory=memory)
         self._lse = lse
 
@@ -210,8 +210,8 @@ class TileWithLse(ScoreTile):
 
 
 class _Softmax(NamedTuple):
-    """What a tile without lse comes to: `seen` is the sum of powers, `total` with the sink and 1 where nothing is seen;
-    all but exponents and powers are [batch, heads, queries]."""
+    """The softmax of a tile without lse: `seen` is the sum of powers, `total` includes the sink and is 1 for a fully
+    masked query; all but exponents and powers are [batch, heads, queries]."""
 
     largest: Tensor
     exponents: Tensor
@@ -222,9 +222,9 @@ class _Softmax(NamedTuple):
 
 
 class TileWithoutLse(ScoreTile):
-    """A tile whose queries' lse is not known: of its weights can only be asked where it holds all that they see.
+    """A tile whose queries' lse is unknown: its weights are right only if it holds all keys that its queries see.
 
-    Powers become weights, in their place, when these are first asked for.
+    Powers become weights, in place, when weights are first used.
     """
 
     _are_weights = False
@@ -278,12 +278,12 @@ class TileWithoutLse(ScoreTile):
 
     @property
     def lse(self) -> Tensor:
-        """Log-sum-exp of its queries' scores and sink, -inf where there is nothing: [batch, heads, queries]."""
+        """Log-sum-exp of its queries' scores and sink, -inf if fully masked: [batch, heads, queries]."""
         return self._softmax.lse
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The largest score of each query, or of its sink, and the sum of exp(score - largest) over its keys; -inf and
-        0 where nothing is seen."""
+        """The largest score of each query, or its sink, and the sum of exp(score - largest) over its keys; -inf and 0
+        if fully masked."""
         return self._softmax.largest.masked_fill(self._softmax.seen == 0, -math.inf), self._softmax.seen
 
     def _normalise(self) -> None:
@@ -296,7 +296,7 @@ class TileWithoutLse(ScoreTile):
 def tile_of(
     place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor | None, **how: Any
 ) -> ScoreTile:
-    """A tile with lse, or without where it is None; further arguments as in `ScoreTile`."""
+    """A tile with lse, or without if it is None; other arguments as in `ScoreTile`."""
     if lse is None:
         return TileWithoutLse(place, scoring, query, key, **how)
     return TileWithLse(place, scoring, query, key, lse, **how)

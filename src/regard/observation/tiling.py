@@ -1,6 +1,6 @@
-"""Which tiles a pass goes through: the keys that are seen, cut so that a tile fits the cache and skips what is hidden.
+"""The tiles of a pass: the visible keys, cut so that a tile fits the cache and little of it is hidden.
 
-Only the mask and the sizes of a call decide; no score is computed here.
+They depend on the mask and the sizes of a call only; no score is computed here.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from regard.observation.observed import ObservedCall
 
 
 class BatchPlan(NamedTuple):
-    """Batch rows that stand in a tile together, their mask, and the queries of each row of tiles."""
+    """Batch indices that are in a tile together, their mask, and the queries of each row of tiles."""
 
     batch: slice
     mask: Mask
@@ -29,14 +29,14 @@ class TilePlan(NamedTuple):
     keys: range
     """All keys of the rectangle."""
     step: int
-    """Keys are split at multiples of it, counted from the first."""
+    """Keys are split at multiples of this, counted from the first."""
     heads: list[slice]
-    """Which heads stand in a tile together."""
+    """The heads that are in a tile together."""
     batches: list[BatchPlan]
     max_scores: int
-    """Scores in the largest tile, or more."""
+    """An upper bound on the scores in a tile."""
     whole_rows: bool
-    """Whether a tile goes from the first to the last key that its queries see, and so brings their lse."""
+    """Whether a tile spans all keys that its queries see, and so gives their lse."""
 
     def keys_of(self, mask: Mask, queries: range) -> Iterable[range]:
         """The keys of some queries' tiles, from left to right."""
@@ -48,7 +48,7 @@ class TilePlan(NamedTuple):
 
 
 def plan_whole_rows(call: ObservedCall, max_keys: int) -> TilePlan | None:
-    """Tiles that hold all that their queries see, and so bring lse; None where lse is better had beforehand.
+    """Tiles that hold all keys that their queries see, and so give lse; None if computing lse beforehand is faster.
 
     Args:
         max_keys: most keys in a tile.
@@ -80,8 +80,8 @@ def plan_tiles(
 
     Args:
         others: calls whose visible keys must not be skipped either.
-        whole_rows_of: the most keys between the first and the last that `TILE_QUERIES` queries see, for tiles that hold
-            all of that; None: tiles that skip what is hidden.
+        whole_rows_of: for tiles that hold whole rows, the most keys that `TILE_QUERIES` queries span; None: tiles that
+            skip hidden keys.
     """
     batch, heads, device = call.grid.batch, call.grid.heads, call.grid.device
     max_scores = tuning.MAX_TILE_SCORES if device.type == "cpu" else tuning.MAX_TILE_SCORES_ON_GPU
@@ -91,7 +91,7 @@ def plan_tiles(
         widest = max(1, min(wide, len(keys), max(tuning.MIN_TILE_KEYS, max_scores // tuning.MIN_TILE_KEYS)))
     max_heads = max(1, max_scores // (widest * max(1, min(tuning.TILE_QUERIES, len(queries)))))
     masks = _masks(call, others)
-    if len(masks) == 1 < batch and batch * heads > max_heads:  # tiles of all batch rows would be too flat
+    if len(masks) == 1 < batch and batch * heads > max_heads:  # tiles of all batch indices would be too flat
         masks = [(slice(index, index + 1), masks[0][1]) for index in range(batch)]
     num_batch = batch if len(masks) == 1 else 1
     group = heads // call.key.shape[1]
@@ -111,8 +111,8 @@ def plan_tiles(
 
 
 def heads_of_a_tile(heads: int, group: int, most: int) -> int:
-    """How many heads go together: whole groups that share a kv head, as many in one tile as in the next, or an equal
-    part of one group."""
+    """The number of heads in a tile: whole groups that share a kv head, equally many in each tile, or an equal part of
+    one group."""
     if most < group:
         return max(count for count in range(1, most + 1) if group % count == 0)
     kv_heads = heads // group
@@ -121,14 +121,14 @@ def heads_of_a_tile(heads: int, group: int, most: int) -> int:
 
 
 def _masks(call: ObservedCall, others: Sequence[ObservedCall]) -> list[tuple[slice, Mask]]:
-    """The mask of a call and of others: of all batch rows, or of each where they see different keys."""
+    """The union of the masks of some calls: for all batch indices, or for each if they differ."""
     mask = reduce(or_, (seen.scoring.mask_or_everything for seen in (call, *others)))
     found = by_batch(mask, call.grid)
     return [(slice(0, call.grid.batch) if n is None else slice(n, n + 1), part) for n, part in found.items()]
 
 
 def _visible_keys(mask: Mask, queries: range, keys: range, step: int) -> Iterator[range]:
-    """The keys that some of the queries may see, from left to right, split at every `step` from the first."""
+    """The keys visible to some of the queries, from left to right, split at multiples of `step` from the first."""
     pending: range | None = None
     for found, _ in visible(mask, queries, keys, tuning.MIN_TILE_KEYS):
         if pending is not None and found.start == pending.stop:
@@ -142,8 +142,8 @@ def _visible_keys(mask: Mask, queries: range, keys: range, step: int) -> Iterato
 
 
 def _height(mask: Mask, queries: range, keys: range, most: int, step: int, heads: int) -> int:
-    """Queries in a tile, for the least cost: higher tiles are fewer, and hold more that is hidden where the keys that
-    are seen move on with the queries. Judged by the middle of the queries."""
+    """The cheapest number of queries in a tile, estimated at the middle of the queries: higher tiles are fewer, but
+    under a window more of their scores are hidden."""
 
     def cost(height: int) -> float:
         middle = queries.start + max(0, len(queries) - height) // 2
