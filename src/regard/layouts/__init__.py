@@ -1,7 +1,7 @@
-"""Other libraries' weights in regard's layers and models.
+"""Weights of other libraries in regard's layers and models.
 
-The same attention is stored in many ways. What differs is names, whether query, key and value lie in one matrix or in
-three, and which way round a matrix lies:
+Libraries store the same attention in many ways: with different names, with query, key and value in one matrix or in
+three, and with matrices transposed or not:
 
     nn.Linear, regard        [output, input]    x @ W^T
     Conv1D (GPT-2)           [input, output]    x @ W
@@ -16,12 +16,11 @@ three, and which way round a matrix lies:
 | `from_gpt` | a whole GPT-2, minGPT or nanoGPT |
 | `from_transformers` | a GPT-2, Llama, Mistral, Qwen2 or BERT of transformers |
 
-Here belongs one file for each library or family of layouts: a table of names, theirs on the left, regard's on the
-right, and what the tensors do not tell. `renaming` does the rest.
+Each library or family of layouts has one file here: a table of names, theirs on the left, regard's on the right, and
+the settings that tensors do not contain. `renaming` does the rest.
 
-Every result has its own copy of the numbers, in the dtype and on the device where they were. Nothing is guessed: a name
-that no table knows, a tensor that is missing, or a setting that would change the result and that regard does not know
-is an error that names it.
+Every result has its own copy of the numbers, with their dtype and device. Nothing is guessed: an unknown name, a
+missing tensor, or an unsupported setting that would change the result raises an error that names it.
 """
 
 from regard.layouts.gpt import config_of, from_gpt

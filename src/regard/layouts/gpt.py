@@ -1,4 +1,4 @@
-"""A whole GPT-2, minGPT or nanoGPT; and the sizes of any whole model, as its tensors tell."""
+"""A whole GPT-2, minGPT or nanoGPT; and the sizes of any whole model, inferred from its tensors."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -30,14 +30,14 @@ LAYOUTS["from_gpt"] = "a whole GPT-2, minGPT or nanoGPT: wte, wpe, h.0 and so on
 def from_gpt(state_dict: Mapping[str, Tensor], *, heads: int, activation: Activation = "gelu_tanh") -> Decoder:
     """A whole GPT-2, minGPT or nanoGPT as a `Decoder`; all sizes are read from the tensors.
 
-    Names may begin with ``transformer.`` or not (and with ``_orig_mod.`` where the model was compiled), matrices may
-    lie either way round, masks may have been saved or not, biases may be there or not. Without an
-    ``lm_head.weight``, or with one that equals ``wte.weight``, the logits are tied to the embedding.
+    Names may or may not begin with ``transformer.`` (and with ``_orig_mod.`` if the model was compiled), matrices may
+    be transposed, and saved masks and biases are optional. Without an ``lm_head.weight``, or with one that equals
+    ``wte.weight``, the logits are tied to the embedding.
 
     Args:
         state_dict: of the model.
-        heads: number of heads; no tensor tells.
-        activation: "gelu_tanh" in GPT-2 and minGPT (there NewGELU), "gelu" in nanoGPT; no tensor tells.
+        heads: number of heads, which tensors do not contain.
+        activation: "gelu_tanh" in GPT-2 and minGPT (called NewGELU there), "gelu" in nanoGPT.
     Raises:
         ValueError: another layout, or heads that do not divide.
     References:
@@ -56,10 +56,10 @@ def from_gpt(state_dict: Mapping[str, Tensor], *, heads: int, activation: Activa
 
 
 def config_of(tensors: Renamed, heads: int, *, inside: str = "", **settings: Any) -> ModelConfig:
-    """The configuration of a model with these tensors: every size that a tensor tells, and `settings` for the rest.
+    """The configuration of a model with these tensors: sizes inferred from them, and `settings` for the rest.
 
     Args:
-        inside: what the names of the stack begin with.
+        inside: the prefix of the stack's names.
     """
     embedding, block = tensors[inside + "embedding.weight"], inside + "layers.0."
     positions, segments = (tensors.get(f"{inside}{name}.weight") for name in ("positions", "segments"))
@@ -92,7 +92,7 @@ def config_of(tensors: Renamed, heads: int, *, inside: str = "", **settings: Any
 
 
 def without(tensors: Mapping[str, Tensor], *prefixes: str) -> dict[str, Tensor]:
-    """The tensors under names without these prefixes, in this order, where they have them."""
+    """The tensors with these prefixes removed from their names, in this order."""
     for prefix in prefixes:
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     return dict(tensors)

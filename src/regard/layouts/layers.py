@@ -1,4 +1,4 @@
-"""One attention layer: all heads in one matrix, in four linear maps, or a matrix for each head."""
+"""A single attention layer: stored as one matrix, as four linear maps, or with one matrix per head."""
 
 import re
 from collections.abc import Mapping
@@ -48,13 +48,13 @@ def from_fused(state_dict: Mapping[str, Tensor], *, heads: int, prefix: str = ""
 
         query | key | value = x @ c_attn,   output = joined heads @ c_proj
 
-    The matrices may lie as in nn.Linear, c_attn [3 * dim, dim], or as in Conv1D, [dim, 3 * dim]. A mask that was saved
-    with them (``bias`` [1, 1, N, N], ``masked_bias``) is left out: the layer is causal at any length.
+    The matrices may be stored as in nn.Linear, c_attn [3 * dim, dim], or as in Conv1D, [dim, 3 * dim]. A mask saved
+    with them (``bias`` [1, 1, N, N], ``masked_bias``) is ignored: the layer is causal at any length.
 
     Args:
         state_dict: of such a layer, or of a whole model.
-        heads: number of heads; no tensor tells.
-        prefix: what the names of the layer begin with, such as "transformer.h.0.attn.".
+        heads: number of heads, which tensors do not contain.
+        prefix: the prefix of the layer's names, such as "transformer.h.0.attn.".
     Raises:
         ValueError: another layout, or heads that do not divide.
 
@@ -73,8 +73,8 @@ def from_annotated(state_dict: Mapping[str, Tensor], *, heads: int, prefix: str 
 
     Args:
         state_dict: of such a layer, or of a whole model.
-        heads: number of heads; no tensor tells.
-        prefix: what the names of the layer begin with, such as "encoder.layers.0.self_attn.".
+        heads: number of heads, which tensors do not contain.
+        prefix: the prefix of the layer's names, such as "encoder.layers.0.self_attn.".
     Raises:
         ValueError: another layout, or heads that do not divide.
     References:
@@ -114,8 +114,8 @@ def from_heads(
         output [heads * value_dim, dim]; query_bias [heads, head_dim], key_bias [kv_heads, head_dim],
         value_bias [kv_heads, value_dim], output_bias [dim]
     Args:
-        query_bias, key_bias, value_bias, output_bias: the projections' own; None for none. Where only some of the first
-            three are given, the others are zero.
+        query_bias, key_bias, value_bias, output_bias: biases of the projections; None for none. If only some of the
+            first three are given, the others are zero.
     Raises:
         ShapeError: matrices that do not fit each other, or kv_heads that do not divide heads.
 
@@ -166,7 +166,7 @@ def _make_attention(tensors: Renamed, heads: int, *, kv_heads: int | None = None
 def upright(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The matrices of GPT-2, minGPT or nanoGPT as in nn.Linear.
 
-    Only c_attn, which is three times as long as wide, shows which way round it lies; the others lie like it.
+    Only the shape of c_attn, [3 * dim, dim] or its transpose, shows whether matrices are transposed.
     """
     shapes = {tuple(tensor.shape) for name, tensor in tensors.items() if name.endswith("c_attn.weight")}
     if not shapes or any(len(shape) != 2 or shape[1] != 3 * shape[0] for shape in shapes):

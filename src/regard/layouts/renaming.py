@@ -1,7 +1,7 @@
-"""Somebody's tensors under regard's names: the engine behind every layout's table.
+"""Tensors of another library under regard's names, according to a table.
 
-In a table their names stand on the left, regard's on the right. A ``*`` stands for one part of a dotted name and keeps
-its value; ``{query,key,value}`` stands for three tensors that lie in one, below each other.
+A table maps their names to regard's. A ``*`` matches one part of a dotted name and keeps its value;
+``{query,key,value}`` are three tensors concatenated into one along the first axis.
 """
 
 import re
@@ -16,17 +16,17 @@ Names = Mapping[str, str]
 """Their names -> regard's names."""
 
 LEFT_OUT = "(left out)"
-"""In place of a name: something that regard has no use for."""
+"""In place of a name: a tensor that regard does not use."""
 
 STORED_MASK = "(stored mask)"
-"""In place of a name: a causal mask that was saved with the weights. It has four axes, or none."""
+"""In place of a name: a causal mask saved with the weights, with four axes or none."""
 
 LAYOUTS: dict[str, str] = {}
-"""What each function reads, for errors: every file of a layout adds its own."""
+"""What each function reads, for error messages; every layout file adds its own."""
 
 
 def within(theirs: str, ours: str, names: Names) -> Names:
-    """A table of names inside a part of a larger layout; "(left out)" and "(stored mask)" stay as they are."""
+    """A table with prefixes added to both sides; "(left out)" and "(stored mask)" stay unchanged."""
     return {theirs + name: our if our in (LEFT_OUT, STORED_MASK) else ours + our for name, our in names.items()}
 
 
@@ -34,12 +34,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Renamed(dict[str, Tensor]):
-    """Somebody's tensors under regard's names, ready to fill a layer or a model.
+    """Tensors of another library under regard's names, ready to fill a layer or a model.
 
-    Asking for a name that is not there raises the error of a state dict in another layout.
+    Looking up a missing name raises the error for a state dict with another layout.
 
     Args:
-        function: who asks, for errors.
+        function: the calling function, for error messages.
         names: the table.
         tensors: a state dict, or the part of one that the table is for.
     """
@@ -53,12 +53,12 @@ class Renamed(dict[str, Tensor]):
             self._add(name, tensor)
 
     def fill(self, make: Callable[[], M]) -> M:
-        """What `make` makes, with these tensors as its parameters.
+        """The module that `make` returns, with these tensors as its parameters.
 
         Raises:
-            ValueError: a tensor is missing, superfluous, or of another shape.
+            ValueError: a tensor is missing, unexpected, or has the wrong shape.
         """
-        with torch.device("meta"), SkipInit():  # no memory and no random numbers for what is replaced below
+        with torch.device("meta"), SkipInit():  # allocates and draws nothing, since all parameters are replaced below
             module = make()
         held = dict(module.named_parameters(remove_duplicate=False))
         missing = [name for name, _ in module.named_parameters() if name not in self]
@@ -122,7 +122,7 @@ class Renamed(dict[str, Tensor]):
         raise ValueError("\n".join(lines))
 
     def _theirs(self, name: str) -> str:
-        """What they would call it."""
+        """The other library's name of a tensor."""
         for pattern, our in self.names.items():
             for alternative in _alternatives(our):
                 stars = match(alternative, name)
@@ -132,7 +132,7 @@ class Renamed(dict[str, Tensor]):
 
 
 class SkipInit(TorchFunctionMode):
-    """New parameters stay as they are. To draw them on the meta device would load torch's compiler, for seconds."""
+    """Leaves new parameters uninitialised: drawing them on the meta device would load torch's compiler for seconds."""
 
     DRAWING = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
 
@@ -146,7 +146,7 @@ class SkipInit(TorchFunctionMode):
 
 
 def match(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What the stars of a pattern stand for in a name, or None where it is another name."""
+    """What the stars of a pattern match in a name; None if it does not match."""
     found = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     return None if found is None else found.groups()
 

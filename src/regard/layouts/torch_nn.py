@@ -58,20 +58,20 @@ def from_torch(module: nn.Module) -> nn.Module:
     |---|---|
     | `nn.MultiheadAttention` | `MultiHeadAttention` |
     | `nn.TransformerEncoderLayer` | `Block` |
-    | `nn.TransformerDecoderLayer` | `Block` with cross-attention: its second text is `context` |
-    | `nn.TransformerEncoder`, `nn.TransformerDecoder` | `nn.ModuleList` of blocks; a last norm stays `module.norm` |
+    | `nn.TransformerDecoderLayer` | `Block` with cross-attention to `context` |
+    | `nn.TransformerEncoder`, `nn.TransformerDecoder` | `nn.ModuleList` of blocks, without a final norm |
 
     Notes:
-        regard is batch first, [batch, length, dim], whatever `module.batch_first` says.
+        regard is always batch first, [batch, length, dim], regardless of `module.batch_first`.
 
-        Masks turn round: torch's bool masks say True where a query may **not** attend, regard's where it may. A
+        Masks are inverted: in torch's bool masks, True means that a query may **not** attend, in regard that it may. A
         ``key_padding_mask`` p becomes ``Padding(~p)``, a bool ``attn_mask`` m becomes ``Dense(~m)``, a float one is a
         ``bias``; a causal one is ``Causal()``.
 
         ``add_zero_attn`` adds a key and a value of zeros, which is a `sink` with logit 0; it stays 0 in training.
     Raises:
-        TypeError: none of these modules.
-        ValueError: ``add_bias_kv``, an activation that regard does not have, or norms with several eps.
+        TypeError: another module.
+        ValueError: ``add_bias_kv``, an unsupported activation, or norms with different eps.
 
     >>> layer = from_torch(nn.TransformerEncoderLayer(16, 2, dim_feedforward=32))
     >>> layer(torch.randn(1, 5, 16), mask=Causal()).shape

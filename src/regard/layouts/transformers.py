@@ -1,4 +1,4 @@
-"""A GPT-2, Llama, Mistral, Qwen2 or BERT of transformers: names of tensors, and what the tensors do not tell."""
+"""A GPT-2, Llama, Mistral, Qwen2 or BERT of transformers: names of tensors, and settings from its configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,23 +69,23 @@ def from_transformers(model: nn.Module) -> Model:
     | model of transformers | result |
     |---|---|
     | `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` | `Decoder` |
-    | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model` | `Decoder`; `Decoder.states` gives its states |
-    | `BertModel` | `Encoder`; its pooler is left out |
+    | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model` | `Decoder`; `Decoder.states` returns its states |
+    | `BertModel` | `Encoder`, without the pooler |
     | `BertForMaskedLM` | `MaskedLanguageModel` |
     | `BertForSequenceClassification` | `Classifier` |
 
     Shapes: ``decoder(tokens)`` and ``encoder(tokens, segments=token_type_ids)`` as usual in regard. An attention mask
     of 0 and 1 becomes ``mask=Padding(attention_mask.bool())``.
     Notes:
-        A model without a head for logits gets its own embedding as one, which was not trained for that.
+        A model without an output head gets its embedding as one, which was not trained for that.
 
-        regard bounds the length of a text: by max_position_embeddings, or where rotary positions are scaled by a
-        factor, by that many times the original context.
+        The length of a text is limited: to max_position_embeddings, or if rotary positions are scaled by a factor, to
+        that many times the original context.
 
-        With "dynamic" scaling and beyond the original context, the lengths of earlier calls matter in transformers and
-        do not matter here: see `DynamicScaling`.
+        With "dynamic" scaling beyond the original context, results depend on the lengths of earlier calls in
+        transformers, but not here: see `DynamicScaling`.
     Raises:
-        ValueError: another model, or a setting that changes the result and that regard does not have.
+        ValueError: another model, or an unsupported setting that changes the result.
 
     >>> model = transformers.AutoModelForCausalLM.from_pretrained("openai-community/gpt2")  # doctest: +SKIP
     >>> decoder = from_transformers(model)  # doctest: +SKIP
@@ -145,7 +145,7 @@ ROTARY: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""The kinds of rotary positions, and the parameters of each that are understood."""
+"""The kinds of rotary positions, with the supported parameters of each."""
 
 
 def _gpt2(theirs: Any) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _bert_classifier(theirs: Any) -> dict[str, Any]:
 
 
 def _require(theirs: Any, **expected: object) -> None:
-    """Every setting that regard knows only one value of must have that value, or not be there."""
+    """Raises if a setting for which regard supports a single value has another one."""
     for name, value in {
         **expected,
         "is_encoder_decoder": False,
@@ -226,10 +226,8 @@ def _require(theirs: Any, **expected: object) -> None:
     }.items():
         got = getattr(theirs, name, None)
         if got is not None and got != value and (got or value):
-            hint = "; where the model is not trained, set them equal" if name.endswith(("_pdrop", "_dropout")) else ""
-            raise ValueError(
-                f"from_transformers: regard has no such model with {name}={got!r}, only with {name}={value!r}{hint}"
-            )
+            hint = "; if the model is not trained, set them equal" if name.endswith(("_pdrop", "_dropout")) else ""
+            raise ValueError(f"from_transformers: {name}={got!r} is not supported, only {name}={value!r}{hint}")
 
 
 def _activation(theirs: Any, name: str, known: Mapping[str, Activation]) -> Activation:
@@ -240,7 +238,7 @@ def _activation(theirs: Any, name: str, known: Mapping[str, Activation]) -> Acti
 
 
 def rotary(theirs: Any) -> dict[str, Any]:
-    """Fields of `ModelConfig`, from ``rope_parameters``, or from ``rope_theta`` and ``rope_scaling`` as formerly."""
+    """Fields of `ModelConfig`, from ``rope_parameters``, or from the older ``rope_theta`` and ``rope_scaling``."""
     before = {"rope_theta": getattr(theirs, "rope_theta", None), **(getattr(theirs, "rope_scaling", None) or {})}
     given = {k: v for k, v in (getattr(theirs, "rope_parameters", None) or before).items() if v is not None}
     named_before = given.pop("type", "default")
@@ -250,7 +248,7 @@ def rotary(theirs: Any) -> dict[str, Any]:
     theta, turning = given.pop("rope_theta", 10000.0), given.pop("partial_rotary_factor", 1.0)
     unknown = sorted(set(given) - ROTARY[kind]) + ["partial_rotary_factor"] * (turning != 1.0)
     if unknown:
-        raise ValueError(f"from_transformers: rotary positions of kind {kind!r} have no {', '.join(unknown)} in regard")
+        raise ValueError(f"from_transformers: rope_type {kind!r} with {', '.join(unknown)} is not supported")
 
     context: int = theirs.max_position_embeddings
     if kind == "default":
@@ -260,7 +258,7 @@ def rotary(theirs: Any) -> dict[str, Any]:
         original = getattr(theirs, "original_max_position_embeddings", None) or original
     factor = given.setdefault("factor", context / original)
     if kind == "yarn":
-        # Transformers takes 0 for "not given" here, and one of the two mscales without the other for none.
+        # transformers treats 0 as "not given" here, and ignores one mscale without the other
         dropped = [name for name in ("beta_fast", "beta_slow") if not given.get(name)]
         if not (given.get("mscale") and given.get("mscale_all_dim")):
             dropped += ["mscale", "mscale_all_dim"]
@@ -276,15 +274,15 @@ def rotary(theirs: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers: its names, what its configuration says, and what it becomes."""
+    """A model class of transformers: its names, its settings, and the model that it becomes."""
 
     names: Names
     settings: Callable[[Any], dict[str, Any]]
     build: Callable[[ModelConfig, Renamed], Model] = lambda config, tensors: Decoder(config)
     prefixes: tuple[str, ...] = ()
-    """What names begin with, apart from the model's own heads."""
+    """Prefixes of its names, except those of its output heads."""
     inside: str = ""
-    """What the result calls its stack."""
+    """Prefix of the stack's names in the result."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {

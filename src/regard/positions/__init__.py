@@ -1,35 +1,36 @@
-"""Where a token stands: sinusoidal, learned and rotary positions.
+"""Positions of tokens: sinusoidal, learned and rotary.
 
-Attention alone sees a set: permute the keys with their values and the output is the same. Order has to be put in.
+Attention alone is permutation-invariant: permute the keys with their values and the output is the same. Order has to be
+added.
 
-**Added to the token.** `Sinusoidal` and `Learned` make one vector per position, added to the token's embedding once,
-below the first block. Both speak of absolute places: "I am token 17".
+**Added to the embedding.** `Sinusoidal` and `Learned` have one vector per position, added to the token's embedding
+once, before the first block. Both encode absolute positions.
 
-**Turned into query and key.** `Rotary` takes the features of a query or a key in pairs and turns each pair, as a point
-in the plane, by an angle that grows with the position p. With `R(p)` for all these turns together,
+**Rotations of query and key.** `Rotary` rotates each pair of features of a query or key, as a point in the plane, by an
+angle proportional to the position p. If `R(p)` are all these rotations together,
 
     (R(m) query) · (R(n) key)  =  query · (R(n - m) key)
 
-so a score depends on the distance of query and key alone, and the length of every vector stays what it was. Pair i
-turns by `p * frequency[i]` radians, where `frequency[i] = theta ** (-2 i / rotary_dim)`: the first pair turns by one
-radian per token, the last ones so slowly that they tell far from near.
+so a score depends only on the distance between query and key, and rotation preserves the norm. Pair i rotates by
+`p * frequency[i]` radians, with `frequency[i] = theta ** (-2 i / rotary_dim)`: the first pair rotates by one radian per
+token, the last ones so slowly that they distinguish far from near.
 
-A model trained up to some length has never seen the angles beyond it. The scalings below bring them back into the
-range that it knows, by slowing the turns; they differ in which pairs they slow, and by how much:
+A model trained up to some length has never seen the angles beyond it. The scalings below map them back into the trained
+range by slowing the rotation; they differ in which pairs they slow, and by how much:
 
 | scaling | which pairs it slows | depends on the length |
 |---|---|---|
 | `LinearScaling` | all by the same factor | no |
 | `DynamicScaling` | the slower the pair, the more; the first not at all | yes, beyond the original context |
-| `YarnScaling` | those that turn seldom; and it sharpens the softmax | no |
-| `Llama3Scaling` | those that turn seldom, with another ramp up to the others | no |
+| `YarnScaling` | the slow ones; it also sharpens the softmax | no |
+| `Llama3Scaling` | the slow ones, with a different ramp to the others | no |
 
-**Precision.** At position 100,000 the angle of the first pair is 100,000 radians. float32 keeps it to 0.004, bfloat16
-to 256, which is no angle at all. So angles are always computed in float64, and only the cosine and sine are rounded:
-to float32 for inputs of at most that width, not at all for float64. Converting a module never rounds a table twice,
-because tables are made again from float64.
+**Precision.** At position 100,000 the angle of the first pair is 100,000 radians, which float32 resolves to 0.004 and
+bfloat16 to 256. So angles are always computed in float64, and only cosine and sine are rounded: to float32 for inputs
+up to that width, not at all for float64. Converting a module never rounds a table twice, because tables are recomputed
+from float64.
 
-Here belongs what says where a token stands. A bias that grows with distance is in `regard.biases`.
+A bias that depends on distance is in `regard.biases`.
 """
 
 from regard.positions.added import Learned, Sinusoidal

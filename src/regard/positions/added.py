@@ -1,4 +1,4 @@
-"""Positions that are added to the token: fixed waves, or a trained vector for each."""
+"""Positions that are added to the embedding: fixed waves, or a trained vector for each."""
 
 from collections.abc import Callable
 from typing import Self
@@ -17,8 +17,8 @@ class Sinusoidal(nn.Module):
         table[p, 2 i]     = sin(p / 10000 ** (2 i / dim))
         table[p, 2 i + 1] = cos(p / 10000 ** (2 i / dim))
 
-    An odd dim ends on a sine. There is no longest position: the table grows when it is asked for more. It is a buffer
-    that follows the module to its device and dtype and stays out of `state_dict()`.
+    An odd dim ends with a sine. There is no longest position: the table grows on demand. It is a buffer that follows
+    the module to its device and dtype and is not part of `state_dict()`.
 
     Shapes:
         returns [length, dim], or [batch, length, dim] where offset is a tensor; in the module's dtype
@@ -27,7 +27,7 @@ class Sinusoidal(nn.Module):
         dim: features per token.
 
     Raises:
-        ValueError: dim is no whole number from 1 on, or length or offset none from 0 on.
+        ValueError: dim is not a positive integer, or length or offset is not a nonnegative integer.
 
     >>> Sinusoidal(4)(2)
     tensor([[0.0000, 1.0000, 0.0000, 1.0000],
@@ -42,7 +42,7 @@ class Sinusoidal(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = check_whole("Sinusoidal", "dim", dim)
-        # Without rows it still says which device and dtype the rows shall have.
+        # even without rows, it records the device and dtype that rows will have
         self.register_buffer("table", torch.empty(0, dim), persistent=False)
 
     def forward(self, length: int, *, offset: int | Tensor = 0) -> Tensor:
@@ -58,15 +58,15 @@ class Sinusoidal(nn.Module):
         return F.embedding(positions_from(offset, length, self.table.device), self.table)
 
     def _grow(self, rows: int) -> None:
-        # A buffer made under inference_mode could never be updated in place, as data-parallel training does.
+        # a buffer created in inference_mode cannot be updated in place, as data-parallel training does
         with torch.inference_mode(False):
             angles = angles_between(len(self.table), rows, inverse_frequencies(self.dim, 10000.0))
             waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[:, : self.dim]
             self.table = torch.cat((self.table, waves.to(self.table)))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Rows are made again from float64 in the new dtype. Converting them would round twice, and on the way from
-        # bfloat16 back to float32 it would keep the loss.
+        # Rows are recomputed from float64 in the new dtype: converting them would round twice, and converting bfloat16
+        # back to float32 would not restore what was lost.
         self.table = self.table.new_empty(0, self.dim)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -84,12 +84,12 @@ class Learned(nn.Module):
         returns  [length, dim], or [batch, length, dim] where offset is a tensor; in the weight's dtype
 
     Args:
-        context_length: number of positions that there is a vector for.
+        context_length: number of positions.
         dim: features per token.
 
     Raises:
-        ValueError: context_length or dim is no whole number from 1 on, length or offset none from 0 on, or
-            `offset + length` is beyond context_length: a position never trained has no vector.
+        ValueError: context_length or dim is not a positive integer, length or offset is not a nonnegative integer, or
+            `offset + length` exceeds context_length: positions that were never trained have no vector.
 
     >>> positions = Learned(context_length=5, dim=2)
     >>> positions(3, offset=2).shape
@@ -107,7 +107,7 @@ class Learned(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Reinitialises the weight."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, length: int, *, offset: int | Tensor = 0) -> Tensor:

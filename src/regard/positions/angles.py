@@ -1,19 +1,19 @@
-"""Positions of a call's tokens, and the angles there."""
+"""Positions of a call's tokens, and their angles."""
 
 import torch
 from torch import Tensor
 
 from regard.shapes import INTEGER_DTYPES, check_whole
 
-# Rows that a table gains at least when it has to grow, so that a token-by-token loop grows it seldom.
 MIN_GROWTH_ROWS = 64
+"""Fewest rows by which a table grows, so that a token-by-token loop rarely grows it."""
 
 # Rows before those asked for that a growing table keeps, so that a text without end takes no memory without end.
 MAX_PAST_ROWS = 4096
 
 
 def inverse_frequencies(dim: int, theta: float) -> Tensor:
-    """How fast each pair of features turns: `theta ** (-2 i / dim)` radians per token for pair i.
+    """Radians per token by which each pair of features rotates: `theta ** (-2 i / dim)` for pair i.
 
     Shapes:
         returns  float64 [dim // 2, rounded up], on the CPU
@@ -31,7 +31,7 @@ def inverse_frequencies(dim: int, theta: float) -> Tensor:
 def angles_between(first: int, end: int, frequencies: Tensor) -> Tensor:
     """`position * frequency` [end - first, frequencies] in float64.
 
-    On the CPU, whatever the device: some devices have no float64, and all of them shall have the same numbers.
+    Always on the CPU, since some devices have no float64, and all of them should get the same numbers.
     """
     return torch.outer(torch.arange(first, end, dtype=torch.float64, device="cpu"), frequencies)
 
@@ -44,7 +44,7 @@ def positions_from(offset: int | Tensor, length: int, device: torch.device) -> T
 
 
 def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None) -> tuple[int, int]:
-    """The first position of any batch index, and the one after the last of any; offset and length are checked."""
+    """The first position over all batch indices, and the end of the last one; validates offset and length."""
     check_whole(owner, "length", length, least=0)
     if not isinstance(offset, Tensor):
         first = check_whole(owner, "offset", offset, least=0)

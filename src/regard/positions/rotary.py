@@ -1,4 +1,4 @@
-"""Rotary positions: query and key turned by an angle that grows with the position."""
+"""Rotary positions: query and key rotated by an angle proportional to the position."""
 
 from typing import Literal, NamedTuple
 
@@ -13,10 +13,10 @@ from regard.shapes import check_real, check_whole, is_plain, kind
 
 
 class _Turns(NamedTuple):
-    """Cosines and sines for the positions `first` to `end - 1`, and the deciding length that they hold for.
+    """Cosines and sines for the positions `first` to `end - 1`, valid for one deciding length.
 
-    Row 0 of `table` [2, rows, rotary_dim] holds the cosine of every feature's angle, row 1 the sine with the sign
-    that it has in that feature: minus for the first feature of a pair, plus for the second.
+    `table` is [2, rows, rotary_dim]: the cosine of every feature's angle, and the sine with its sign in that feature,
+    minus for the first feature of a pair and plus for the second.
     """
 
     table: Tensor
@@ -27,7 +27,7 @@ class _Turns(NamedTuple):
 
 @hinted(hints.ROTARY)
 class Rotary(nn.Module):
-    """Turn query and key so that their product knows how far apart they stand.
+    """Rotates query and key so that their product depends on the distance between them.
 
     For each pair (a, b) of features at position p, with `angle = p * frequency[pair]`:
 
@@ -36,10 +36,10 @@ class Rotary(nn.Module):
 
     Rotate the query and the key, never the value, and rotate a key before it enters a cache.
 
-    layout says which features are pairs. The two differ by a fixed permutation of the features, so a model trained
-    with one gives nonsense under the other:
+    `layout` determines which features form pairs. The two layouts differ by a fixed permutation of the features, so a
+    model trained with one does not work with the other:
 
-        "half"         (i, i + rotary_dim // 2)   GPT-NeoX; Llama, Mistral and Qwen as transformers has them
+        "half"         (i, i + rotary_dim // 2)   GPT-NeoX; Llama, Mistral and Qwen in transformers
         "interleaved"  (2 i, 2 i + 1)             the paper (RoFormer), GPT-J, Llama in Meta's own code
 
     Shapes:
@@ -49,9 +49,9 @@ class Rotary(nn.Module):
     Args:
         head_dim: features per head.
         theta: base of the frequencies, above 1; default 10,000.
-        rotary_dim: only so many first features turn, the others pass unchanged; even; default: all.
+        rotary_dim: number of leading features that are rotated, even; the others pass unchanged. Default: all.
         layout: "half" (default) or "interleaved".
-        scaling: a `Scaling`, for a context longer than the trained one; default: none.
+        scaling: a `Scaling`, for contexts longer than in training; default: none.
 
     Raises:
         TypeError: theta is not a number, scaling is not a Scaling, or x is not floating point.
@@ -59,12 +59,11 @@ class Rotary(nn.Module):
             not [batch, heads, length, head_dim], or offset is negative or does not have one number per batch index.
 
     Notes:
-        Cosines and sines are kept from call to call, for all positions seen so far, on the device of the last input,
-        at least in float32. They are no buffers: nothing that converts, saves or synchronises a module's tensors
-        finds them, so they cannot be degraded by `.to(torch.bfloat16)`. One module may serve all layers of a model
-        and then keeps one table.
+        Cosines and sines are cached for all positions seen so far, on the device of the last input, in float32 or
+        wider. They are not buffers, so nothing that converts, saves or synchronises a module's tensors affects them,
+        and `.to(torch.bfloat16)` does not degrade them. One module may be shared by all layers of a model.
 
-        An offset tensor is read on the host. On a GPU, an offset that lives on the CPU spares the wait.
+        An offset tensor is read on the host: with a GPU, keep it on the CPU to avoid a synchronisation.
 
     >>> rotary = Rotary(2)
     >>> east = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)
@@ -110,12 +109,12 @@ class Rotary(nn.Module):
         self._turns = _Turns(torch.empty(2, 0, self.rotary_dim, device="cpu"), first=0, end=0, deciding_length=-1)
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
-        """Rotate a query or a key whose first token stands at position offset.
+        """Rotates a query or key whose first token has position `offset`.
 
         Args:
             x: query or key [batch, heads, length, head_dim].
-            offset: position of the first token; an int, or an int tensor [batch] for rows that start at different
-                places, as in a cache with rows of different lengths.
+            offset: position of the first token; an int, or an int tensor [batch] if batch indices start at different
+                positions, as in a cache of texts of different lengths.
         """
         if not is_plain(x):
             raise TypeError(
@@ -136,12 +135,12 @@ class Rotary(nn.Module):
 
         whole = self.rotary_dim == self.head_dim
         turning = x if whole else x[..., : self.rotary_dim]
-        # Each feature beside the other one of its pair; the signs are in the sine.
+        # the other feature of each pair; its sign is in the sine
         if self.layout == "half":
             partner = turning.roll(self.rotary_dim // 2, dims=-1)
         else:
             partner = torch.unflatten(turning, -1, (-1, 2)).flip(-1).flatten(-2)
-        # float32 cosines widen a half-precision x, so that the result is rounded once, here at the end.
+        # float32 cosines widen a half-precision x, so that the result is rounded only once
         turned = (turning * cosine).addcmul_(partner, sine).to(x.dtype)
         return turned if whole else torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
 
@@ -150,7 +149,7 @@ class Rotary(nn.Module):
         return self._scaling.frequencies(self.rotary_dim, self.theta, length)
 
     def _turns_for(self, first: int, end: int, x: Tensor) -> _Turns:
-        """Return cosines and sines that hold for the positions from first to end - 1, made now or before."""
+        """Cosines and sines for the positions from first to end - 1, from the cache if possible."""
         turns = self._turns
         dtype = torch.promote_types(x.dtype, torch.float32)
         deciding_length = self._scaling.deciding_length(end)
@@ -169,7 +168,7 @@ class Rotary(nn.Module):
             signed = torch.stack((torch.stack((cosine, cosine), pair_axis), torch.stack((-sine, sine), pair_axis)))
             return signed.flatten(-2).to(device=x.device, dtype=dtype)
 
-        # A table made under inference_mode would be barred from any later training.
+        # a table created in inference_mode could not be used in training later
         with torch.inference_mode(False):
             if usable and first <= turns.end and turns.first <= end:
                 start = first if first - turns.first > MAX_PAST_ROWS else min(first, turns.first)
@@ -180,10 +179,10 @@ class Rotary(nn.Module):
                 table = torch.cat((make(start, max(start, turns.first)), kept, make(turns.end, stop)), dim=1)
                 first, end = start, stop
             else:
-                # A first call, another dtype or device, other frequencies, or a leap: exactly the rows asked for. A
-                # leap must not fill the gap, and frequencies that change with every token must not redo all before.
+                # a first call, another dtype or device, other frequencies, or a jump: exactly the requested rows, since
+                # a jump must not fill the gap, and frequencies that change with every token must not redo earlier rows
                 table = make(first, end)
-        # One assignment, so that two threads at worst both do the work.
+        # a single assignment, so that at worst two threads both do the work
         self._turns = _Turns(table, first, end, deciding_length)
         return self._turns
 

@@ -1,4 +1,4 @@
-"""Scalings of rotary positions, for a context longer than the trained one."""
+"""Scalings of rotary positions, for contexts longer than in training."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,10 +12,10 @@ from regard.shapes import check_real, check_whole
 
 
 class Scaling(ABC):
-    """How a model with rotary positions is brought to read further than it was trained.
+    """How a model with rotary positions reads longer texts than in training.
 
-    A scaling is asked for the inverse frequencies by `Rotary`; a new one needs `frequencies` alone, and
-    `deciding_length` where they depend on the length.
+    `Rotary` gets its inverse frequencies from a scaling; a new one defines `frequencies`, and `deciding_length` if they
+    depend on the length.
     """
 
     @abstractmethod
@@ -26,23 +26,23 @@ class Scaling(ABC):
             inverse frequencies  float64 [rotary_dim // 2], in radians per token
 
         Args:
-            rotary_dim: features that turn.
+            rotary_dim: number of features that are rotated.
             theta: base of the unscaled frequencies.
-            length: the longest position in sight, plus one.
+            length: the largest position, plus one.
 
         Returns:
-            The inverse frequencies, and the attention factor: a number that multiplies every cosine and sine, so
-            that it enters the score of rotated features squared.
+            The inverse frequencies, and the attention factor, which multiplies every cosine and sine and so enters
+            the scores squared.
         """
 
     def deciding_length(self, length: int) -> int:
-        """The shortest length that has the same frequencies as this one: 0 where they depend on no length."""
+        """The shortest length with the same frequencies as this one: 0 if they do not depend on the length."""
         return 0
 
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Slow every pair by the same factor: position interpolation.
+    """Slows every pair by the same factor: position interpolation.
 
         frequency[i] = theta ** (-2 i / rotary_dim) / factor
 
@@ -68,7 +68,7 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class DynamicScaling(Scaling):
-    """Raise theta with the length, once it is beyond the original context: dynamic NTK scaling.
+    """Raises theta with the length beyond the original context: dynamic NTK scaling.
 
         stretch      = factor * length / original_context - (factor - 1)      1 up to the original context
         frequency[i] = (theta * stretch ** (rotary_dim / (rotary_dim - 2))) ** (-2 i / rotary_dim)
@@ -76,13 +76,13 @@ class DynamicScaling(Scaling):
     The first pair keeps its frequency, the last is slowed by `stretch`. Within the original context nothing changes.
 
     Notes:
-        `length` is the longest position of the call, plus one. With an offset per batch index, the text that reaches
-        furthest decides for the whole batch.
+        `length` is the largest position of the call, plus one. With an offset per batch index, the longest text decides
+        for the whole batch.
 
-        Keys that a cache already holds were turned with the frequencies of their time and stay so, while the next
-        query turns more slowly; scores across the two are no longer a function of the distance alone. The same holds
-        in transformers. There, moreover, the frequencies of the longest call last until a call shorter than the
-        original context; here each call's own length decides, so that equal calls give equal results.
+        Keys in a cache keep the frequencies with which they were rotated, while later queries rotate more slowly, so
+        scores across the two no longer depend on the distance alone. The same holds in transformers. There, moreover,
+        the frequencies of the longest call persist until a call shorter than the original context; here each call's own
+        length decides, so that equal calls give equal results.
 
     Args:
         factor: strength of the stretch; 1 or more. At 1 the stretch is `length / original_context`.
@@ -105,8 +105,8 @@ class DynamicScaling(Scaling):
 
     def frequencies(self, rotary_dim: int, theta: float, length: int) -> tuple[Tensor, float]:
         stretch = self.factor * max(length, self.original_context) / self.original_context - (self.factor - 1.0)
-        # The exponent of theta's stretch, multiplied out. A single pair (rotary_dim 2) has i = 0 only, which no
-        # stretch reaches; the formula as printed would divide by zero there.
+        # the exponent of theta's stretch, multiplied out; with a single pair (rotary_dim 2), i = 0 is not stretched,
+        # and the formula as printed would divide by zero
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / max(rotary_dim - 2, 1)
         return inverse_frequencies(rotary_dim, theta) * torch.pow(stretch, -exponents), 1.0
 
@@ -116,7 +116,7 @@ class DynamicScaling(Scaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Scaling):
-    """Slow the slow pairs, leave the fast pairs, blend between them, and sharpen the softmax: YaRN.
+    """Slows the slow pairs, keeps the fast ones, blends in between, and sharpens the softmax: YaRN.
 
         plain[i]     = theta ** (-2 i / rotary_dim)
         pair(turns)  = rotary_dim * ln(original_context / (2 pi turns)) / (2 ln theta)
@@ -125,21 +125,21 @@ class YarnScaling(Scaling):
         frequency[i] = plain[i] * (1 - ramp[i]) + plain[i] / factor * ramp[i]
         attention    = m(1), or m(mscale) / m(mscale_all_dim) where these are given,  m(s) = 1 + 0.1 s ln(factor)
 
-    `pair(turns)` is the (fractional) index of the pair that turns so many times within the original context.
+    `pair(turns)` is the (fractional) index of the pair that rotates so many times within the original context.
 
     Notes:
-        The ramp runs over the index of the pair, as in the authors' released code and in transformers; the text of
-        the paper has it run over the number of turns.
+        The ramp is linear in the index of the pair, as in the authors' code and in transformers; in the text of the
+        paper it is linear in the number of rotations.
 
-        DeepSeek's models multiply the softmax scale by `m(mscale_all_dim) ** 2` besides. That belongs to the scale
-        that their attention is given, not to the positions.
+        DeepSeek's models also multiply the softmax scale by `m(mscale_all_dim) ** 2`. That belongs to the scale of
+        their attention, not to the positions.
 
     Args:
         factor: how many times longer than the original context; 1 or more.
         original_context: tokens of context that the model was trained with.
-        beta_fast: pairs that turn at least so many times in the original context keep their frequency; default 32.
-        beta_slow: pairs that turn at most so many times are slowed by the whole factor; default 1.
-        attention_factor: multiplies cosine and sine, and is taken as it stands; default: from the last line above.
+        beta_fast: pairs that rotate at least so many times in the original context keep their frequency; default 32.
+        beta_slow: pairs that rotate at most so many times are slowed by the whole factor; default 1.
+        attention_factor: multiplies cosine and sine, used as given; default: from the last line above.
         mscale: numerator's weight in the attention factor; only together with mscale_all_dim.
         mscale_all_dim: denominator's weight in the attention factor; only together with mscale.
         truncate: round low down and high up to whole pairs; default True.
@@ -213,7 +213,7 @@ class YarnScaling(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Slow the slow pairs, leave the fast pairs, blend between them: the scaling of Llama 3.1.
+    """Slows the slow pairs, keeps the fast ones, blends in between: the scaling of Llama 3.1.
 
         plain[i]     = theta ** (-2 i / rotary_dim)
         turns[i]     = original_context * plain[i] / (2 pi)                    within the original context
@@ -222,8 +222,8 @@ class Llama3Scaling(Scaling):
 
     Args:
         factor: how much the slow pairs are slowed; 1 or more. Llama 3.1 has 8.
-        low_freq_factor: pairs with at most so many turns are slowed by the whole factor. Llama 3.1 has 1.
-        high_freq_factor: pairs with at least so many turns keep their frequency. Llama 3.1 has 4.
+        low_freq_factor: pairs with at most so many rotations are slowed by the whole factor. Llama 3.1 has 1.
+        high_freq_factor: pairs with at least so many rotations keep their frequency. Llama 3.1 has 4.
         original_context: tokens of context that the model was trained with. Llama 3.1 has 8192.
 
     Raises:
@@ -263,7 +263,7 @@ class Llama3Scaling(Scaling):
 
 
 class Unscaled(Scaling):
-    """The frequencies as they are."""
+    """No scaling."""
 
     def frequencies(self, rotary_dim: int, theta: float, length: int) -> tuple[Tensor, float]:
         return inverse_frequencies(rotary_dim, theta), 1.0
