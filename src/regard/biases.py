@@ -1,9 +1,8 @@
-"""What is added to a score, tile by tile.
+"""Numbers added to scores, evaluated tile by tile.
 
-A bias is asked for a rectangle of queries and keys and answers with numbers that broadcast to
-[batch, heads, rows, columns]; the whole of it is never built. Distances are between positions, with the same offset as
-in `regard.masks`. A plain tensor is a bias too: it is wrapped in `Given`. A bias of -inf hides the key, as a mask does.
-Biases add up: ``Alibi(8) + table``.
+For a rectangle of queries and keys, a bias returns numbers that broadcast to [batch, heads, rows, columns]; the whole
+matrix is never built. Distances are between positions, with the same offset as in `regard.masks`. A tensor is a bias
+too, wrapped in `Given`. A bias of -inf hides the key, like a mask. Biases can be added: ``Alibi(8) + table``.
 """
 
 import math
@@ -31,8 +30,8 @@ from regard.shapes import (
 class Bias(Rule):
     """Numbers added to scores after scale and softcap, before the mask.
 
-    A bias of your own derives from this and gives `rule`: the number for a query and a key. What it learns, a tensor or
-    a module, may lie in any of its attributes, in lists and dicts too (see `regard.rules` for its data).
+    A bias of your own derives from this and defines `rule`: the number for a query and a key. Trainable tensors and
+    modules may be in any of its attributes, in lists and dicts too (see `regard.rules` for its data).
 
     >>> class Recent(Bias):
     ...     def __init__(self, bonus):
@@ -43,8 +42,8 @@ class Bias(Rule):
     [[[[2.0, 0.0], [0.0, 2.0]]]]
 
     Attributes:
-        of_distance: whether the number depends, besides batch row and head, on ``key - query`` alone: then it is asked
-            once for every distance of a call, some of them of keys beyond its ends, and not for every score.
+        of_distance: whether the number depends only on ``key - query``, batch index and head: then it is evaluated once
+            per distance of a call (also for keys beyond its ends) instead of once per score.
     """
 
     of_distance: ClassVar[bool] = False
@@ -57,8 +56,7 @@ class Bias(Rule):
         return self.ask(queries, keys)
 
     def learned(self) -> tuple[Tensor, ...]:
-        """The tensors that may want a gradient: every floating tensor that it holds and every parameter of a module,
-        each of them once."""
+        """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""
         return tuple({id(tensor): tensor for tensor in learned(self)}.values())
 
     def __add__(self, other: "Bias | Tensor") -> "Bias":
@@ -68,7 +66,7 @@ class Bias(Rule):
         return self if type(other) is int and other == 0 else Sum(as_bias(other, "+", "both sides"), self)  # sum()
 
     def __bool__(self) -> NoReturn:
-        """Refused: ``Alibi(8) and table`` would be `table` alone."""
+        """Raises: ``Alibi(8) and table`` would be just `table`."""
         raise TypeError(
             f"{type(self).__name__}: a bias is neither true nor false. Biases add up with a + b, and "
             "`bias is not None` asks whether there is one"
@@ -76,7 +74,7 @@ class Bias(Rule):
 
 
 def as_bias(bias: object, owner: str = "attention", name: str = "bias") -> Bias:
-    """A bias as it is; a tensor as `Given`."""
+    """A bias unchanged; a tensor wrapped in `Given`."""
     if isinstance(bias, Bias):
         return bias
     if is_plain(bias):
@@ -90,11 +88,11 @@ def as_bias(bias: object, owner: str = "attention", name: str = "bias") -> Bias:
 
 
 class Given(Bias):
-    """A tensor of numbers, differentiable. Holds as many numbers as it is given.
+    """A tensor as a bias; differentiable.
 
     Args:
-        numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right; where it could as well
-            be meant per batch index ([batch, key_len], [batch, query_len, key_len]), it is refused.
+        numbers: floating, broadcastable to [batch, heads, query_len, key_len] from the right; an error if it could also
+            be per batch index ([batch, key_len], [batch, query_len, key_len]).
     """
 
     axes: ClassVar = {"numbers": ("batch", "heads", "query_len", "key_len")}
@@ -126,7 +124,7 @@ class Given(Bias):
 
 
 class Sum(Bias):
-    """Two biases added."""
+    """The sum of two biases."""
 
     def __init__(self, left: Bias, right: Bias) -> None:
         self.left, self.right = left, right
@@ -151,12 +149,12 @@ class Alibi(Positioned, Bias):
         bias = -slope_h * |query_position - key_position|
         slope_h = 2^(-8 h / heads),  h = 1 .. heads
 
-    For a number of heads that is no power of two, the slopes are those of the next lower power followed by every
-    second slope of the next higher one, as in the authors' code. Under a causal mask this is the paper's bias.
+    If the number of heads is not a power of two, the slopes are those of the next lower power followed by every second
+    slope of the next higher one, as in the authors' code. Under a causal mask this is the paper's bias.
 
     Args:
-        heads: how many heads, for the paper's slopes.
-        slopes: or the slopes themselves [heads], differentiable; exactly one of the two is given.
+        heads: number of heads, for the paper's slopes.
+        slopes: the slopes [heads], differentiable; give either heads or slopes.
         offset: position of query 0; default ``key_len - query_len``.
 
     References:
@@ -185,7 +183,7 @@ class Alibi(Positioned, Bias):
         if len(self.slopes) != grid.heads:
             raise ShapeError(f"Alibi: {len(self.slopes)} slopes, the scores are {grid}")
         bound = super()._bound(grid)
-        # a handful of numbers: moved, not refused; and widened, because half precision cannot hold a distance
+        # a few numbers, moved to the device; in float32, since half precision cannot represent distances
         bound.slopes = self.slopes.to(grid.device, torch.promote_types(self.slopes.dtype, torch.float32))
         return bound
 
@@ -197,18 +195,18 @@ class Alibi(Positioned, Bias):
 
 
 class RelativeBias(Positioned, Bias):
-    """T5's learned bias: one number per head and bucket of distance.
+    """T5's learned bias: one number per head and bucket of distances.
 
         bias = table[bucket(key_position - query_position), head]
 
-    Half of the buckets hold one distance each, the other half grow logarithmically up to `max_distance`; beyond it
-    everything shares the last. With `bidirectional` half of the buckets are for keys behind the query and half for keys
-    ahead; without it, all keys ahead share bucket 0.
+    Half of the buckets hold one distance each, the others grow logarithmically up to `max_distance`; larger distances
+    share the last one. With `bidirectional`, half of the buckets are for keys behind the query and half for keys ahead;
+    without it, all keys ahead share bucket 0.
 
     Args:
         table: floating [buckets, heads], usually a parameter; differentiable.
         bidirectional: True in encoders, False in decoders.
-        max_distance: where the last bucket begins, in tokens.
+        max_distance: the start of the last bucket, in tokens.
         offset: position of query 0; default ``key_len - query_len``.
 
     References:
@@ -254,7 +252,7 @@ class RelativeBias(Positioned, Bias):
             first = torch.zeros_like(ahead)
             distance = (-ahead).clamp(min=0)
         exact = buckets // 2
-        # float32, as in every published checkpoint: the edges of the logarithmic buckets depend on the rounding
+        # in float32, as for published checkpoints: the edges of logarithmic buckets depend on rounding
         ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
         return first + torch.where(distance < exact, distance, far)

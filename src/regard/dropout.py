@@ -1,4 +1,4 @@
-"""Which weights a dropout drops: a function of seed and place, so that any tile can be dropped again exactly."""
+"""Dropout as a function of seed and indices, so that any tile can be reproduced exactly."""
 
 from dataclasses import dataclass
 
@@ -11,18 +11,18 @@ from regard.shapes import Grid
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Which weights are dropped: a function of the seed and of batch row, head, query and key alone.
+    """Which weights are dropped: a function of the seed and of the indices of batch, head, query and key only.
 
         kept  <=>  hash(seed, batch, head, query, key) >= rate * 2^16;   kept weights are divided by the share kept
 
-    The hash is 16 of the 32 bits of MurmurHash3's finalizer over a random number per row of the matrix, XORed with one
-    per pair of columns: the low half is the even column's, the high half the odd one's. No state and no order: tiles,
-    kernels and the backward pass agree by construction. The rate is taken to the nearest 1/65,536.
+    The hash is 16 of the 32 bits of MurmurHash3's finalizer, applied to a random number per row of the matrix XORed
+    with one per pair of columns: the low half for the even column, the high half for the odd one. There is no state and
+    no order, so tiles, kernels and the backward pass agree by construction. The rate is rounded to 1/65,536.
     """
 
     rate: float
     seed: int | Tensor
-    """A tensor in a graph, which draws it when it runs."""
+    """In a graph, a tensor that is drawn when the graph runs."""
 
     def keep(
         self,
@@ -37,7 +37,7 @@ class Dropout:
         """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept.
 
         Args:
-            batches, heads: which batch rows and heads of the call; None for all.
+            batches, heads: which batch indices and heads of the call; None for all.
         """
         device = grid.device
         batch_index = torch.arange(grid.batch, device=device) if batches is None else indices(batches, device)
@@ -45,7 +45,7 @@ class Dropout:
         places = (batch_index[:, None] * grid.heads + head)[..., None] * grid.query_len
         rows = places + indices(queries, device)
         row = _mix(_fold(rows, self.seed))[..., None]
-        if isinstance(keys, range) and keys.step == 1:  # whole pairs are hashed, and two cells read from each
+        if isinstance(keys, range) and keys.step == 1:  # hashes whole pairs, and reads two cells from each
             pairs = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device)
             first = keys.start % 2
             halves = self._hash(row, pairs).flatten().view(torch.int16).view(*row.shape[:3], 2 * len(pairs))
@@ -61,7 +61,7 @@ class Dropout:
 
 
 def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
-    """64-bit numbers and a seed as int32 (wrapping): the high halves multiplied in, so that none is lost."""
+    """64-bit numbers and a seed, folded to int32 (wrapping): high halves are multiplied in, so no bits are lost."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     mixed = (numbers ^ low) * 0x2545F491 + (numbers >> 32) * 0x85EBCA6B + high * 0x9E3779B9
     return _signed(mixed)

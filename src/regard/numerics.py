@@ -1,6 +1,6 @@
-"""Numerics that every way to compute attention shares: precision, exponentials, and zeros where nothing may be seen.
+"""Numerics shared by all implementations of attention: precision, exponentials, zeros for what is fully masked.
 
-What stands here says nothing of masks, biases or kernels: tensors in, tensors out.
+Functions of tensors only, independent of masks, biases and kernels.
 """
 
 import math
@@ -15,21 +15,21 @@ LOG2_E = 1.0 / math.log(2.0)
 
 
 def upcast(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or as it is if it is wider."""
+    """The tensor in float32, or unchanged if it is wider."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def grouped_matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """``left @ right`` where right has fewer heads: query head h meets kv head ``h // (heads // kv_heads)``.
+    """``left @ right`` if right has fewer heads: query head h is multiplied by kv head ``h // (heads // kv_heads)``.
 
-    The query heads that share a kv head are laid one below the other, so nothing is repeated in memory.
+    Query heads that share a kv head are stacked along the rows, so nothing is repeated in memory.
     Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N], written into `out` if given.
     """
     batch, heads, M, D = left.shape
     kv_heads, N = right.shape[1], right.shape[3]
     if heads == kv_heads:
         return torch.matmul(left, right, out=out)
-    if exporting():  # the folded length would be a product of lengths, about which the tracer then asks
+    if exporting():  # the stacked length would be a product of symbolic lengths, on which the tracer would branch
         return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
     shape = batch, kv_heads, heads // kv_heads * M
     folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
@@ -37,7 +37,7 @@ def grouped_matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
 
 
 def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:
-    """Keys or values with zeros where no query may see them, so that NaN and inf there reach nothing.
+    """Keys or values with fully masked ones zeroed, so that NaN and inf in them have no effect.
 
     Shapes: tensor [batch, kv_heads, key_len, size], allowed broadcastable to [batch, heads, query_len, key_len].
     """
@@ -51,7 +51,7 @@ def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def zero_empty_queries(query: Tensor, allowed: Tensor | None) -> Tensor:
-    """Queries with zeros where they may see nothing, so that NaN and inf there reach nothing either.
+    """Queries with fully masked ones zeroed, so that NaN and inf in them have no effect.
 
     Shapes: query [batch, heads, query_len, head_dim], allowed as in `zero_unseen`.
     """
@@ -59,7 +59,8 @@ def zero_empty_queries(query: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def zero_unless(tensor: Tensor, where: Tensor) -> Tensor:
-    """The tensor with zeros where not; the tensor itself, not a copy, where that can be known without waiting."""
+    """The tensor with zeros where the condition is False; not a copy if it is True everywhere, as far as can be known
+    without a device sync."""
     if where.device.type == "cpu" and not tracing() and bool(where.all()):
         return tensor
     return tensor.masked_fill(~where[..., None], 0.0)
@@ -68,7 +69,7 @@ def zero_unless(tensor: Tensor, where: Tensor) -> Tensor:
 def softmax(scores: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Weights and log-sum-exp of scores [batch, heads, rows, columns], with a sink [heads] in the denominator.
 
-    Written out because an empty row must give zeros and not NaN, in the gradient too.
+    Not torch's softmax, because a fully masked row must give zeros, not NaN, also in the gradient.
     """
     if scores.shape[-1]:
         top = scores.detach().amax(-1, keepdim=True)
@@ -93,7 +94,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def finite_lse(lse: Tensor) -> Tensor:
-    """What to subtract from scores: 0 in place of the -inf of a query that sees nothing, since -inf - -inf is NaN."""
+    """lse with 0 for fully masked queries, to subtract from scores: -inf - -inf would be NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
@@ -105,7 +106,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def add_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """What a sink makes of a result: one more place in the sum, with value 0.
+    """A result with a sink added: one more key, with value 0.
 
     Shapes: output [batch, heads, query_len, value_dim], lse [batch, heads, query_len], sink [heads].
     """

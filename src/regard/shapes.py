@@ -1,13 +1,13 @@
-"""The gate: axis names, one shape table per public function, and the errors that everybody raises.
+"""Axis names, a shape table for each public function, argument checks, and the form of error messages.
 
-Every tensor axis in regard has a name, and an axis that appears twice in a table has one size:
+Every tensor axis in regard has a name, and an axis that appears twice in a table must have the same size:
 
     query  [batch, heads,    query_len, head_dim]
     key    [batch, kv_heads, key_len,   head_dim]
     value  [batch, kv_heads, key_len,   value_dim]
 
-A call is checked here once, before any kernel sees it, so all kernels answer bad input with the same words. An error
-says what is wrong, then everything that was passed by name and axis, then a hint where the cause is recognisable.
+A call is checked once, before any kernel runs, so all kernels raise the same errors. An error says what is wrong, lists
+what was passed by name and axis, and adds a hint if the cause can be guessed.
 """
 
 import math
@@ -63,13 +63,13 @@ CACHE: Table = {
 }
 
 MAX_HEADS = 256
-"""No model known has more heads; a call with more of them than that, and few queries, has its axes swapped."""
+"""No known model has more heads; a call with more heads than this and few queries probably has its axes swapped."""
 
 FLOATING_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 INTEGER_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
-# Mistakes in a call of attention that are common enough to be named: the axis that disagrees -> what probably happened.
+# common mistakes in a call of attention: the axis that does not fit -> what probably happened
 _HINTS = {
     "key_len": "after a cache, pass the keys and values that append() returned, both of them",
     "batch": "nothing is broadcast; use .expand(batch, -1, -1, -1) to share a tensor between rows",
@@ -79,7 +79,7 @@ _HINTS = {
 
 
 def kind(value: object) -> str:
-    """What came, in a few words, for an error: dtype and shape of a tensor, the type or the value of anything else.
+    """A short description of an argument for an error: dtype and shape of a tensor, type or value of anything else.
 
     >>> kind(torch.zeros(2, 3)), kind(None), kind([0] * 1000), kind("causal")
     ('torch.float32 tensor [2, 3]', 'None', 'list', "'causal'")
@@ -98,12 +98,12 @@ def kind(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is an int or a float: no flag, and no tensor of one number."""
+    """Whether it is an int or float, but not a bool or a tensor."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_whole(owner: str, name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """A size or a count as an int: one of numpy's too, and no flag."""
+    """A size or count as an int; numpy's integers are accepted, bools are not."""
     whole = as_whole(value)
     if whole is None or whole < least:
         raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}{hint}")
@@ -111,7 +111,7 @@ def check_whole(owner: str, name: str, value: object, least: int = 1, hint: str 
 
 
 def as_whole(value: object) -> int | None:
-    """A whole number as an int; None for anything else, flags and tensors among it."""
+    """A whole number as an int; None for anything else, including bools and tensors."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:
@@ -121,7 +121,7 @@ def as_whole(value: object) -> int | None:
 
 
 def check_real(owner: str, name: str, value: object, above: float) -> None:
-    """A number on a scale: an int or a float, and no flag."""
+    """Raises unless the value is a finite number above a bound."""
     if not is_number(value):
         raise TypeError(f"{owner}: {name} must be a number, got {kind(value)}")
     if not above < value < math.inf:
@@ -129,36 +129,36 @@ def check_real(owner: str, name: str, value: object, above: float) -> None:
 
 
 def check_rate(owner: str, name: str, value: object) -> None:
-    """A probability of dropping."""
+    """Raises unless the value is a dropout probability."""
     if not is_number(value) or not 0.0 <= value < 1.0:
         raise ValueError(f"{owner}: {name} must be a probability in [0, 1), got {kind(value)}")
 
 
 def check_flag(owner: str, name: str, value: object) -> None:
-    """Something that is or is not."""
+    """Raises unless the value is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be True or False, got {kind(value)}")
 
 
 def check_floating(owner: str, name: str, value: object, axes: str) -> None:
-    """A tensor of numbers, whatever its shape."""
+    """Raises unless the value is a floating tensor."""
     if not is_plain(value) or not value.is_floating_point():
         raise TypeError(f"{owner}: {name} must be a floating tensor {axes}, got {kind(value)}{how_to_plain(value)}")
 
 
 def check_kind(owner: str, name: str, value: object, wanted: type, hint: str = "") -> None:
-    """An object of regard's own, or of torch's."""
+    """Raises unless the value is an instance of a class."""
     if not isinstance(value, wanted):
         raise TypeError(f"{owner}: {name} must be a {wanted.__name__}, got {kind(value)}{hint}")
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with a number at every place: not sparse, not nested, not an array of another library."""
+    """Whether it is a dense torch tensor: not sparse, not nested, not an array of another library."""
     return isinstance(value, Tensor) and not value.is_nested and value.layout is torch.strided
 
 
 def how_to_plain(value: object) -> str:
-    """How to make a plain tensor of it, as the end of an error; nothing where that is not known."""
+    """How to convert a value to a plain tensor, as the end of an error message; empty if unknown."""
     if isinstance(value, Tensor) and value.is_nested:
         return "; pad it, .to_padded_tensor(0.0), and hide the padding with mask=Padding(lengths)"
     if isinstance(value, Tensor) and value.layout is not torch.strided:
@@ -169,7 +169,7 @@ def how_to_plain(value: object) -> str:
 
 
 def describe(name: str, tensor: Tensor, axes: tuple[str, ...]) -> str:
-    """One line of an error: the tensor by name, its axes with their sizes."""
+    """One line of an error message: a tensor's name, its axes and their sizes."""
     if tensor.dim() == len(axes):
         inside = ", ".join(f"{axis}={size}" for axis, size in zip(axes, tensor.shape, strict=True))
     else:
@@ -180,7 +180,7 @@ def describe(name: str, tensor: Tensor, axes: tuple[str, ...]) -> str:
 def shape_error(
     function: str, what: str, table: Table, tensors: Mapping[str, Tensor], hint: str | None = None
 ) -> ShapeError:
-    """The error in the house's form: what, everything that was passed, a hint."""
+    """A `ShapeError`: what is wrong, what was passed, and a hint."""
     lines = [f"{function}: {what}"]
     lines += [describe(name, tensors[name], axes) for name, axes in table.items() if name in tensors]
     if hint:
@@ -189,7 +189,7 @@ def shape_error(
 
 
 def check(function: str, table: Table, **tensors: Tensor) -> dict[str, int]:
-    """Holds every tensor against its row of the table and returns the size of each axis by name.
+    """Checks every tensor against its row of the table and returns the sizes of axes by name.
 
     Raises:
         TypeError: something is not a tensor.
@@ -226,13 +226,13 @@ def check(function: str, table: Table, **tensors: Tensor) -> dict[str, int]:
 
 
 def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) -> Grid:
-    """The gate for query, key and value: shapes, heads that divide, one floating dtype, one device.
+    """Checks query, key and value: shapes, numbers of heads, one floating dtype, one device.
 
     Returns:
         The grid of scores of this call.
     """
     if not _fit(query, key, value):
-        check(function, ATTENTION, query=query, key=key, value=value)  # it says what does not
+        check(function, ATTENTION, query=query, key=key, value=value)  # raises the specific error
     batch, heads, query_len, _ = query.shape
     kv_heads, key_len = key.shape[1], key.shape[2]
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
@@ -264,12 +264,12 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
 
 
 def _fit(query: object, key: object, value: object) -> bool:
-    """Whether three tensors fit each other, as `check` would say: asked at every call, so without a table."""
+    """A fast version of `check` for every call."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
         return False
     if not (query.layout is key.layout is value.layout is torch.strided):
         return False
-    if query.is_nested or key.is_nested or value.is_nested:  # of which one layout is called strided too
+    if query.is_nested or key.is_nested or value.is_nested:  # one nested layout is also called strided
         return False
     queries, keys, values = query.shape, key.shape, value.shape
     if not len(queries) == len(keys) == len(values) == 4:
@@ -278,7 +278,7 @@ def _fit(query: object, key: object, value: object) -> bool:
 
 
 def _size_hint(axis: str, tensors: Mapping[str, Tensor]) -> str | None:
-    """What probably happened where an axis of a call of attention has two sizes."""
+    """The probable cause if an axis of a call of attention has two sizes."""
     query, key = (tensors[name].shape for name in ("query", "key"))
     value = tensors["value"].shape if "value" in tensors else key
     if axis == "head_dim" and key[2] == query[3] and key[3] == value[2]:
@@ -306,31 +306,31 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{wanted} {tensor.dtype} {list(tensor.shape)}")
     if not isinstance(values, Tensor) and not tracing() and tensor.is_inference():
-        with torch.inference_mode(False):  # nobody else has it, so it is one that can be told from others
+        with torch.inference_mode(False):  # a fresh copy, whose version can be tracked
             return tensor.to(torch.int64, copy=True)
     return tensor.to(torch.int64)
 
 
 def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
-    """An offset as it was given, one per batch index as a tensor."""
+    """A validated offset: an int, a tensor with one per batch index, or None."""
     whole = as_whole(offset)
     return check_per_batch(owner, "offset", offset) if whole is None and offset is not None else whole
 
 
 def known_true(answer: Tensor) -> bool:
-    """Whether data is so. A compiler cannot ask; it is asked where the compiled graph makes the mask again."""
+    """Whether a condition on data holds. While tracing it cannot be evaluated, and is checked when the graph runs."""
     return not tracing() and bool(answer)
 
 
 def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str, by_axes: str) -> None:
-    """Data of so many axes, filled up to four from the left, must fit the scores in one way only.
+    """Raises unless data, expanded to four axes from the left, fits the scores in exactly one way.
 
     Args:
         data: [batch or 1, heads or 1, query_len or 1, key_len or 1].
-        axes: how many it was given with.
-        by_key, by_axes: how to say that it is [batch, key_len]; and that it has four axes, ``{}`` for an index.
+        axes: the number of axes with which it was given.
+        by_key, by_axes: for the hint: how to pass [batch, key_len], and four axes (``{}`` stands for an index).
     Raises:
-        ShapeError: it does not broadcast, or it could as well be meant per batch index.
+        ShapeError: it does not broadcast, or it could also be per batch index.
     """
     fits = all(size in (1, wanted) for size, wanted in zip(data.shape, grid[:4], strict=True))
     given = list(data.shape[4 - axes :])
@@ -364,7 +364,7 @@ def _axes_hint(count: int, axes: tuple[str, ...]) -> str | None:
 
 
 def as_bytes(count: float) -> str:
-    """A number of bytes, to be read: "21.1 KiB"."""
+    """A number of bytes in readable form: "21.1 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -373,7 +373,7 @@ def as_bytes(count: float) -> str:
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """The bytes that tensors hold together, those that share memory once."""
+    """The memory of some tensors in bytes, shared memory counted once."""
     found = {(t.device, t.untyped_storage()._cdata): t for t in tensors if t is not None and t.numel()}
     return sum(t.untyped_storage().nbytes() for t in found.values())
 

@@ -1,10 +1,10 @@
-"""Files that are written whole or not at all; and tensors in the format of safetensors, straight from memory.
+"""Atomic file writes, and tensors in the safetensors format, written straight from memory.
 
-    8 bytes     the length of what follows
+    8 bytes     the length of the header
     JSON        for each tensor its dtype, shape and place; under "__metadata__" the caller's strings
-    bytes       the tensors, wider dtypes first, so that each lies at a multiple of its element size
+    bytes       the tensors, wider dtypes first, so that each starts at a multiple of its element size
 
-safetensors reads it. That it is written here is because its own writer needs numpy, which the core does without.
+safetensors reads these files. They are written here because its writer needs numpy, which the core does not require.
 """
 
 import ctypes
@@ -23,18 +23,18 @@ DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What the format calls a dtype."""
+"""The format's names of dtypes."""
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, begin: int = 8) -> None:
-    """Writes tensors and strings beside `path`, and moves them there when they are whole.
+    """Writes tensors and strings atomically: to a temporary file beside `path`, which then replaces it.
 
     Args:
         begin: bytes; the first tensor begins at a multiple of it.
 
     Raises:
         TypeError: a tensor's dtype is not one of `DTYPE_NAMES`.
-        OSError: there is no room, or no permission; what was there before is still there.
+        OSError: no space or no permission; an existing file is unchanged.
 
     >>> from safetensors import safe_open
     >>> save(Path("two.safetensors"), {"a": torch.arange(3), "b": torch.eye(2)}, {"made by": "hand"})
@@ -57,10 +57,10 @@ def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A place to write a file at; when the block is done, and the file on the disk, it takes the place of `path`.
+    """A temporary path to write to; after the block, the file is synced to disk and replaces `path`.
 
     Raises:
-        OSError: there is no room, or no permission; what was there before is still there.
+        OSError: no space or no permission; an existing file is unchanged.
     """
     beside = path.with_name(path.name + ".part")
     try:
@@ -77,7 +77,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def cannot_write(path: Path, error: OSError) -> OSError:
-    """One line for what went wrong while a file was written."""
+    """An error that names the file that could not be written."""
     kept = "; what was there before is whole" if path.exists() else ""
     return OSError(f"{path}: cannot be written: {error.strerror or error}{kept}")
 
@@ -95,7 +95,7 @@ def _head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], begin: int
 
 
 def _put(tensor: Tensor, file: BinaryIO) -> None:
-    """A tensor's bytes, without a copy where it lies contiguous in the processor's memory."""
+    """Writes a tensor's bytes, without a copy if it is contiguous on the CPU."""
     tensor = tensor.detach().cpu().contiguous()
     size = tensor.numel() * tensor.element_size()
     if size:

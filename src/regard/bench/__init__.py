@@ -1,21 +1,19 @@
-"""What a call costs beside the other ways to compute it: time and memory, in one run on one machine.
+"""Time and memory of regard and of other implementations, in one run on one machine.
 
-A `Task` is a row: tensors of some sizes and a mask. A `Peer` is a way to do it: regard, torch's function in the form
-that suits the task best, torch's function with a dense bool mask, compiled FlexAttention, the explicit formula; and for
-a whole layer `nn.MultiheadAttention` and x-transformers, with the same weights. A peer that cannot do a task says why,
-and one that gives another result is not timed, so that nobody is compared on different work.
+A `Task` is a row of the results: tensors of some sizes and a mask. A `Peer` is an implementation: regard, torch's
+function in its best form for the task, torch's function with a dense bool mask, compiled FlexAttention, the explicit
+formula; for a whole layer also `nn.MultiheadAttention` and x-transformers, with the same weights. A peer that cannot do
+a task reports why, and one with a different result is not timed, so that only equal work is compared.
 
-    time     median of repeats in which the peers take turns on the same tensors; a first call is not counted, neither
-             is the making of masks; on a GPU between two CUDA events
-    spread   the quartiles of how many times regard's time a peer took in the same repeat; of regard itself, of its
-             times as shares of their median
-    others   the share of the processors that other programs took meanwhile, where the system tells
-    memory   the most that a second call takes beyond query, key and value, in a process of its own: results
-             and what the peer prepared (a dense mask) included, what libraries keep for themselves not; on a GPU what
-             torch's allocator held, in the same process
+    time     median over repeats in which the peers take turns on the same tensors, without the first call and without
+             building masks; on a GPU, between two CUDA events
+    spread   quartiles of a peer's time relative to regard's in the same repeat; for regard, relative to its median
+    others   the share of the processors used by other programs meanwhile, if the system reports it
+    memory   peak of a second call beyond query, key and value, in a separate process: includes results and what the
+             peer prepared (a dense mask), but not what libraries cache; on a GPU, what torch's allocator held, in the
+             same process
 
-Here belongs what measures regard beside others wherever it is installed. What is measured for the project's own pages
-is in its `benchmarks` folder.
+This runs wherever regard is installed. What is measured for the project's own pages is in its `benchmarks` folder.
 """
 
 from regard.bench.device import check_device

@@ -1,4 +1,4 @@
-"""Time and memory on the device that computes: CUDA calls return before they are done."""
+"""Time and memory of a call on its device: CUDA calls return before they are done."""
 
 import time
 from collections.abc import Callable
@@ -8,10 +8,10 @@ import torch
 
 
 def check_device(name: str) -> torch.device:
-    """A device by name, if it is there.
+    """A device by name, if it exists.
 
     Raises:
-        ValueError: neither cpu nor cuda, or there is no CUDA device.
+        ValueError: neither cpu nor cuda, or there is no such CUDA device.
     """
     kind, _, number = name.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
@@ -24,7 +24,7 @@ def check_device(name: str) -> torch.device:
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """A GPU's name, memory, and torch's CUDA version; nothing of a CPU."""
+    """A GPU's name, memory and CUDA version; nothing for a CPU."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -32,13 +32,13 @@ def described(device: torch.device) -> dict[str, Any]:
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was asked of the device is done."""
+    """Waits until all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes: between two CUDA events on a GPU, by the clock on a CPU."""
+    """The duration of a call: by CUDA events on a GPU, by the clock on a CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -54,7 +54,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that torch's allocator held on a GPU during a call, beyond what it held before."""
+    """Peak bytes held by torch's allocator during a call, beyond what it held before."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

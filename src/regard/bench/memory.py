@@ -1,4 +1,4 @@
-"""The memory of a call, in a process of its own."""
+"""Peak memory of a call, measured in a separate process."""
 
 import contextlib
 import multiprocessing
@@ -16,9 +16,9 @@ from regard.bench.task import Task, tasks
 from regard.shapes import bytes_of
 
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention")
-"""What takes long to load; the processes that measure memory find it there."""
+"""Modules that are slow to import, loaded once for all processes that measure memory."""
 
-# Memory that is given back must go back at once, and nothing may be kept for the next call.
+# freed memory has to be returned at once, and none cached for the next call
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -28,7 +28,7 @@ MALLOC_SETTINGS = {
 
 
 def memory_of(task: Task, dtype: torch.dtype, peer: str, shrink: int) -> int | str:
-    """Bytes that a call takes beyond query, key and value, in a process of its own; or why that is not known."""
+    """Peak bytes of a call beyond query, key and value, measured in a separate process; or why that failed."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "this system cannot fork"
     context = multiprocessing.get_context("forkserver")
@@ -67,8 +67,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 def _tell_memory(send: Any, label: str, shrink: int, dtype: torch.dtype, peer: str, threads: int) -> None:
-    """The other process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process is told, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it and ends this process
     torch.set_num_threads(threads)
     try:
         task = next(task for task in tasks(shrink) if task.label == label)
@@ -81,13 +80,13 @@ def _tell_memory(send: Any, label: str, shrink: int, dtype: torch.dtype, peer: s
 
 
 def most_taken(run: Callable[[], object]) -> int:
-    """The most bytes that this process held during `run`, beyond what it held before.
+    """Peak bytes that this process held during `run`, beyond what it held before.
 
-    A process is only told the most that it ever held. So it is filled up to that first, and whatever `run` takes shows.
+    The system reports only the peak of the whole process. So memory is filled up to that peak first.
     """
     ballast: list[Tensor] = []
     level = _most_held()
-    while _most_held() <= level + 2**18:  # the system counts in steps of some dozen pages
+    while _most_held() <= level + 2**18:  # the system counts in steps of several pages
         ballast.append(torch.ones(2**17, dtype=torch.uint8))
     before = _most_held()
     run()
@@ -102,5 +101,5 @@ def _most_held() -> int:
 
 
 def in_one_line(error: Exception) -> str:
-    """What went wrong, short enough for a row of a table."""
+    """An error, short enough for a row of a table."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

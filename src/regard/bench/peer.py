@@ -1,4 +1,4 @@
-"""The ways to do a task, each ready to be timed: a peer that cannot do it says why."""
+"""The implementations that are compared, and why some cannot do some tasks."""
 
 import math
 import warnings
@@ -19,18 +19,18 @@ from regard.layouts import from_torch
 from regard.masks import Causal, Padding
 
 MAX_DENSE_NUMBERS = 1 << 28
-"""Peers that hold query_len x key_len numbers are asked up to this many: 1 GiB of float32, a few times over."""
+"""Most numbers of query_len x key_len that a peer may hold: 1 GiB in float32, a few times over."""
 
 
 class Prepared(NamedTuple):
-    """A call that is ready to be made, and the tensors that were made for it."""
+    """A call ready to run, and the tensors that were prepared for it."""
 
     call: Callable[[], Tensor]
     holds: tuple[Tensor, ...] = ()
 
 
 class Peer(NamedTuple):
-    """A way to do a task."""
+    """An implementation: why it cannot do a task, if so, and how to prepare a call."""
 
     name: str
     cannot: Callable[[Task], str | None]
@@ -114,7 +114,7 @@ def _no_flex(task: Task) -> str | None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for these very shapes, with nothing left over from the task before."""
+    """Compiled for exactly these shapes, without caches from earlier tasks."""
     torch.compiler.reset()
     return torch.compile(function, dynamic=False)
 
@@ -143,7 +143,7 @@ def _no_flash(task: Task) -> str | None:
 
 
 def _torch_layer(task: Task, dtype: torch.dtype) -> nn.MultiheadAttention:
-    """The layer whose weights all layers have. Its biases are zero, so that x-transformers need none."""
+    """The layer whose weights all peers use. Its biases are zero, since x-transformers has none."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         layer = nn.MultiheadAttention(task.heads * task.head_dim, task.heads, batch_first=True)
@@ -186,7 +186,7 @@ def _x_layer(task: Task, inputs: tuple[Tensor, ...]) -> Prepared:
     arguments = {"attn_mask": allowed[0, 0]}
     if isinstance(task.mask, Padding):
         allowed = allowed[:, 0, 0].contiguous()
-        # as `context_mask`: given as `mask` it would also set the output of padding to zero, which is other work
+        # as `context_mask`: passed as `mask` it would also zero the output of padding, which is extra work
         arguments = {"context_mask": allowed}
     return Prepared(lambda: layer(x, **arguments), (allowed,))
 
@@ -211,7 +211,7 @@ LAYERS = (
 
 
 def peers(task: Task) -> tuple[Peer, ...]:
-    """Those who do this kind of task, regard first."""
+    """The implementations for this kind of task, regard first."""
     if task.layer:
         return LAYERS
     return FUNCTIONS + ON_A_GPU if task.device.type == "cuda" else FUNCTIONS
@@ -221,9 +221,9 @@ Results = tuple[Tensor, ...]
 
 
 def work(task: Task, peer: Peer, inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Results], tuple[Tensor, ...]]:
-    """One peer's whole work, ready to be done: the output, and the gradients where they are asked for."""
+    """A function that does a peer's whole work, output and gradients if needed; and the tensors prepared for it."""
     with torch.set_grad_enabled(task.backward), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what peers have to say of themselves
+        warnings.simplefilter("ignore")  # warnings of other libraries
         prepared = peer.prepare(task, inputs)
 
     def run() -> Results:
@@ -237,7 +237,7 @@ def work(task: Task, peer: Peer, inputs: tuple[Tensor, ...]) -> tuple[Callable[[
 
 
 def difference(ours: Results, theirs: Results) -> float:
-    """The largest difference of two results, as a share of the largest number in ours."""
+    """The largest difference between two results, relative to the largest number in ours."""
     shares = []
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""A run: row after row, shown and kept as soon as each is done, with the machine it was made on."""
+"""A run: rows measured, shown and stored one by one, with a description of the machine."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from regard.bench.task import CPU, Task, name_of
 from regard.bench.timing import measure
 
 QUICK_SHRINK = 8
-"""A quick run is the same tasks at an eighth of the length, in float32, five times each, without memory and without
-FlexAttention, whose compiling takes longer than all of it."""
+"""A quick run has the same tasks at an eighth of the length, in float32, five repeats each, without memory and without
+FlexAttention, whose compilation takes longer than everything else."""
 
 QUICK_REPEATS = 5
 
 BUSY_SHARE = 0.1
-"""Share of the processors from which on a row says that others took it."""
+"""Share of the processors used by other programs from which on a row reports it."""
 
 
 def machine(device: torch.device = CPU) -> dict[str, Any]:
-    """Where and with what a run was made; a GPU by its name, memory and torch's CUDA version."""
+    """Processor, threads and versions of a run; for a GPU also its name, memory and CUDA version."""
     versions = {"torch": torch.__version__, "regard": regard.__version__}
     if find_spec("x_transformers"):
         from importlib.metadata import version
@@ -64,16 +64,16 @@ def run(
     watch: Callable[[str], None] = lambda doing: None,
     keep: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> dict[str, Any]:
-    """Measures the rows one after another; each is shown, and kept in `output`, as soon as it is done.
+    """Measures rows one by one; each is shown, and stored in `output`, as soon as it is done.
 
-    A row in which regard itself fails is told, and the next one begins.
+    If regard itself fails in a row, that is reported, and the next row begins.
 
     Args:
-        quick: neither memory nor what has to be compiled.
-        watch: is told what is being done: which row, of how many, and about how long the others will take.
-        keep: is given what there is to return: at the beginning, and after every row.
+        quick: skip memory and peers that have to be compiled.
+        watch: called with the current state: which row of how many, and the estimated time left.
+        keep: called with the results so far: at the beginning and after every row.
     Returns:
-        What is written: the machine, the rows that are done, those that failed, and how many were to be.
+        What is written to `output`: the machine, rows done, rows failed, and the number planned.
     """
     data: dict[str, Any] = {
         "machine": machine(rows[0][0].device if rows else CPU),
@@ -113,12 +113,12 @@ def run(
 
 
 def load() -> float | None:
-    """How many programs wanted a processor in the last minute, on average; None where the system does not tell."""
+    """The load average of the last minute; None if the system does not report it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def busy(data: dict[str, Any]) -> str | None:
-    """A sentence where other programs were busy during a run, or as it began.
+    """A sentence if other programs were busy during a run or at its beginning; else None.
 
     >>> busy({"load": 0.1, "rows": [{"others": 0.02}]})
     >>> busy({"load": 0.1, "rows": [{"others": 0.02}, {"others": 0.4}]})
@@ -143,7 +143,7 @@ def _in_words(seconds: float) -> str:
 
 
 def shown(row: dict[str, Any]) -> str:
-    """A row as text: who took how long, how many times regard's time that is, and how much memory.
+    """A row as text: times, times relative to regard's, and memory.
 
     >>> print(shown({"task": "causal", "length": 1024, "dtype": "float32", "kernel": "sdpa", "others": 0.3,
     ...              "peers": {"regard": {"ms": 14.0, "spread": [0.98, 1.03], "memory_mib": 3.0},

@@ -1,4 +1,4 @@
-"""The rows: tensors of some sizes, a mask, and the form in which torch does the same best."""
+"""The rows: tensors of some sizes, a mask, and torch's fastest form of the same."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ class Task:
     """One row: tensors of these sizes, and a mask.
 
     Attributes:
-        torch_form: torch's best form; None: `sdpa` with a dense bool mask. `form` says it in words.
-        rule: the mask as FlexAttention takes it, of (batch, head, query, key); None: everybody sees everybody.
-        device: where its tensors are.
-        window: that of the mask, where it is causal with a window and nothing else.
-        layer: the whole layer, on [batch, length, heads * head_dim], instead of the function.
-        sweep: measured for the plots, in float32 alone.
+        torch_form: torch's fastest form; None: `sdpa` with a dense bool mask. `form` is its name.
+        rule: the mask for FlexAttention, a function of (batch, head, query, key); None: no mask.
+        device: the device of its tensors.
+        window: the window, if the mask is causal with a window and nothing else.
+        layer: a whole layer, on [batch, length, heads * head_dim], instead of the function.
+        sweep: measured only for the plots, in float32.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Task:
         return allowed.expand(-1, -1, self.queries, self.length).contiguous().to(self.device)
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Query, key and value; for a layer its tokens alone. The same at every call."""
+        """Query, key and value, or the input of a layer; the same in every call."""
         draw = torch.Generator().manual_seed(0)
         if self.layer:
             shapes: Sequence[tuple[int, ...]] = [(self.batch, self.length, self.heads * self.head_dim)]
@@ -85,7 +85,7 @@ class Task:
 
 
 def tasks(shrink: int = 1, device: torch.device = CPU) -> list[Task]:
-    """All rows; `shrink` divides every length, windows, documents and the like included."""
+    """All rows; `shrink` divides every length, including windows and documents."""
 
     def n(length: int) -> int:
         return max(2, length // shrink)
@@ -171,7 +171,7 @@ def ragged(total: int, shrink: int = 1) -> list[int]:
 def causal_and(
     also: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A rule for FlexAttention: no later key, and what else is asked of query and key."""
+    """A mask function for FlexAttention: causal, and optionally another condition."""
     if also is None:
         return lambda b, h, q, k: k <= q
     return lambda b, h, q, k: (k <= q) & also(q, k)
@@ -185,7 +185,7 @@ def torch_causal(*tensors: Tensor, dropout_p: float = 0.0) -> Tensor:
 
 
 def side_by_side(length: int) -> Callable[..., Tensor]:
-    """Equal documents next to each other in the batch, and back."""
+    """Equal documents as elements of the batch, and back."""
 
     def run(*tensors: Tensor) -> Tensor:
         batch = tensors[0].shape[0]
@@ -197,7 +197,7 @@ def side_by_side(length: int) -> Callable[..., Tensor]:
 
 
 def every(step: int) -> Callable[..., Tensor]:
-    """Tokens `step` apart next to each other in the batch, and back."""
+    """Tokens with the same index modulo `step` as elements of the batch, and back."""
 
     def run(*tensors: Tensor) -> Tensor:
         batch = tensors[0].shape[0]
@@ -219,7 +219,7 @@ def one_by_one(lengths: list[int]) -> Callable[..., Tensor]:
 
 
 def by_batch(lengths: list[int]) -> Callable[..., Tensor]:
-    """A call per batch row, on its real keys alone."""
+    """A call per batch index, without padding."""
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = ((query[i : i + 1], key[i : i + 1, :, :n], value[i : i + 1, :, :n]) for i, n in enumerate(lengths))
@@ -229,7 +229,7 @@ def by_batch(lengths: list[int]) -> Callable[..., Tensor]:
 
 
 def causal_beside(prefix: int) -> Callable[..., Tensor]:
-    """Queries of the prefix see all of it; the later ones see it anyway, and are causal."""
+    """Two calls: full attention within the prefix, causal attention for later queries."""
 
     def run(*tensors: Tensor) -> Tensor:
         inside = sdpa(*(t[:, :, :prefix] for t in tensors))
@@ -241,10 +241,10 @@ def causal_beside(prefix: int) -> Callable[..., Tensor]:
 def chosen(
     pattern: str | None, shrink: int = 1, *, few: bool = False, device: torch.device = CPU
 ) -> list[tuple[Task, torch.dtype]]:
-    """The rows whose name contains a pattern (``*`` for anything), in the order of the table; None: all.
+    """The rows whose name contains a pattern (``*`` matches anything), in the order of the table; None: all.
 
     Args:
-        few: of all, those in float32 alone, and none of those that are only measured for the plots.
+        few: without a pattern, only rows in float32, and none that are measured only for the plots.
 
     Raises:
         ValueError: no row has such a name.

@@ -1,4 +1,4 @@
-"""One row: all peers take turns on the same tensors, and one that gives another result is not timed."""
+"""One row: peers take turns on the same tensors; one with a different result is not timed."""
 
 import os
 import statistics
@@ -17,10 +17,10 @@ from regard.functional import plan
 from regard.shapes import bytes_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""How far two results may be apart, as a share of the largest number in them."""
+"""Largest allowed difference between two results, relative to the largest number."""
 
 MAX_ROW_SECONDS = 8.0
-"""Repeats end when a row has taken this long, but not before the second."""
+"""Repeats end after this time, but not before the second."""
 
 MiB = 1 << 20
 
@@ -38,11 +38,11 @@ def measure(
     """One row of the table.
 
     Args:
-        repeats: how often each peer's call is timed; fewer where they take long.
-        shrink: what `tasks` was given, so that another process finds the same task.
-        memory: whether it is measured too.
-        compile: whether peers that have to be compiled take part.
-        watch: is told what is being done.
+        repeats: how often each peer is timed; fewer if they are slow.
+        shrink: as passed to `tasks`, so that another process finds the same task.
+        memory: whether to measure memory too.
+        compile: whether to include peers that have to be compiled.
+        watch: called with the current state.
     """
     inputs = task.inputs(dtype)
     ready: dict[str, Callable[[], Results]] = {}
@@ -65,7 +65,7 @@ def measure(
             theirs = run()
             wait(task.device)
             first = time.perf_counter() - start
-            if task.dropout:  # who drops what differs, so results are compared without
+            if task.dropout:  # peers drop different weights, so results are compared without dropout
                 theirs = work(undropped, peer, inputs)[0]()
         except Exception as error:
             if peer is peers(task)[0]:
@@ -75,7 +75,7 @@ def measure(
         ours = ours or theirs
         apart = difference(ours, theirs)
         if apart > TOLERANCE[dtype]:
-            skipped[peer.name] = f"gives another result than regard: {apart:.2g} of the largest number apart"
+            skipped[peer.name] = f"gives another result than regard: differs by {apart:.2g} of the largest number"
             continue
         ready[peer.name] = run
         held[peer.name] = bytes_of(holds)
@@ -100,7 +100,7 @@ def measure(
         if task.device.type == "cuda":
             extra: int | str = held[name] + peak_on_gpu(ready[name], task.device)
         else:
-            ready.clear()  # it is measured in a process of its own
+            ready.clear()  # it is measured in a separate process
             extra = memory_of(task, dtype, name, shrink)
         if isinstance(extra, str):
             unmeasured[name] = extra
@@ -132,7 +132,7 @@ def measure(
 def _times(
     ready: dict[str, Callable[[], Results]], repeats: int, device: torch.device, watch: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """The seconds of every call, by who made it."""
+    """Seconds of every call, by peer."""
     times: dict[str, list[float]] = {name: [] for name in ready}
     began = time.perf_counter()
     for repeat in range(repeats):
@@ -145,7 +145,7 @@ def _times(
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """Between which the middle half of the values lies; of fewer than four, between which all do.
+    """First and third quartile; minimum and maximum of fewer than four values.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 100.0])
     [2.0, 4.0]
@@ -157,13 +157,13 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 class Others:
-    """What other programs take of the processors from now on, and what a hypervisor takes of all."""
+    """Measures the processor time used by other programs, or taken by a hypervisor, from its creation on."""
 
     def __init__(self) -> None:
         self.before = self._seconds()
 
     def share(self) -> float | None:
-        """As a share of all processors; None where the system does not tell."""
+        """The share of all processors; None if the system does not report it."""
         now = self._seconds()
         if now is None or self.before is None:
             return None
@@ -172,7 +172,7 @@ class Others:
 
     @staticmethod
     def _seconds() -> tuple[float, float] | None:
-        """Of all processors since the system began: those in all, and those in which others ran."""
+        """Processor seconds since the system started: in total, and used by others."""
         try:
             with open("/proc/stat", encoding="utf-8") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]
@@ -185,8 +185,8 @@ class Others:
 
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
-    """Who comes when in a repeat. What one leaves behind, such as memory that the system has still to take back, slows
-    down the next; so over as many repeats as there are names, everybody follows nearly everybody (Williams 1949,
+    """The order of peers in a repeat. What one leaves behind, such as memory that the system has yet to reclaim, slows
+    down the next; so over as many repeats as there are peers, each follows nearly every other (Williams 1949,
     "Experimental Designs Balanced for the Estimation of Residual Effects of Treatments").
 
     >>> [in_turn(["a", "b", "c", "d"], repeat) for repeat in range(2)]
@@ -198,7 +198,6 @@ def in_turn(names: list[str], repeat: int) -> list[str]:
 
 
 def _kernel(task: Task, dtype: torch.dtype) -> str:
-    """The kernel that regard takes."""
     sizes = ((task.heads, task.queries), (task.kv_heads, task.length), (task.kv_heads, task.length))
     options: dict[str, Any] = {"dtype": dtype, "device": task.device, "requires_grad": task.backward}
     tensors = [torch.empty(task.batch, h, n, task.head_dim, **options) for h, n in sizes]

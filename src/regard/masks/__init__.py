@@ -4,13 +4,13 @@ A mask answers two questions about a rectangle of the score matrix, queries (row
 indices into the call:
 
     allowed(queries, keys)  True where the query may attend to the key. **True = may attend**, always.
-    tile(rows, columns)     EMPTY, PARTIAL or FULL: the same answer for the whole rectangle, without looking inside.
+    tile(rows, columns)     EMPTY, PARTIAL or FULL: a summary of the rectangle.
 
-The second is closed-form for every structured mask, which is what lets a kernel skip the empty part of a matrix that
-is never built. Masks compose with ``&``, ``|`` and ``~``, print as the expression that makes them, and know no length:
-query i stands at *position* ``i + offset`` and key j at position j, where the default offset ``key_len - query_len``
-puts the last query on the last key (right for a cache; zero for a square). The offset is settled when a call binds the
-mask to its lengths (`Mask.bind`); a mask that was never bound counts its default offset as 0.
+For every structured mask, the second is computed in closed form, so that kernels can skip empty parts of a matrix that
+is never built. Masks compose with ``&``, ``|`` and ``~``, print as the expression that makes them, and do not depend on
+the length: query i has *position* ``i + offset`` and key j position j, where by default offset is
+``key_len - query_len``, so that the last query has the position of the last key (as with a cache). The offset is fixed
+when a call binds the mask to its lengths (`Mask.bind`); before that, the default offset counts as 0.
 
     Causal()                 Window(2)                Causal() & Window(2)     Causal() | Prefix(2)
     # . . . .                # # . . .                # . . . .                # # . . .
@@ -18,8 +18,6 @@ mask to its lengths (`Mask.bind`); a mask that was never bound counts its defaul
     # # # . .                . # # # .                . # # . .                # # # . .
     # # # # .                . . # # #                . . # # .                # # # # .
     # # # # #                . . . # #                . . . # #                # # # # #
-
-Here belongs what is true of a mask whoever computes with it.
 """
 
 from regard.indexing import Indices

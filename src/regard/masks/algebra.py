@@ -1,4 +1,4 @@
-"""What a mask is: a rule for one query and one key, what it says of rectangles, and how masks compose."""
+"""The base class of masks: a rule for one query and one key, its coverage of rectangles, and composition."""
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -14,7 +14,7 @@ from regard.shapes import Grid, how_to_plain, is_plain, kind
 
 
 class Tile(Enum):
-    """What a mask says of a whole rectangle, for all batch indices and heads together."""
+    """The coverage of a rectangle by a mask, over all batch indices and heads."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -24,8 +24,8 @@ class Tile(Enum):
 class Mask(Rule):
     """Which queries may attend to which keys; compose with ``&``, ``|`` and ``~``.
 
-    A mask of your own derives from this and gives `rule`, True = may attend; and, where rectangles can be judged
-    without looking at every cell, `coverage`. Everything else works from these two (see `regard.rules` for its data).
+    A mask of your own derives from this and defines `rule`, True = may attend; and `coverage`, if that can be computed
+    without evaluating every cell. Everything else follows from these two (see `regard.rules` for its data).
 
     >>> print((Causal() & Window(3)) | Prefix(1))
     (Causal() & Window(3)) | Prefix(1)
@@ -37,7 +37,7 @@ class Mask(Rule):
     """
 
     MAX_TILE_SCORES: ClassVar[int] = 1 << 22
-    """The most cells that `tile` looks at where there is no closed form: 4 MiB of bools."""
+    """Most cells that `tile` evaluates if there is no closed form: 4 MiB of bools."""
 
     _judges_rectangles: ClassVar[bool] = False
 
@@ -47,18 +47,18 @@ class Mask(Rule):
 
     @property
     def closed_form(self) -> bool:
-        """Whether `coverage` answers without looking at cells; so does every kind that defines it."""
+        """Whether `coverage` is computed without evaluating cells, as in every class that defines it."""
         return self._judges_rectangles
 
     def coverage(self, rows: range, columns: range) -> Tile:
-        """What it says of a rectangle that is not empty: EMPTY and FULL must be true, PARTIAL may be a guess.
+        """The coverage of a nonempty rectangle: EMPTY and FULL must be certain, PARTIAL need not be.
 
-        Without a closed form it looks at the cells, if they are few.
+        By default it evaluates the cells, if they are few.
         """
         batch, heads = self._batch or 1, self._heads or 1
         if batch * heads * len(rows) * len(columns) > self.MAX_TILE_SCORES:
             return Tile.PARTIAL
-        # where the call runs: a rule may look into tensors there
+        # on the device of the call, where the rule's tensors may be
         return coverage_of(self.allowed(indices(rows, self._device), indices(columns, self._device)))
 
     def bind(self, grid: Grid) -> "Mask":
@@ -66,7 +66,7 @@ class Mask(Rule):
         if not bound.closed_form:
             return bound
         if tracing():
-            return bound  # that holds for other lengths, and nothing can be asked of data
+            return bound  # the graph is for other lengths too, and cannot branch on data
         whole = bound.tile(range(grid.query_len), range(grid.key_len))
         return EVERYTHING if whole is Tile.FULL else bound
 
@@ -85,8 +85,8 @@ class Mask(Rule):
     def tile(self, rows: range | slice, columns: range | slice) -> Tile:
         """Whether nothing, something or everything in the rectangle is allowed, over all batch indices and heads.
 
-        EMPTY and FULL are always true. A single mask of regard's never says PARTIAL of a rectangle that is one of
-        them; a composed one may, where its parts are both PARTIAL.
+        EMPTY and FULL are always certain. regard's own masks return PARTIAL only if neither holds; a composed mask may
+        also return it if both of its parts are PARTIAL.
         """
         rows, columns = as_range(rows), as_range(columns)
         if rows.step != 1 or columns.step != 1:
@@ -96,25 +96,25 @@ class Mask(Rule):
         return self.coverage(rows, columns)
 
     def restrict(self, queries: range, keys: range) -> "Mask | Tile":
-        """What is left of it on a rectangle, without the parts that are full or empty there."""
+        """The mask on a rectangle, simplified: without parts that are full or empty there."""
         tile = self.tile(queries, keys)
         return self if tile is Tile.PARTIAL else tile
 
     def intersection(self, other: "Mask") -> "Mask | None":
-        """One mask of this kind that is both, where there is one."""
+        """A single mask of this class equal to `self & other`, if there is one."""
         return None
 
     def leaves(self) -> "Iterator[Mask]":
-        """The masks at the ends of the expression."""
+        """The leaves of the expression."""
         yield self
 
     def breaks(self, query_len: int) -> set[int]:
-        """Queries before which it is good to cut a call in parts: where a document or a chunk begins."""
+        """Queries at which a call is best divided: where a document or chunk begins."""
         return set().union(*(part.breaks(query_len) for part in self.parts() if isinstance(part, Mask)))
 
     @property
     def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule as a function, as torch's `create_block_mask` and `flex_attention` take it. Bind the mask first."""
+        """The rule as a function for torch's `create_block_mask` and `flex_attention`. Bind the mask first."""
         return lambda batch, head, query, key: self.rule(batch, head, query, key)
 
     def draw(self, query_len: int, key_len: int, *, batch: int = 1, heads: int = 1) -> str:
@@ -129,13 +129,13 @@ class Mask(Rule):
     def __or__(self, other: "Mask") -> "Mask":
         return Or(self, check_mask("|", "both sides", other))
 
-    __rand__, __ror__ = __and__, __or__  # reached only by what is no mask, which is refused
+    __rand__, __ror__ = __and__, __or__  # reached only with operands that are not masks, which raise
 
     def __invert__(self) -> "Mask":
         return Not(self)
 
     def __bool__(self) -> NoReturn:
-        """Refused: ``Causal() and Window(3)`` would be `Window(3)` alone."""
+        """Raises: ``Causal() and Window(3)`` would be just `Window(3)`."""
         raise TypeError(
             f"{type(self).__name__}: a mask is neither true nor false. Write a & b, a | b, ~a for `a and b`, `a or b`, "
             "`not a`, and `mask is not None` to ask whether there is one"
@@ -150,7 +150,7 @@ class Mask(Rule):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same expression of equal numbers; a mask that holds a function equals only itself."""
+        """Whether both are the same expression with equal arguments; a mask with a function equals only itself."""
         return self is other or (type(self) is type(other) and is_data(self) and same(self, other))
 
     def __hash__(self) -> int:
@@ -167,7 +167,7 @@ class Mask(Rule):
 
 
 class Everything(Mask):
-    """Every query may attend to every key: what a mask simplifies to where it hides nothing. There is one of it."""
+    """Allows everything: what a mask that hides nothing simplifies to. A singleton."""
 
     of_positions = True
     _only: "ClassVar[Everything]"
@@ -196,7 +196,7 @@ class _Pair(Mask):
 
     sign: ClassVar[str]
     decides: ClassVar[Tile]
-    """What settles the whole where one side says it; the opposite leaves it to the other side."""
+    """The coverage of one side that determines the result; with the opposite, the other side does."""
 
     def __init__(self, left: Mask, right: Mask) -> None:
         self.left, self.right = left, right
@@ -315,14 +315,14 @@ _OPPOSITE = {Tile.EMPTY: Tile.FULL, Tile.PARTIAL: Tile.PARTIAL, Tile.FULL: Tile.
 
 
 def check_mask(owner: str, name: str, value: object) -> Mask:
-    """A mask as it is; what people pass in its place is refused with the mask that it probably is."""
+    """Returns a mask unchanged; raises for anything else, with the mask that was probably meant."""
     if isinstance(value, Mask):
         return value
     raise TypeError(f"{owner}: {name} must be a regard mask such as Causal(), got {kind(value)}{_as_mask(value)}")
 
 
 def _as_mask(value: object) -> str:
-    """Which mask it probably is, as the end of an error."""
+    """The mask that was probably meant, as the end of an error message."""
     if isinstance(value, type) and issubclass(value, Mask):
         return f"; make one: {value.__name__}(...)"
     if isinstance(value, str):
@@ -344,18 +344,18 @@ def _as_mask(value: object) -> str:
 
 
 def coverage_of(allowed: Tensor) -> Tile:
-    """What cells that were looked at amount to."""
+    """The coverage of evaluated cells."""
     return Tile.FULL if bool(allowed.all()) else Tile.PARTIAL if bool(allowed.any()) else Tile.EMPTY
 
 
 def together(tiles: Iterable[Tile]) -> Tile:
-    """One answer for several parts: EMPTY or FULL only if all of them are."""
+    """The coverage of several parts: EMPTY or FULL only if all of them are."""
     answers = set(tiles)
     return answers.pop() if len(answers) == 1 else Tile.PARTIAL
 
 
 def shown_argument(value: object) -> str:
-    """A number or part as it is; a tensor by its numbers if they are few, by its shape if not."""
+    """An argument for repr(): a tensor by its numbers if they are few, else by its shape."""
     if not isinstance(value, Tensor):
         return repr(value)
     if value.numel() <= 16 and value.dtype != torch.bool and not value.is_meta:

@@ -1,4 +1,4 @@
-"""Masks that carry data: documents, padding, cells, a function."""
+"""Masks that hold data: documents, padding, bool tensors, functions."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ from regard.shapes import (
 
 
 class Document(Mask):
-    """Tokens of the same document: what keeps several documents packed in one row apart.
+    """Tokens of the same document: separates documents packed into one sequence.
 
         allowed  <=>  query_ids[b, i] == key_ids[b, j]
 
     Args:
-        query_ids: int [batch, query_len], or [query_len] for the whole batch; which document each query belongs to.
-        key_ids: the same for keys [batch, key_len]; default: the queries' own.
+        query_ids: int [batch, query_len], or [query_len] for the whole batch: the document of each query.
+        key_ids: the same for keys, [batch, key_len]; default: those of the queries.
 
     >>> print((Causal() & Document.from_lengths([2, 3])).draw(5, 5))
     # . . . .
@@ -51,19 +51,19 @@ class Document(Mask):
                 f"Document: query_ids and key_ids must be on one device, "
                 f"got {self.query_ids.device} and {self.key_ids.device}"
             )
-        self._found: dict[str, bool] = {}  # what was found out about the ids, shared with what is bound
+        self._found: dict[str, bool] = {}  # cached properties of the ids, shared with bound copies
 
     def arguments(self) -> dict[str, Any]:
         return {"query_ids": self.query_ids, "key_ids": None if self.key_ids is self.query_ids else self.key_ids}
 
     @property
     def closed_form(self) -> bool:
-        """Whether every document is one run; else its ids are looked at."""
+        """Whether every document is contiguous; otherwise ids are compared."""
         return tracing() or self._ordered
 
     @property
     def _ordered(self) -> bool:
-        """Whether queries and keys are the same tokens, with ids that never fall: packed documents, nearly always."""
+        """Whether queries and keys are the same tokens, with nondecreasing ids, as in packed documents."""
         if "ordered" not in self._found:
             ids = self.query_ids
             self._found["ordered"] = self.key_ids is ids and bool((ids[:, 1:] >= ids[:, :-1]).all())
@@ -71,7 +71,7 @@ class Document(Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> "Document":
-        """Documents of these lengths, one after another; a list per batch index, or one list for all."""
+        """Consecutive documents of these lengths; a list per batch index, or one list for all."""
         listed: Any = lengths.tolist() if is_plain(lengths) else lengths
         if not isinstance(listed, Sequence):
             raise TypeError(
@@ -101,8 +101,8 @@ class Document(Mask):
 
     def coverage(self, rows: range, columns: range) -> Tile:
         if self._ordered:
-            # Every document is one run, so what two ranges share lies between the larger of their first ids and the
-            # smaller of their last: nothing inside needs to be read.
+            # documents are contiguous, so ids that two ranges share lie between the larger of their first ids and the
+            # smaller of their last
             ends = self.query_ids[:, [rows[0], rows[-1], columns[0], columns[-1]]].tolist()
             return together(
                 Tile.FULL if a == b == c == d else Tile.PARTIAL if max(a, c) <= min(b, d) else Tile.EMPTY
@@ -112,7 +112,7 @@ class Document(Mask):
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
             return Tile.FULL
-        # ranges that overlap may still share no id, so ask the ids themselves, but only in those batch indices
+        # overlapping ranges of ids may still be disjoint sets, so compare the ids of those batch indices
         overlap = ((query_low <= key_high) & (key_low <= query_high)).expand(max(len(queries), len(keys)))
         for index in overlap.nonzero()[:, 0].tolist():
             if bool(torch.isin(queries[index % len(queries)], keys[index % len(keys)]).any()):
@@ -121,11 +121,11 @@ class Document(Mask):
 
 
 class Padding(Mask):
-    """Real keys only: hides the filling that makes the texts of a batch equally long.
+    """Hides padding: keys that fill the texts of a batch to equal lengths.
 
     Args:
-        keys: int [batch], how many real keys each text begins with (right padding); or bool [batch, key_len], True
-            where a key is real (padding anywhere).
+        keys: int [batch], the number of real keys at the beginning of each text (right padding); or bool [batch,
+            key_len], True where a key is real (padding anywhere).
 
     >>> print(Padding([2, 4]).draw(2, 4, batch=2))
     # # . .
@@ -165,13 +165,13 @@ class Padding(Mask):
         return bound
 
     def breaks(self, query_len: int) -> set[int]:
-        """Where a text's real tokens begin or end, if queries and keys are the same tokens."""
+        """Where real tokens begin or end, if queries and keys are the same tokens."""
         if len(self.keys) > 1 or self.keys.is_meta:
             return set()
         if self.keys.dtype != torch.bool:
             return {length for length in self.keys.tolist() if 0 < length < query_len}
         changes = self.keys[0, :query_len].to(torch.int8).diff().nonzero()[:, 0] + 1
-        return set(changes.tolist()) if len(changes) <= 2 else set()  # padding in the midst of a row is odd
+        return set(changes.tolist()) if len(changes) <= 2 else set()  # not worth it for padding within a text
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if self.keys.dtype == torch.bool:
@@ -181,7 +181,7 @@ class Padding(Mask):
     def allowed(self, queries: Indices, keys: Indices) -> Tensor:
         if self.keys.dtype != torch.bool:
             return super().allowed(queries, keys)
-        return pick(self.keys[:, None, None], range(1), as_place(keys))  # a view, without an index per cell
+        return pick(self.keys[:, None, None], range(1), as_place(keys))  # a view: no cell is evaluated
 
     def coverage(self, rows: range, columns: range) -> Tile:
         if self.keys.dtype == torch.bool:
@@ -194,8 +194,8 @@ class Dense(Mask):
 
     Args:
         mask: bool, broadcastable to [batch, heads, query_len, key_len] by the usual rule, from the right: a tensor of
-            two axes is [query_len, key_len], one of three [heads, query_len, key_len]. Where the sizes of a call allow
-            it to be meant per batch index as well ([batch, key_len], [batch, query_len, key_len]), it is refused.
+            two axes is [query_len, key_len], one of three [heads, query_len, key_len]. If the sizes of a call also
+            permit a reading per batch index ([batch, key_len], [batch, query_len, key_len]), it raises an error.
 
     >>> print(Dense(torch.tensor([[True, False], [True, True]])).draw(2, 2))
     # .
@@ -218,7 +218,7 @@ class Dense(Mask):
 
     @property
     def closed_form(self) -> bool:
-        return False  # it looks at every cell
+        return False  # it evaluates every cell
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return lookup(self.mask, batch, head, query, key)
@@ -231,13 +231,13 @@ class Dense(Mask):
 
 
 class Where(Mask):
-    """Any rule at all: ``fn(batch, head, query, key)`` on index tensors, asked tile by tile.
+    """Any function ``fn(batch, head, query, key)`` of index tensors, evaluated tile by tile.
 
     Args:
         fn: receives int tensors [batch, 1, 1, 1], [1, heads, 1, 1], [1, 1, rows, 1], [1, 1, 1, columns] and returns a
             bool tensor that broadcasts to [batch, heads, rows, columns]. `query` and `key` are indices into the call.
 
-    Its `tile` has no closed form: it asks `fn` about every cell, and says PARTIAL of a rectangle with too many.
+    Its `tile` has no closed form: it evaluates `fn` in every cell, and returns PARTIAL for large rectangles.
 
     >>> print(Where(lambda batch, head, query, key: (query + key) % 3 == 0).draw(3, 3))
     # . .
@@ -281,10 +281,10 @@ def _ids(ids: Tensor, name: str) -> Tensor:
 
 
 def _arguments(fn: Callable[..., object]) -> str | None:
-    """The signature of a function that does not take four arguments by position; None where it does, or is unknown."""
+    """The signature of a function that does not take four positional arguments; None if it does, or is unknown."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of a function that is not written in Python
+    except (TypeError, ValueError):  # not written in Python
         return None
     try:
         signature.bind(None, None, None, None)
@@ -294,7 +294,7 @@ def _arguments(fn: Callable[..., object]) -> str | None:
 
 
 def _as_bool(value: object) -> str:
-    """How to make the tensor that `Dense` takes, as the end of an error."""
+    """How to convert a value for `Dense`, as the end of an error message."""
     if not is_plain(value):
         return how_to_plain(value)
     assert isinstance(value, Tensor)

@@ -1,4 +1,4 @@
-"""What kernels ask of a mask: which keys are visible, which all queries share, what it says per batch index."""
+"""Queries that kernels make to a mask: visible keys, keys shared by all queries, the mask of each batch index."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ from regard.shapes import Grid
 
 
 def visible(mask: Mask, rows: range, columns: range, edge: int) -> Iterator[tuple[range, Tile]]:
-    """The parts of the columns that are not empty, from left to right: halves of halves, where the mask says PARTIAL.
+    """The nonempty parts of the columns, from left to right, by bisection where the mask is PARTIAL.
 
     Args:
         edge: keys in the smallest part.
@@ -27,8 +27,8 @@ def visible(mask: Mask, rows: range, columns: range, edge: int) -> Iterator[tupl
 
 
 def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range | None:
-    """The keys, from start to stop, of queries that all see the same ones, next to each other; None where they do not,
-    or where it takes looking at cells to know."""
+    """The keys between start and stop that the queries see, if they are consecutive and the same for all queries; None
+    if not, or if finding out needs the evaluation of cells."""
     if not mask.closed_form:
         return None
 
@@ -44,14 +44,14 @@ def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range 
 
 
 def is_top_left_causal(mask: object) -> bool:
-    """Whether it is the causal mask of torch's own function: query i sees the first i + 1 keys."""
+    """Whether it is the causal mask of torch's function: query i sees the first i + 1 keys."""
     if not isinstance(mask, Band) or not isinstance(mask.offset, int):
         return False
     return mask.before is None and mask.after == 0 and mask.offset == 0
 
 
 def factors(mask: Mask) -> Iterator[Mask]:
-    """The masks that must all allow."""
+    """The operands of a chain of ``&``."""
     if isinstance(mask, And):
         yield from factors(mask.left)
         yield from factors(mask.right)
@@ -60,13 +60,13 @@ def factors(mask: Mask) -> Iterator[Mask]:
 
 
 def product_of(masks: Iterable[Mask]) -> Mask:
-    """The mask that allows what all of them allow."""
+    """The masks joined by ``&``."""
     everything: Mask = EVERYTHING
     return reduce(lambda left, right: right if left is EVERYTHING else left & right, masks, everything)
 
 
 def by_batch(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
-    """The bound mask of each batch index, where they differ; under None that of all, where they do not."""
+    """The bound mask of each batch index; or, under the key None, the mask of all if it does not differ."""
     if not mask.varies_by_batch:
         return {None: mask}
     if grid.batch == 1:
@@ -75,7 +75,7 @@ def by_batch(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
 
 
 class MaskKey:
-    """A mask as the key of what was found out about it; one that cannot be told from others is equal to itself."""
+    """A mask as a cache key, compared by structure; a mask without one equals only itself."""
 
     def __init__(self, mask: Mask) -> None:
         self.mask, self.structure = mask, mask.structure()

@@ -1,7 +1,7 @@
-"""Masks of positions: who may attend to whom as their distance, or the key's place, decides.
+"""Masks that depend on the distance between query and key, or on the position of the key.
 
-Query i stands at position ``i + offset`` and key j at position j. The default offset ``key_len - query_len`` puts the
-last query on the last key; it is settled when a call binds the mask.
+Query i has position ``i + offset`` and key j position j. With the default offset ``key_len - query_len``, the last
+query has the position of the last key; it is fixed when a call binds the mask.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from regard.shapes import Offset, check_per_batch, check_whole, known_true
 
 
 class Positioned(rules.Positioned, Mask):
-    """A mask that compares positions: query i stands at ``i + offset``."""
+    """A mask that compares positions: query i has position ``i + offset``."""
 
     def offsets(self) -> list[int]:
-        """Every offset that a batch index has."""
+        """The distinct offsets of all batch indices."""
         return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
 
     def coverage(self, rows: range, columns: range) -> Tile:
@@ -65,7 +65,7 @@ class Band(Positioned):
         return near if self.after is None else near & (ahead <= self.after)
 
     def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
-        # key_position - query_position takes every value from `least` to `most` inside the rectangle
+        # in the rectangle, key_position - query_position takes every value from `least` to `most`
         least = columns[0] - (rows[-1] + offset)
         most = columns[-1] - (rows[0] + offset)
         low = least if self.before is None else -self.before
@@ -75,7 +75,7 @@ class Band(Positioned):
         return Tile.EMPTY if max(low, least) > min(high, most) else Tile.PARTIAL
 
     def intersection(self, other: Mask) -> "Band | None":
-        """The band that is both, if both stand at the same offset."""
+        """The intersection of two bands with the same offset."""
         if not isinstance(other, Band) or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):
             return None
         if self.offset != other.offset:
@@ -85,7 +85,7 @@ class Band(Positioned):
 
 
 class Causal(Band):
-    """No query sees a later key: ``key_position <= query_position`` (Vaswani et al. 2017, section 3.2.3).
+    """Hides later keys: allowed if ``key_position <= query_position`` (Vaswani et al. 2017, section 3.2.3).
 
     >>> print(Causal().draw(2, 5))   # two new tokens after three in the cache
     # # # # .
@@ -212,7 +212,7 @@ class Prefix(Mask):
 
 
 def first_keys(lengths: list[int], columns: range) -> Tile:
-    """Where each batch index sees so many keys from the first on."""
+    """The coverage of columns if each batch index sees its first so many keys."""
     if columns[-1] < min(lengths, default=0):
         return Tile.FULL
     return Tile.EMPTY if columns[0] >= max(lengths, default=0) else Tile.PARTIAL
