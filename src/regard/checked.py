@@ -16,6 +16,7 @@ from regard.biases import Bias
 from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
+from regard.rules import serialise
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS
 
@@ -125,11 +126,6 @@ def forget() -> None:
 
 
 def _holds_tensors(mask: Mask) -> bool:
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mask.map_tensors(look)
-    return bool(found)
+    tensors: list[Tensor] = []
+    serialise(mask, tensors)
+    return bool(tensors)

@@ -54,7 +54,7 @@ def heat_map(
     if labels is not None:
         _label(axes.xaxis, labels, key_len)
         _label(axes.yaxis, labels[key_len - query_len :] if len(labels) == key_len else labels, query_len)
-    _figure(axes).colorbar(drawn, ax=axes, label="weight", ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
+    axes.figure.colorbar(drawn, ax=axes, label="weight", ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
     return axes
 
 
@@ -277,10 +277,6 @@ def _axes(axes: "Axes | None", width: float, height: float) -> "Axes":
         return axes
     made: Axes = _pyplot().subplots(figsize=(width, height), layout="constrained")[1]
     return made
-
-
-def _figure(axes: "Axes") -> Any:
-    return axes.figure
 
 
 def _pyplot() -> Any:

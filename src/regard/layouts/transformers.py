@@ -127,24 +127,14 @@ GATED_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python": "geglu",
 }
 
-ROTARY: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
-}
+ROTARY: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
+             "mscale_all_dim", "truncate"),
+}  # fmt: skip
 """The kinds of rotary positions, with the supported parameters of each."""
 
 
@@ -246,7 +236,7 @@ def rotary(theirs: Any) -> dict[str, Any]:
     if kind not in ROTARY:
         raise ValueError(f"from_transformers: rope_type must be one of {', '.join(ROTARY)}, got {kind!r}")
     theta, turning = given.pop("rope_theta", 10000.0), given.pop("partial_rotary_factor", 1.0)
-    unknown = sorted(set(given) - ROTARY[kind]) + ["partial_rotary_factor"] * (turning != 1.0)
+    unknown = sorted(set(given) - set(ROTARY[kind])) + ["partial_rotary_factor"] * (turning != 1.0)
     if unknown:
         raise ValueError(f"from_transformers: rope_type {kind!r} with {', '.join(unknown)} is not supported")
 

@@ -20,11 +20,9 @@ when a call binds the mask to its lengths (`Mask.bind`); before that, the defaul
     # # # # #                . . . # #                . . . # #                # # # # #
 """
 
-from regard.indexing import Indices
 from regard.masks.algebra import EVERYTHING, And, Everything, Mask, Not, Or, Tile, check_mask
 from regard.masks.data import Dense, Document, Padding, Where
 from regard.masks.positional import Band, Causal, Chunk, Positioned, Prefix, Strided, Window
-from regard.shapes import Offset
 
 __all__ = [
     "EVERYTHING",
@@ -35,10 +33,8 @@ __all__ = [
     "Dense",
     "Document",
     "Everything",
-    "Indices",
     "Mask",
     "Not",
-    "Offset",
     "Or",
     "Padding",
     "Positioned",

@@ -92,8 +92,8 @@ class Summary(list[HeadSummary]):
     def __str__(self) -> str:
         towers = self.towers()
         if len(towers) < 2:
-            return _text_table(self._rows(), left=(0, 2))
-        return "\n\n".join(f"{name}\n{_text_table(tower._rows(), left=(0, 2))}" for name, tower in towers.items())
+            return _text_table(self._rows())
+        return "\n\n".join(f"{name}\n{_text_table(tower._rows())}" for name, tower in towers.items())
 
     def _repr_html_(self) -> str:
         towers = self.towers()
@@ -234,16 +234,11 @@ def _mean(values: Tensor, where: Tensor) -> Tensor:
     return (values * counted).sum((0, 2)) / counted.sum((0, 2)).clamp(min=1)
 
 
-def _text_table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Rows in columns; those in `left` begin at the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+def _text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in aligned columns: names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join(f"{{:{'<' if place in (0, 2) else '>'}{width}}}" for place, width in enumerate(widths))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
