@@ -1,4 +1,4 @@
-"""What an extra of the package brings, and how to install one that is missing: worded here, for all of regard."""
+"""Optional dependencies: the error if one is missing, with the command that installs it."""
 
 import json
 from importlib.util import find_spec
@@ -7,13 +7,13 @@ from urllib.parse import unquote, urlsplit
 
 
 def need(what: str, extra: str, *packages: str) -> None:
-    """Raises where a package is missing that something needs. Looks for it alone, so it takes no time.
+    """Raises if a package that something needs is missing. Does not import it.
 
     Args:
         what: what needs them, as in "regard train".
-        extra: the extra of regard that brings them.
+        extra: the extra of regard that installs them.
     Raises:
-        ImportError: one of them is missing; one line that says how to install it.
+        ImportError: one of them is missing; says in one line how to install it.
 
     >>> need("this line", "cli", "json")
     >>> need("this line", "cli", "no_such_package")          # doctest: +ELLIPSIS
@@ -26,7 +26,7 @@ def need(what: str, extra: str, *packages: str) -> None:
 
 
 def how(extra: str) -> str:
-    """The command that installs an extra, from where regard itself came: a folder, a file, a repository or an index.
+    """The command that installs an extra, from the origin of regard itself: a folder, file, repository or index.
 
     >>> how("plot")                                          # doctest: +ELLIPSIS
     "pip install ...[plot]..."

@@ -1,13 +1,13 @@
-"""What other libraries call it: hints for arguments by names that regard does not have.
+"""Hints for arguments under the names of other libraries.
 
     regard.attention(query, key, value, is_causal=True)
 
     TypeError: attention: unknown argument is_causal
       hint: is_causal=True is mask=Causal(); ...
 
-Python refuses such a call by itself. `hinted` gives the refusal its words, from the tables below: one table for each
-kind of callable, their name on the left, regard's way on the right. Signatures stay what they are, for type checkers
-and for help().
+Python raises a TypeError for such a call. `hinted` adds a hint to it from the tables below: one for each kind of
+callable, the other library's name on the left, regard's equivalent on the right. Signatures are unchanged, for type
+checkers and help().
 """
 
 import difflib
@@ -23,7 +23,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def _same(there: str, here: str) -> dict[str, str]:
-    """Several names, separated by spaces, for one of regard's."""
+    """Several names, separated by spaces, for one of regard's names."""
     return {name: f"{name} is {here}" for name in there.split()}
 
 
@@ -210,9 +210,9 @@ ROTARY: Names = {
 
 
 def hinted(names: Names) -> Callable[[Target], Target]:
-    """A function, or a class by its ``__init__``, whose refusal of a wrong argument names the right one.
+    """Decorates a function, or the ``__init__`` of a class, so that wrong arguments raise an error with a hint.
 
-    Errors that are raised inside pass through untouched, and so does every signature.
+    Errors raised inside the function, and its signature, are unchanged.
     """
 
     def decorate(target: Target) -> Target:
@@ -240,7 +240,7 @@ def _hinting(function: Callable[..., Any], names: Names) -> Any:
 
 
 def _explained(function: Callable[..., Any], names: Names, arguments: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """Why a call does not fit a signature: unknown names, too many arguments by position, or missing ones."""
+    """Why a call does not fit a signature: unknown names, too many positional arguments, or missing ones."""
     parameters = dict(inspect.signature(function).parameters)
     owner = function.__name__
     if "self" in parameters:

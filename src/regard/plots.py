@@ -1,10 +1,10 @@
-"""What attention did, as figures. Drawn with matplotlib, which is needed here alone: the extra ``[plot]``.
+"""Figures of attention, drawn with matplotlib (the extra ``[plot]``).
 
     regard.plots.heat_map(recording["layers.3"].head(5), labels=pieces)
     regard.plots.head_grid(recording).savefig("heads.png")
 
-Colour and width go by the root of a weight, so that small weights can be seen; no weight looks like nothing. What draws
-one picture takes the axes to draw on, and returns them.
+Colour and width are proportional to the square root of a weight, so that small weights are visible and a weight of 0 is
+not. Functions that draw a single plot accept the axes to draw on, and return them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 COLOURS = "Blues"
 MAX_SIDE_CELLS = 512
-"""Cells on a side of a heat map; a longer text is drawn pooled, each cell the largest weight it stands for."""
+"""Most cells on a side of a heat map; longer texts are pooled: each cell is the largest weight that it covers."""
 
 MAX_LABELLED_TOKENS = 48
-"""Most tokens that are written beside a picture."""
+"""Most tokens for which labels are written."""
 
 MAX_ARC_TOKENS = 128
-"""Most tokens that arcs are drawn between."""
+"""Most tokens between which arcs are drawn."""
 
 
 def heat_map(
@@ -40,8 +40,8 @@ def heat_map(
     Args:
         seen: one head, such as ``recording["layers.3"].head(5)``.
         row: of the batch.
-        labels: the tokens as text; written where there are few enough.
-        axes: where to draw; None: on a new figure.
+        labels: the tokens as text; written if there are few enough.
+        axes: the axes to draw on; None: a new figure.
     Raises:
         ImportError: matplotlib is missing.
         ValueError: several heads, or no such row.
@@ -64,7 +64,7 @@ def head_grid(seen: Observation | Mapping[str, Observation], *, row: int = 0, ce
     Args:
         seen: a recording, or one layer of it.
         row: of the batch.
-        cells: most on a side of one map; longer texts are pooled.
+        cells: most cells on a side of one map; longer texts are pooled.
     Raises:
         ImportError: matplotlib is missing.
         ValueError: nothing was recorded, or no such row.
@@ -116,8 +116,8 @@ def arcs(
         seen: one head of self-attention.
         row: of the batch.
         labels: the tokens of the whole text.
-        places: which part of the text to draw; None: all of it, up to `MAX_ARC_TOKENS` tokens.
-        least: the smallest weight that is drawn.
+        places: the part of the text to draw; None: all of it, up to `MAX_ARC_TOKENS` tokens.
+        least: the smallest weight to draw.
     Raises:
         ImportError: matplotlib is missing.
         ValueError: several heads, not self-attention, too many tokens, or no such row.
@@ -166,7 +166,7 @@ def arcs(
 
 
 def entropy(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "Axes":
-    """How widely each query spreads its weight, in nats: a line for each head, below that of an even spread.
+    """The entropy of each query's weights, in nats: one line per head, and a dashed one for uniform weights.
 
     Args, Raises: as in `heat_map`, for any number of heads.
     """
@@ -178,7 +178,7 @@ def entropy(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "
 
 
 def received(seen: Observation, *, row: int = 0, axes: "Axes | None" = None) -> "Axes":
-    """How much weight each key gets from all queries together: a line for each head, on a logarithmic scale.
+    """The weight that each key receives from all queries: one line per head, on a logarithmic scale.
 
     Args, Raises: as in `heat_map`, for any number of heads.
     """
@@ -201,14 +201,14 @@ def _lines(axes: "Axes", seen: Observation, values: Tensor, across: str, up: str
 
 
 def _weights(seen: Observation, cells: int) -> Tensor:
-    """The weights of all heads, pooled where the text is long: [batch, heads, rows, columns]."""
+    """The weights of all heads, pooled if the text is long: [batch, heads, rows, columns]."""
     small = max(seen.grid.query_len, seen.grid.key_len) <= cells
     weights = seen.weights() if small else seen.image(size=cells, pool="max")
     return _drawable(weights)
 
 
 def _drawable(weights: Tensor) -> Tensor:
-    """Weights as numbers for colours and widths: a weight of 1 may come out of its rounding a little larger."""
+    """Weights as numbers for colours and widths, clamped: rounding may make a weight slightly larger than 1."""
     return weights.detach().float().cpu().clamp(0.0, 1.0)
 
 
@@ -217,12 +217,12 @@ def _image(axes: "Axes", weights: Tensor, query_len: int, key_len: int, cells: i
     down, across = (-(-length // cells) for length in (query_len, key_len))  # tokens that a pixel stands for
     rows, columns = weights.shape
     aspect: Literal["equal", "auto"] = "equal" if query_len == key_len else "auto"
-    # averaged where the screen is coarser still: a lone weight fades, but none is skipped
+    # averaged if the screen is coarser still: a single large weight fades, but is not skipped
     drawn = axes.imshow(
         weights.tolist(), cmap=COLOURS, norm=norm, extent=(-0.5, columns * across - 0.5, rows * down - 0.5, -0.5),
         aspect=aspect, interpolation="antialiased", interpolation_stage="data",
     )  # fmt: skip
-    axes.set(xlim=(-0.5, key_len - 0.5), ylim=(query_len - 0.5, -0.5))  # the last pixels may be cut short
+    axes.set(xlim=(-0.5, key_len - 0.5), ylim=(query_len - 0.5, -0.5))  # the last pixels may cover fewer tokens
     return drawn
 
 
@@ -242,7 +242,7 @@ def _label(axis: Any, labels: Sequence[str], length: int) -> None:
 
 
 def _plain(label: str) -> str:
-    """A token as it can be written in a figure: `$` would begin a formula, and a newline a line."""
+    """A token escaped for a figure: `$` would start a formula, and a newline a new line."""
     return label.replace("\n", "\\n").replace("\t", "\\t").replace("$", r"\$")
 
 
@@ -264,7 +264,7 @@ def _check(function: str, seen: Observation, row: int, *, one_head: bool = False
 
 
 def _as_seen(value: object) -> str:
-    """Where an observation comes from, as the end of an error."""
+    """How to get an observation, as the end of an error message."""
     if isinstance(value, Mapping):
         return "; choose a layer and a head: recording[name].head(0)"
     return "; regard.observe(query, key, mask=...) makes one, and recording[name].head(0) holds one of a model"

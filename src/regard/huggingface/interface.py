@@ -1,4 +1,4 @@
-"""What transformers calls in place of its own attention."""
+"""The attention function that transformers calls instead of its own."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -24,15 +24,15 @@ HARMLESS = {
     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
     "position_embeddings", "position_ids", "return_dict", "seq_idx", "token_type_ids", "use_cache",
 }  # fmt: skip
-"""Arguments that pass through transformers' attention layers and are no part of a score. Any other raises."""
+"""Arguments that pass through transformers' attention layers and do not affect scores. Any other raises an error."""
 
 
 _collector: Any = None
-"""Where transformers keeps what it collects while a model runs; None in versions that collect nothing."""
+"""The context variable of transformers for collected outputs; None in versions without it."""
 
 
 def find_collector() -> None:
-    """Looks the collector up once: an import in every layer of every step costs more than many checks."""
+    """Looks up the collector once: an import in every layer of every step is slow."""
     global _collector
     try:
         from transformers.utils.output_capturing import _active_collector
@@ -57,21 +57,21 @@ def attend(
     cache: object = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in place of its own attention; the names are its own.
+    """The attention function that transformers calls; the names of its arguments are those of transformers.
 
     Shapes:
         query [batch, heads, query_len, head_dim], key [batch, kv_heads, key_len, head_dim], value [batch, kv_heads,
-        key_len, value_dim] -> output [batch, query_len, heads, value_dim], and `LazyWeights` where they are asked for.
+        key_len, value_dim] -> output [batch, query_len, heads, value_dim], and `LazyWeights` if weights are requested.
     Args:
-        attention_mask: a `LazyMask`; a caller's own bool (True = may attend) or floating (added) tensor of four axes;
-            or None, which means causal from the top left corner if the layer is causal, and else everything.
+        attention_mask: a `LazyMask`; a bool (True = may attend) or floating (added) tensor of four axes; or None, which
+            means causal, aligned at the top left, if the layer is causal, and otherwise no mask.
         scaling, softcap: as scale and softcap of `regard.attention`. dropout: in training only.
-        is_causal: for a call without a mask; None: what ``module.is_causal`` says (True where it says nothing).
-        sliding_window: for information where there is a mask, which holds the window already.
-        s_aux: a sink's logit for each head. position_bias: added to the scores.
-        others: those in `HARMLESS` are passed over, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` keep packed texts apart.
+        is_causal: for a call without a mask; None: ``module.is_causal``, or True if that does not exist.
+        sliding_window: ignored if there is a mask, which includes the window.
+        s_aux: a sink logit for each head. position_bias: added to the scores.
+        others: those in `HARMLESS` are ignored; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate packed texts.
     Raises:
-        ValueError: an argument that is not understood and may change the result; continuous batching.
+        ValueError: an unknown argument that may change the result; continuous batching.
         ShapeError: a mask for other lengths.
     """
     if cache is not None:
@@ -101,15 +101,15 @@ def attend(
     else:
         output = hooks.attend(module, heads, scoring, dropped, compute)
     weights = None
-    if asked_for:  # a graph looks at nothing, so it has all of them
+    if asked_for:  # a graph cannot compute them on demand, so it computes all
         weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
 
 
 def _by_mask_alone(given: object, scoring: ScoringArguments, mask: Mask, dropout: float) -> bool:
-    """Whether a call is the mask's and the tensors' alone, and nothing stands around it: it may be like the one before.
+    """Whether a call consists of tensors and a mask only, without hooks, so that it may repeat an earlier one.
 
-    On another device than the mask's own, or with packed texts beside it, `mask` is another one.
+    On another device than the mask's, or with packed texts, `mask` differs from the given one.
     """
     if not isinstance(given, LazyMask) or given.mask is not mask or dropout or torch.compiler.is_compiling():
         return False
@@ -134,7 +134,7 @@ def _refuse_unknown(others: Mapping[str, Any]) -> None:
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one dtype under autocast, where a norm may leave some in float32; of one batch, where a query is learnt."""
+    """Converts to one dtype under autocast, where norms may leave some in float32; expands a learned query's batch."""
     if query.dtype == key.dtype == value.dtype and query.shape[0] == key.shape[0] == value.shape[0]:
         return query, key, value
     device = query.device.type
@@ -148,7 +148,7 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | None, Bias | Tensor | None]:
-    """A call's mask, or what it adds to the scores."""
+    """The mask of a call, or the bias."""
     if given is None:
         return None, None
     if isinstance(given, (LazyMask, GraphMask)):
@@ -169,13 +169,13 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
 
 
 def _without_mask(query_len: int, key_len: int, causal: bool, window: int | None) -> Mask | None:
-    """What transformers means by no mask.
+    """The mask that transformers means by None.
 
-    Its own masks are never None here (`mask_for_transformers` makes none), so it is a model that builds none, or a
-    caller's own call. Causal is from the top left corner, as in its "sdpa": the first query meets the first key.
+    Its own masks are never None here (`mask_for_transformers` always returns one), so the model builds none, or its
+    caller passed None. Causal is aligned at the top left, as in its "sdpa": the first query sees the first key.
     """
     if not causal:
-        # models count a window in both directions in more than one way, so only one that hides nothing is understood
+        # models define bidirectional windows in different ways, so only one that hides nothing is supported
         if window is not None and window < max(query_len, key_len):
             raise ValueError(
                 f"regard: sliding_window={window} without a mask, in a layer that is not causal: pass the mask that "
@@ -188,7 +188,7 @@ def _without_mask(query_len: int, key_len: int, causal: bool, window: int | None
 
 
 def _packed(query_bounds: Tensor | None, key_bounds: Tensor | None, query: Tensor, key: Tensor) -> Mask | None:
-    """Texts laid end to end in one row, as flash-attn has them: where each begins, and the end of the last."""
+    """Texts concatenated in one row, as in flash-attn, from the start of each and the end of the last."""
     if query_bounds is None and key_bounds is None:
         return None
     if exporting():
@@ -213,7 +213,7 @@ def _joined(left: Mask | None, right: Mask | None) -> Mask | None:
 
 
 def _weights_are_asked_for(others: Mapping[str, Any]) -> bool:
-    """Whether the call was made with ``output_attentions=True``: many layers are told; of others transformers knows."""
+    """Whether weights are requested: by ``output_attentions=True``, or by transformers' collector of outputs."""
     if others.get("output_attentions"):
         return True
     collected: Mapping[str, Any] = (None if _collector is None else _collector.get()) or {}

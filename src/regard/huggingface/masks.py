@@ -1,4 +1,4 @@
-"""A regard mask that transformers accepts as a tensor: of bools, or of numbers once a model has added some."""
+"""A regard mask that transformers accepts as a tensor: of bools, or of numbers after a model has added some."""
 
 import math
 from typing import Any
@@ -15,17 +15,17 @@ from regard.masks import Mask
 from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
-"""What a model does that has numbers for the scores beside its mask."""
+"""The functions by which models add numbers to their mask."""
 
 
 class LazyMask(Lazy):
     """A regard mask in place of transformers' bool tensor [batch, 1, query_len, key_len], True = may attend.
 
-    A model may add numbers to it, as BEiT adds its positions: then it stands for them, -inf where the mask hides.
+    A model may add numbers to it, as BEiT adds its positions: the result stands for these, with -inf where hidden.
 
     Attributes:
-        mask: the mask, with every offset settled.
-        bias: what was added, broadcastable to [batch, heads, query_len, key_len]; None for nothing.
+        mask: the mask, with fixed offsets.
+        bias: what was added, broadcastable to [batch, heads, query_len, key_len], or None.
     """
 
     mask: Mask
@@ -51,8 +51,8 @@ class LazyMask(Lazy):
         pass
 
     def of_call(self, batch: int, query_len: int, key_len: int, device: torch.device) -> Mask:
-        """The mask for one layer's lengths, which must be those that it was made for."""
-        rows, queries, keys, own_device = self._made_for  # every layer asks, and a tensor's own shape takes longer
+        """The mask for a layer with these lengths, which must be those for which it was made."""
+        rows, queries, keys, own_device = self._made_for  # faster than the tensor's shape
         if rows not in (1, batch) or (queries, keys) != (query_len, key_len):
             raise ShapeError(
                 f"regard: the mask is for [batch={rows}, query_len={queries}, key_len={keys}], the layer has "
@@ -104,8 +104,8 @@ class LazyMask(Lazy):
         logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
         copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
         if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
-            # Above all a model that is not on the interface and adds what it takes for 0 and -inf to its scores.
-            raise ValueError(  # not a TypeError, of which `+` would keep the words to itself
+            # typically a model without the interface that adds the mask, assumed to be 0 and -inf, to its scores
+            raise ValueError(  # not a TypeError, whose message `+` would replace
                 f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard "
                 'does not support; load it with attn_implementation="eager" '
                 "(.dense() returns the mask as a tensor)"
@@ -113,7 +113,7 @@ class LazyMask(Lazy):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _may_be_added(self, other: object) -> bool:
-        """Whether it is numbers for the scores: an ordinary tensor that makes the mask no longer."""
+        """Whether it can be a bias: an ordinary tensor that does not enlarge batch, query_len or key_len."""
         if not isinstance(other, Tensor) or isinstance(other, Lazy) or not other.is_floating_point():
             return False
         rows, *lengths, _ = self._made_for

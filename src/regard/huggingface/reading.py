@@ -29,14 +29,14 @@ def mask_for_transformers(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> LazyMask | GraphMask | Tensor:
-    """What transformers calls to have a mask made; the names are its own. Nothing of q_length x kv_length is made.
+    """The function that transformers calls to create a mask; argument names are its own. Builds nothing quadratic.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
         mask_function: ``mask_function(batch, head, query, key) -> bool`` on positions; None: causal.
         attention_mask: bool [batch, length], True where a token is real; position 0 first. Keys beyond it are hidden.
-        use_vmap: whether the function may be called on single numbers only.
-        others: which of transformers' own short cuts are allowed: none is needed.
+        use_vmap: whether the function accepts only single numbers.
+        others: options for transformers' own shortcuts, which are not needed here.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
     >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
@@ -55,7 +55,7 @@ def mask_for_transformers(
             raise ValueError(f"regard: padding must be [batch, length], got {list(attention_mask.shape)}")
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if not bool(real.all()):
-            with torch.inference_mode(False):  # a copy that nobody writes to: what is found out about it stays known
+            with torch.inference_mode(False):  # a copy that nobody writes to, so that caches stay valid
                 mask = mask & Padding(real.clone())
     return LazyMask(mask, (batch_size, q_length, kv_length), device)
 
@@ -65,7 +65,7 @@ def _in_graph(
     mask_function: Callable[..., Any] | None, padding: GraphMask | Tensor | None, one_by_one: bool,
     device: torch.device | str,
 ) -> GraphMask | Tensor:  # fmt: skip
-    """The mask in a graph: in one that stays, a rule where positions alone decide; else what torch's operators make."""
+    """The mask in a graph: in a compiled one, a regard mask if it depends on positions only; else a dense tensor."""
     device = torch.device(device)
     if isinstance(padding, GraphMask):
         return padding
@@ -90,7 +90,7 @@ def _in_graph(
 
 
 class Place(NamedTuple):
-    """Which part of transformers' positions a mask is for, and how its function wants to be asked."""
+    """The positions of queries and keys in transformers' sequence, and how to call the mask function."""
 
     query_start: int
     key_start: int
@@ -100,7 +100,7 @@ class Place(NamedTuple):
     device: torch.device = torch.device("cpu")
     one_by_one: bool = False
     positions: Tensor | None = None
-    """Positions of tokens of packed texts [batch, length], each text's rising by one from token to token."""
+    """Positions of the tokens of packed texts [batch, length], consecutive within each text."""
 
     @property
     def offset(self) -> int:
@@ -120,10 +120,10 @@ class Place(NamedTuple):
 
 
 Inside = Mapping[str, Any]
-"""What a mask function of transformers was made with: the variables that it closes over."""
+"""The variables that a mask function of transformers closes over."""
 
 Reading = Callable[[Inside, Place], Mask | None]
-"""The mask that a known function stands for; None where it cannot be said."""
+"""The mask that a known function represents; None if it cannot be determined."""
 
 
 def read(function: Callable[..., Any], place: Place) -> Mask:
@@ -148,8 +148,8 @@ def _asked(function: Callable[..., Any], place: Place) -> Mask:
     """Any mask function, evaluated tile by tile."""
 
     def fn(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        asked_on = query.device  # another than the mask's, where a model is spread over several
-        # transformers asks about one head, for all of them
+        asked_on = query.device  # may differ from the mask's, if a model is spread over devices
+        # in transformers, one head stands for all
         axes = [
             axis.to(place.device) for axis in (batch, head[:, :1], query + place.query_start, key + place.key_start)
         ]
@@ -161,7 +161,7 @@ def _asked(function: Callable[..., Any], place: Place) -> Mask:
 
 
 def _one_by_one(function: Callable[..., Any], *axes: Tensor) -> Tensor:
-    """A function of four single numbers, for all of theirs: [batch, heads, rows, columns]."""
+    """Maps a function of four single numbers over index tensors: [batch, heads, rows, columns]."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     for axis in reversed(range(4)):
@@ -180,9 +180,9 @@ def _read_both(inside: Inside, place: Place) -> Mask:
 
 
 def _in_packed_texts(function: Callable[..., Any], beside: tuple[Callable[..., Any], ...], place: Place) -> Mask | None:
-    """A mask function of positions that begin anew with each packed text, beside one that keeps the texts apart.
+    """A mask function of positions that restart with each packed text, joined with one that separates the texts.
 
-    Inside a text those positions differ by as much as the tokens do, so a rule about differences reads as ever.
+    Within a text, differences of these positions equal those of token indices, so a rule of differences is unchanged.
     """
     texts = [part for part in beside if _maker(part) == "packed_sequence_mask_function"]
     if _maker(function) != "remap_positions_for_packed_sequence" or len(texts) != 1:
@@ -234,13 +234,13 @@ def _read_padding(inside: Inside, place: Place) -> Mask | None:
 
 
 def _from(real: Tensor, start: int, length: int) -> Tensor:
-    """So many places of each row from a position on; those behind the end of the row hold no token."""
+    """The columns from `start` on, padded with False beyond the end."""
     part = real[:, start : start + length]
     return nn.functional.pad(part, (0, length - part.shape[1]), value=False)
 
 
 class _Known(NamedTuple):
-    """How to read the mask functions that one maker makes, and what to make examples of."""
+    """How to read the mask functions of one factory, and arguments for examples."""
 
     reading: Reading
     examples: tuple[tuple[Any, ...], ...]
@@ -283,9 +283,9 @@ _TRUSTED: dict[CodeType, str] = {}
 
 @lru_cache(maxsize=1)
 def _learn() -> None:
-    """Compares, once, what each known function says of examples with its reading, and trusts those that agree.
+    """Compares each known function with its reading on examples, once, and trusts those that agree.
 
-    Another transformers may have other functions under these names: that costs speed, not exactness.
+    Other versions of transformers may have other functions under these names: that costs speed, not exactness.
     """
     from transformers import masking_utils as theirs
 
@@ -305,7 +305,7 @@ def _learn() -> None:
 
 
 def _example(theirs: Any, maker: str, arguments: tuple[Any, ...]) -> Any:
-    """A mask function made for some data; a name among the arguments stands for the first example of that maker."""
+    """A mask function for some data; a name among the arguments stands for the first example of that factory."""
     made = [
         _example(theirs, x, (_KNOWN[x].examples or ((),))[0]) if isinstance(x, str) else x for x in arguments
     ]  # fmt: skip

@@ -25,7 +25,7 @@ class UnreadError(Exception):
 
 
 class Rule:
-    """What a mask function says, in place of the bools that it says it with."""
+    """The result of a mask function: a mask instead of bools."""
 
     device = None
 
@@ -48,7 +48,7 @@ class Rule:
 
 
 class Symbol:
-    """What a mask function is given, or makes of it; what is not said of it below is not read."""
+    """An argument of a mask function, or a result of arithmetic with it; other operations raise `UnreadError`."""
 
     def _alone(self) -> Any:
         raise UnreadError
@@ -62,7 +62,7 @@ class Symbol:
 
 
 class Position(Symbol):
-    """Where a query or a key stands, plus a number."""
+    """The position of a query or key, plus a number."""
 
     def __init__(self, of_key: bool, offset: int, plus: int = 0) -> None:
         self.of_key, self.offset, self.plus = of_key, offset, plus
@@ -103,7 +103,7 @@ class Position(Symbol):
 
 
 class Ahead(Symbol):
-    """How far a key stands ahead of a query, or a query ahead of a key, plus a number."""
+    """The difference of the positions of a key and a query, plus a number."""
 
     def __init__(self, plus: int, offset: int) -> None:
         self.plus, self.offset = plus, offset
@@ -115,7 +115,7 @@ class Ahead(Symbol):
 
 
 class Apart(Symbol):
-    """How far a query and a key are from each other."""
+    """The distance between a query and a key."""
 
     def __init__(self, offset: int) -> None:
         self.offset = offset
@@ -128,7 +128,7 @@ class Apart(Symbol):
 
 
 class _NoTensors(TorchFunctionMode):
-    """What a function does with tensors is not read."""
+    """Raises `UnreadError` if a mask function uses tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -137,7 +137,7 @@ class _NoTensors(TorchFunctionMode):
 
 
 def rule_of(function: Callable[..., Any], offset: int) -> Mask | None:
-    """The mask that a function stands for; None where it asks for more than positions.
+    """The mask that a function represents; None if it depends on more than positions.
 
     Args:
         offset: position of query 0 where key 0 has position 0.
@@ -179,10 +179,10 @@ def _number(value: object) -> int:
 class GraphMask:
     """A mask of regard in a graph, in place of transformers' bool tensor [batch, 1, query_len, key_len].
 
-    It is handed from layer to layer as it is. Whoever does more with it gets the tensor, as part of the graph.
+    It is passed from layer to layer unchanged. Any other use gets the tensor, as part of the graph.
 
     Attributes:
-        mask: the mask, with every offset settled.
+        mask: the mask, with fixed offsets.
     """
 
     dtype, ndim = torch.bool, 4
