@@ -93,7 +93,7 @@ def form_of(
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        structure, scale, softcap, wants_lse, kernel, torch.get_num_threads(),
+        structure, scale, softcap, wants_lse, kernel,
     )  # fmt: skip
 
 

@@ -57,11 +57,6 @@ PREFERENCES = (
         _in_process(strips_kernel.products_pay_alone),
     ),
     Preference(
-        strips.KERNEL,
-        "with so few heads torch's causal kernel leaves threads idle; strips shares the work evenly",
-        _in_process(strips_kernel.halves_pay),
-    ),
-    Preference(
         sdpa.KERNEL,
         "torch's own function supports the whole call",
         lambda call: exporting() or sdpa.quadratic_numbers(call) <= FEW_NUMBERS,

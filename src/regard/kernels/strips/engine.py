@@ -7,7 +7,6 @@ the whole row (Dao et al. 2022, appendix B.4). A sink changes only these two: it
 import math
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 from regard.dropout import Dropout
 from regard.kernels import fused
 from regard.kernels.hidden import Hidden, harmless
-from regard.kernels.strips import products, tuning
+from regard.kernels.strips import products
 from regard.kernels.strips.added import Added, is_by_distance
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
@@ -211,7 +210,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     """A strip by torch's operator."""
     scale = part.formula.scale
     if part.strip.kind is Kind.CAUSAL:
-        return _causal(query, key, value, scale)
+        return fused.flash(query, key, value, scale=scale, is_causal=True)
     numbers = part.added.reversed_tile()
     turned = numbers is not None
     if turned:
@@ -241,44 +240,6 @@ def _flash_backward(
         grad, query, key, value, output, lse, scale=scale, attn_mask=numbers
     )
     return of_query.flip(2), of_key, of_value
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A causal square; in halves if torch would leave threads idle.
-
-    torch gives each thread the same number of rows, head by head, although later rows of a head take longer. Here the
-    second half of the queries attends to the first half of the keys without a mask, which is equal work for every row,
-    and to its own half as a smaller causal square; the two results are merged by lse.
-    """
-    if not halves(query):
-        return fused.flash(query, key, value, scale=scale, is_causal=True)
-    length = query.shape[2]
-    (query, later), (old_key, new_key), (old_value, new_value) = (
-        t.split([length - length // 2, length // 2], dim=2) for t in (query, key, value)
-    )
-    first, first_lse = _causal(query, old_key, old_value, scale)
-    before, before_lse = fused.flash(later, old_key, old_value, scale=scale)
-    within, within_lse = _causal(later, new_key, new_value, scale)
-    _merge(within, within_lse, before, before_lse)
-    return torch.cat([first, within], dim=2), torch.cat([first_lse, within_lse], dim=2)
-
-
-def halves(query: Tensor) -> bool:
-    """Whether a causal square is faster in halves."""
-    if query.shape[2] < tuning.MIN_HALVED_QUERIES or query.dtype != upcast(query[:0]).dtype:
-        return False
-    return busiest(query.shape[0] * query.shape[1], torch.get_num_threads()) >= tuning.MIN_UNEVENNESS
-
-
-def busiest(heads: int, threads: int) -> float:
-    """Work of the busiest thread relative to the mean, if each takes the same number of rows of causal squares.
-
-    >>> busiest(1, 2), busiest(12, 2)
-    (1.5, 1.0)
-    """
-    shares = [thread * heads / threads for thread in range(threads + 1)]
-    done = [int(share) + (share - int(share)) ** 2 for share in shares]  # heads completed at the end of each share
-    return max(after - before for before, after in pairwise(done)) * threads / heads
 
 
 def _merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

@@ -120,11 +120,6 @@ def products_pay_alone(call: Call) -> bool:
     return products.pay(*given, causal=causal, backward=call.learns)
 
 
-def halves_pay(call: Call) -> bool:
-    """Whether a causal square is faster in halves; False while tracing, where the thread count is unknown."""
-    return _is_one_call_of_torchs(call) and _is_causal(call) and not tracing() and engine.halves(call.query)
-
-
 def _is_causal(call: Call) -> bool:
     return is_top_left_causal(call.scoring.mask) and call.scoring.grid.query_len == call.scoring.grid.key_len
 

@@ -49,11 +49,3 @@ PIECE_QUERIES = 64
 SQUARES_TORCH_COMPUTES_WHOLE = range(320, 641)
 """Lengths of causal squares for which torch computes nearly all scores, since it takes keys 512 at a time. Rows
 "causal 512", "documents of 512"."""
-
-# --- torch's operator -----------------------------------------------------------------------------------------------
-
-MIN_HALVED_QUERIES = 2048
-MIN_UNEVENNESS = 1.1
-"""A causal square of at least this length is halved if the busiest thread has this many times the mean work: torch
-gives every thread the same number of rows, and later rows take longer. (Not in half precision, where merging would
-round twice.) Row "causal, 1 head" of features.py."""
