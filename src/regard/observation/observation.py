@@ -17,25 +17,10 @@ from regard.functional import check_call
 from regard.hints import hinted
 from regard.masks import Mask
 from regard.numerics import exp, finite_lse, without_autocast
-from regard.observation import passes, tuning
+from regard.observation import measures, passes, tuning
 from regard.observation.comparing import Compare, Comparison
 from regard.observation.images import Image, Pyramid
 from regard.observation.lse import settled, streamed_lse
-from regard.observation.measures import (
-    Attended,
-    Distance,
-    Distances,
-    Entropy,
-    Largest,
-    Mass,
-    MaxScore,
-    Received,
-    Share,
-    Spread,
-    Top,
-    Viewers,
-    Visible,
-)
 from regard.observation.observed import ObservedCall
 from regard.observation.spans import Selection, Span, chosen_of, refuse_many, span_of
 from regard.observation.statistic import Result, Statistic, check_statistics
@@ -197,22 +182,22 @@ class Observation:
 
         0 if all weight is on one key, log(n) if it is uniform over n keys; 0 for a fully masked query.
         """
-        return self.ask(Entropy())
+        return self.ask(measures.Entropy())
 
-    def top(self, count: int) -> Largest:
+    def top(self, count: int) -> measures.Largest:
         """The `count` largest weights of each query and their keys, largest first; padded with 0 and -1."""
-        return self.ask(Top(count))
+        return self.ask(measures.Top(count))
 
     def received(self) -> Tensor:
         """The weight that each key receives from all queries: [batch, heads, key_len].
 
         Sums to the number of queries that are not fully masked, less the sink's mass.
         """
-        return self.ask(Received())
+        return self.ask(measures.Received())
 
     def mean_received(self) -> Tensor:
         """The same as a mean over the queries that may attend to the key, 0 if none may: [batch, heads, key_len]."""
-        received, viewers = self.gather(Received(), Viewers())
+        received, viewers = self.gather(measures.Received(), measures.Viewers())
         mean: Tensor = received / viewers.clamp(min=1)
         return mean
 
@@ -222,7 +207,7 @@ class Observation:
         Args:
             groups: int [key_len] or [batch, key_len], the group (0 upwards) of each key.
         """
-        return self.ask(Mass(groups))
+        return self.ask(measures.Mass(groups))
 
     def share(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The weight that each query puts on the keys that a function selects.
@@ -231,13 +216,13 @@ class Observation:
             chosen: ``chosen(query, key) -> bool``, of index tensors [rows, 1] and [1, columns]; the result broadcasts
                 to [batch, heads, rows, columns].
         """
-        return self.ask(Share(chosen))
+        return self.ask(measures.Share(chosen))
 
     def distance(self) -> Tensor:
         """Mean distance to the keys, in tokens: ``sum_j w (i + key_len - query_len - j)``."""
-        return self.ask(Distance())
+        return self.ask(measures.Distance())
 
-    def distances(self, edges: Sequence[int] | Tensor | None = None) -> Distances:
+    def distances(self, edges: Sequence[int] | Tensor | None = None) -> measures.Distances:
         """A histogram of each query's weight by distance: mass [batch, heads, query_len, bins].
 
             mass[i, b] = sum of w[i, j] with edges[b] <= i + key_len - query_len - j < edges[b + 1]
@@ -246,11 +231,11 @@ class Observation:
             edges: increasing integers, in tokens, negative for keys ahead; None: one bin for all keys ahead, then 0,
                 1, 2, 4, 8, ... up to the farthest key.
         """
-        return self.ask(Spread(edges))
+        return self.ask(measures.Spread(edges))
 
     def max_score(self) -> Tensor:
         """The largest score of each query; -inf for a fully masked one."""
-        return self.ask(MaxScore())
+        return self.ask(measures.MaxScore())
 
     def sink_mass(self) -> Tensor:
         """The weight of the sink: ``exp(sink - lse)``; 0 without one."""
@@ -258,11 +243,11 @@ class Observation:
 
     def visible(self) -> Tensor:
         """How many keys each query may attend to: int [batch, heads, query_len]."""
-        return self.ask(Visible())
+        return self.ask(measures.Visible())
 
     def viewers(self) -> Tensor:
         """How many queries may attend to each key: int [batch, heads, key_len]."""
-        return self.ask(Viewers())
+        return self.ask(measures.Viewers())
 
     def image(
         self, size: int = 512, pool: Literal["max", "mean"] = "max", queries: Span = None, keys: Span = None
@@ -311,7 +296,7 @@ class Observation:
 
         Shapes: value [batch, kv_heads, key_len, value_dim] -> [batch, heads, query_len, value_dim].
         """
-        every = (Attended(value), *statistics)
+        every = (measures.Attended(value), *statistics)
         with without_autocast(self.grid.device):
             on_cpu = self.grid.device.type == "cpu"
             plan = passes.whole_rows_for(self.call, every, tuning.MAX_ATTENDED_KEYS) if on_cpu else None

@@ -79,12 +79,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 @_in_graph_backward.register_fake
-def _(
-    grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
-    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    none = query.new_empty(0)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    query, key, value, sink, bias = inputs[4:9]
+    none, learns = query.new_empty(0), inputs[-1]
     five = query, key, value, none if sink is None else sink, bias if bias is not None and learns else none
     return tuple(tensor.new_empty(tensor.shape) for tensor in five)
 
