@@ -160,9 +160,9 @@ def test_the_diagram_shows_every_line_of_the_house_with_its_purpose():
     print(shown)
     for name in [name for package in HOUSES for name in storeys(folder_of(package))]:
         assert any(line.split("/")[0].split()[0] == name for line in shown.splitlines()), name
-    assert "shapes       The gate" in shown
+    assert "shapes       Axis names" in shown
     assert "  uses shapes, indexing, rules, masks\n" in shown
-    assert "    positional   Masks of positions" in shown
+    assert "    positional   Masks that depend" in shown
     assert "                   uses algebra\n" in shown
     for line in shown.splitlines():
         assert len(line.split(maxsplit=1)) == 2, f"{line}: a module begins with a sentence that says what it is for"
