@@ -42,19 +42,19 @@ def register() -> None:
     """Registers ``attn_implementation="regard"`` with transformers; a second call changes nothing.
 
     Raises:
-        ImportError: transformers is missing, or older than 5.4, which gives masks in another way; or it is there and
-            cannot be imported, as where a torchvision beside it does not fit: then the cause is named.
+        ImportError: transformers is missing, or older than 5.4, which passes masks differently; or it is installed but
+            cannot be imported, for example because of an incompatible torchvision: then the error names the cause.
 
     Then ``AutoModel.from_pretrained(name, attn_implementation="regard")``; for a loaded model,
     ``model.set_attn_implementation("regard")``.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-    except Exception as error:  # of whatever kind: it is what a package that transformers imports has raised
+    except Exception as error:  # any package that transformers imports may have raised it
         raise ImportError(_why_not(error)) from error
     if "q_length" not in signature(masking_utils.sdpa_mask).parameters:
         raise ImportError(f"{_needed()} (there is {_version()})")
-    # Under the same key: a key that is known for attention alone loses padding and causality without a word.
+    # both under the same key: with a key for attention only, padding and causality would be lost silently
     find_collector()
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_for_transformers)
@@ -66,7 +66,7 @@ def _needed() -> str:
 
 
 def _version(package: str = "transformers") -> str:
-    """Which version of a package is installed; nothing for none."""
+    """The installed version of a package; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def _version(package: str = "transformers") -> str:
 
 
 def _why_not(error: BaseException) -> str:
-    """Why transformers cannot be imported; what it raises itself hides the cause."""
+    """Why transformers cannot be imported: its own error hides the cause."""
     there = _version()
     cause = error
     while (before := cause.__cause__ or cause.__context__) is not None:

@@ -11,15 +11,15 @@ from types import FrameType, TracebackType
 from typing import Any, cast
 
 CONSTRUCTORS = "from_pretrained", "_from_config"
-"""The ways in which a model is made; both of a class."""
+"""The class methods that create a model."""
 
 
 class NotOnInterfaceError(ValueError):
-    """A model, or a part of it, that chooses its attention from a table of its own."""
+    """A model, or a part of one, that chooses its attention from its own table."""
 
 
 def explain(models: Any, name: str) -> None:
-    """Has the ways to make a model say what to write instead of a name that it does not know; once."""
+    """Patches the constructors, once, so that an unknown attention name raises an error with the right argument."""
     for way in CONSTRUCTORS:
         plain = vars(models)[way].__func__
         if not hasattr(plain, "__regard__"):
@@ -31,7 +31,7 @@ def _explained(make: Any, name: str) -> Any:
     def made(cls: Any, *arguments: Any, **more: Any) -> Any:
         try:
             return make(cls, *arguments, **more)
-        except NotOnInterfaceError as error:  # of a part, which knows nothing of the whole
+        except NotOnInterfaceError as error:  # raised by a part, which does not know the whole model
             cause = cast(KeyError, error.__cause__)
             frames = [*_frames(error.__traceback__), *_frames(cause.__traceback__)]
         except KeyError as error:
@@ -45,7 +45,7 @@ def _explained(make: Any, name: str) -> Any:
 
 
 def _instead(model: type, frames: list[FrameType], name: str) -> str:
-    """The sentence."""
+    """The error message."""
     table = _table(frames[-1])
     configs = [config for frame in frames if (config := _config(frame)) is not None]
     whole, part = (configs[0], configs[-1]) if configs else (None, None)
@@ -57,7 +57,7 @@ def _instead(model: type, frames: list[FrameType], name: str) -> str:
         "is not on transformers' attention interface. "
     )
     if not path:
-        return f'{told}Load {model.__name__} with attn_implementation="{chosen}"; regard cannot look into it'
+        return f'{told}Load {model.__name__} with attn_implementation="{chosen}"; regard cannot record it'
     instead = f'attn_implementation={{"": "{name}", "{path}": "{chosen}"}}'
     return f"{told}Write {instead}; the rest of {model.__name__} is under regard then"
 
@@ -82,7 +82,7 @@ def _config(frame: FrameType) -> Any:
 
 
 def _path(whole: Any, part: Any) -> str:
-    """Under which name of the whole configuration the part lies; nothing where it is the whole."""
+    """The name of a part in the whole configuration; empty if it is the whole."""
     if whole is None or part is whole:
         return ""
     for name in cast("dict[str, Any]", getattr(whole, "sub_configs", {})):

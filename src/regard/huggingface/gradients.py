@@ -49,7 +49,7 @@ class ComputeByWeights(Compute):
         return output, lse
 
     def weights(self, heads: Heads, scoring: ScoringArguments) -> Tensor:
-        """The weights of a call: those on the way to its output, if that was computed here, once, and as it is."""
+        """The weights of a call: those of which its output is a function, if it was computed here exactly once."""
         made = [weights for of, by, weights in self._made if of is heads and by is scoring]
         if len(made) == len(self._made) == 1:
             return made[0]
@@ -75,7 +75,7 @@ class _Output(torch.autograd.Function):
         of_weights = OfOutput(gradient, value, scoring.grid, dropout)
         if torch.is_grad_enabled():
             return *of_weights.twice(weights), None
-        if output.grad_fn is None:  # hooks on saved tensors have taken it away
+        if output.grad_fn is None:  # removed by hooks on saved tensors
             with torch.enable_grad():
                 output, _ = run(Call(query, key, value, scoring, dropout), "auto")
         inputs = value, query, key, *(() if scoring.sink is None else (scoring.sink,)), *scoring.learned()
@@ -89,7 +89,7 @@ class _Output(torch.autograd.Function):
 
 
 class OfOutput:
-    """The gradient of weights that came from the gradient of the output."""
+    """The gradient of weights, as a function of the gradient of the output."""
 
     of_inputs: Sequence[Tensor | None] = ()
 
@@ -106,7 +106,7 @@ class OfOutput:
             return product if self.dropout is None else product * self._kept(place)
 
     def twice(self, weights: LazyParts) -> tuple[Tensor, Tensor]:
-        """The gradients of weights and value, to be differentiated once more: by definition, with all weights."""
+        """The gradients of weights and value for double backward: by the definition, with all weights."""
         dropped = weights.dense()
         gradient, value = upcast(self.gradient), upcast(self.value)
         with without_autocast(self.grid.device):
@@ -118,7 +118,7 @@ class OfOutput:
         return product.to(weights.dtype), of_value.to(self.value.dtype)
 
     def _kept(self, place: Place) -> Tensor:
-        """0 where a weight was dropped, else what it was multiplied with."""
+        """The factors of dropout: 0, or 1 / (1 - rate)."""
         assert self.dropout is not None
         kept = self.dropout.keep(self.grid, place.queries, place.keys, batches=place.batch, heads=place.heads)
         return kept / (1 - self.dropout.rate)

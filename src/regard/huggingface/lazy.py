@@ -38,16 +38,16 @@ _IN_PLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irs
 class Lazy(Tensor):
     """A tensor without data. Its shape is known; any other use computes its numbers, if they are few.
 
-    Every function of torch takes it. What only asks about shape, dtype or device costs nothing; anything else works on
-    `dense`, which refuses where that would be large. Nothing can be written into it.
+    Every function of torch accepts it. Shape, dtype and device cost nothing; anything else uses `dense`, which raises
+    an error if that would be large. It cannot be written to.
     """
 
-    __format__ = object.__format__  # of what it is, as printed
+    __format__ = object.__format__  # as repr() prints it
 
     @staticmethod
     def _empty(cls: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        torch._C._set_throw_on_mutable_data_ptr(made)  # else whoever asks in C gets a null pointer
+        torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise C++ code gets a null pointer
         return made
 
     def dense(self) -> Tensor:

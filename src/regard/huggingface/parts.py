@@ -67,10 +67,10 @@ class Frame(NamedTuple):
 
 
 class Parts(Protocol):
-    """What can make any rectangle of a tensor [batch, heads, query_len, key_len]."""
+    """Computes any rectangle of a tensor [batch, heads, query_len, key_len]."""
 
     def rectangle(self, place: Place) -> Tensor:
-        """The numbers, with no graph, in memory of their own: [batch, heads, queries, keys]."""
+        """The numbers, without a graph, in new memory: [batch, heads, queries, keys]."""
         ...
 
 
@@ -78,10 +78,9 @@ class LazyParts(Lazy):
     """A tensor of which rectangles are computed on first use; or some batch indices and heads of such a tensor.
 
     Attributes:
-        parts: makes the rectangles.
-        frame: shape, dtype and device, and which batch indices and heads it stands for.
-        aside: why these numbers are not on the way to the model's output, so that they have no gradient of it; None:
-            they are.
+        parts: computes the rectangles.
+        frame: shape, dtype and device, and which batch indices and heads it represents.
+        aside: why the model's output does not depend on these numbers, so that they get no gradient; None if it does.
     """
 
     parts: Parts
@@ -92,7 +91,7 @@ class LazyParts(Lazy):
 
     @classmethod
     def of(cls, parts: Parts, frame: Frame, aside: str | None = None) -> Any:
-        """One that no gradient flows through."""
+        """A tensor without a graph."""
         made = cls._empty(cls, frame.shape, frame.dtype, frame.device)
         made.parts, made.frame, made.aside, made._pointed = parts, frame, aside, None
         made._whole = frame.whole()
@@ -114,11 +113,11 @@ class LazyParts(Lazy):
             return torch.is_grad_enabled() and self.requires_grad
 
     def _like(self, frame: Frame | None = None) -> Any:
-        """The same, or seen in another frame, without a graph."""
+        """The same in another frame, by default its own, without a graph."""
         return type(self).of(self.parts, frame or self.frame, self.aside)
 
     def _view(self, frame: Frame | None = None) -> Any:
-        """The same, or seen in another frame."""
+        """The same in another frame, by default its own."""
         if self._wants_grad():
             return _View.apply(self, frame or self.frame)  # type: ignore[no-untyped-call]
         return self._like(frame)
@@ -199,7 +198,7 @@ class LazyParts(Lazy):
                     "regard: these weights were made without a graph and hold no numbers to be a leaf of one; take "
                     ".dense().requires_grad_(), or run the model with gradients enabled"
                 )
-            with torch._C.DisableTorchFunctionSubclass():  # which says no where a graph would be cut
+            with torch._C.DisableTorchFunctionSubclass():  # raises if a graph would be cut
                 return func(given, wanted) if wanted != given.requires_grad else given
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -225,7 +224,7 @@ class LazyParts(Lazy):
             )
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What another dtype or device makes of it; None: nothing lazy."""
+        """The tensor with another dtype or device; None if that cannot be lazy."""
         device: Any = None
         dtype: Any = None
         copied = kwargs.pop("copy", False) if func is Tensor.to else False
@@ -251,13 +250,13 @@ class LazyParts(Lazy):
         return self._view(self.frame._replace(dtype=dtype or self.dtype, device=device or self.device))
 
     def _kept_for_pointers(self) -> Tensor:
-        """All numbers, in memory that lives as long as this tensor, for those who are told where it lies."""
+        """All numbers, in memory that lives as long as this tensor, for functions that return pointers."""
         if self._pointed is None:
             self._pointed = self.dense().detach()
         return self._pointed
 
     def _squeezed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Without a batch index or head that is alone; None: another axis is meant."""
+        """Without a batch or head axis of size 1; None if another axis is meant."""
         asked = args or tuple(kwargs.values())
         if not asked and 1 not in self.shape[-2:]:
             return self[tuple(0 if size == 1 else slice(None) for size in self.shape)]
@@ -270,7 +269,7 @@ class LazyParts(Lazy):
 
 
 def _plain(x: Any) -> int | slice | EllipsisType | None:
-    """A part of an index that is a number, a slice or an ellipsis; None for any other."""
+    """An index of one axis if it is a number, a slice or an ellipsis; else None."""
     if type(x) in (int, slice, EllipsisType):
         return x  # type: ignore[no-any-return]
     if isinstance(x, bool) or (isinstance(x, Tensor) and (x.dim() or x.is_floating_point() or x.dtype == torch.bool)):
@@ -282,7 +281,7 @@ def _plain(x: Any) -> int | slice | EllipsisType | None:
 
 
 def _find(asked: Any, axis: range) -> tuple[range, Any]:
-    """The shortest range without steps that holds a part of an axis, and how to take the part out of it."""
+    """The shortest contiguous range of an axis that contains an index, and the index within it."""
     if isinstance(asked, int):
         if not -len(axis) <= asked < len(axis):
             raise IndexError(f"index {asked} is out of bounds for an axis of size {len(axis)}")
@@ -351,11 +350,11 @@ class Sum:
 
 
 class LazyGradient(LazyParts):
-    """The gradient of `LazyWeights`: what every use of them adds to it, made when it is looked at."""
+    """The gradient of `LazyWeights`: the sum over all their uses, computed on first use."""
 
     @classmethod
     def of_use(cls, frame: Frame, gradient: Tensor, place: Place | None = None) -> "LazyGradient":
-        """The gradient of a tensor of which a rectangle was used, or all of it (None)."""
+        """The gradient of a tensor of which a rectangle was used; None: all of it."""
         if isinstance(gradient, LazyGradient):
             parts = gradient.parts
         else:
@@ -391,7 +390,7 @@ class _Numbers(torch.autograd.Function):
 
 
 class _View(torch.autograd.Function):
-    """Some batch indices and heads, or all in another dtype or on another device."""
+    """A lazy tensor in another frame: some batch indices and heads, another dtype or device."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyParts, frame: Frame) -> LazyParts:
@@ -405,10 +404,10 @@ class _View(torch.autograd.Function):
 
 
 def _handed_on(frame: Frame, gradient: Tensor, place: Place) -> Tensor:
-    """The gradient of a lazy tensor, of which one rectangle was used."""
+    """The gradient of a lazy tensor of which one rectangle was used."""
     if not torch.is_grad_enabled():
         return LazyGradient.of_use(frame, gradient, place)
-    # it is to be differentiated once more, which takes all of its numbers
+    # double backward needs all of its numbers
     whole = frame.whole()
     LazyGradient.of_use(frame, gradient, place)._check_size()
     ends = [(a.start - b.start, b.stop - a.stop) for a, b in zip(place, whole, strict=True)]

@@ -17,13 +17,13 @@ from regard.reference import all_weights
 from regard.scores import Scoring
 
 MAX_UNASKED_WEIGHTS = 1 << 18
-"""Most weights that are made on the chance that they are looked at next: about as many as take the time of a call."""
+"""Most weights that are computed in advance: about as many as take the time of a call."""
 
 MAX_KEPT_WEIGHTS = 1 << 22
-"""Most weights of a call that are kept once they were looked at in parts: 16 MiB in float32."""
+"""Most weights of a call that are cached after parts of them were used: 16 MiB in float32."""
 
 MAX_KEPT_LSE_ROWS = 256
-"""Most batch indices and heads of a call whose log-sum-exp is kept apart from that of others."""
+"""Most batch indices and heads of a call whose log-sum-exp is cached separately."""
 
 
 class LazyWeights(LazyParts):
@@ -34,16 +34,16 @@ class LazyWeights(LazyParts):
     length. A function of torch that needs all weights gets them if they are few, and raises an error with advice if
     not. They are the weights before dropout.
 
-    Gradients flow through them; and those of a layer's call lie on the way to its output, so that the output's gradient
-    with respect to them is had as of any tensor: ``weights.retain_grad()``, `torch.autograd.grad`. That gradient is a
-    `LazyGradient`, no square either.
+    Gradients flow through them, and a layer's output is a function of its weights, so that its gradient with respect to
+    them is available as for any tensor: ``weights.retain_grad()``, `torch.autograd.grad`. That gradient is a
+    `LazyGradient`, not quadratic either.
 
-    With a cache, keys grow or are written over from step to step. There they are copied; or, where the weights are
-    fewer and nobody wants a gradient, these are computed at once and kept instead.
+    With a cache, keys grow or are overwritten from step to step, so they are copied; or if there are fewer weights than
+    keys, and no gradients are recorded, the weights are computed at once and kept instead.
 
     Args:
-        heads, scoring: what attention is given.
-        lse: [batch, heads, query_len], where it is known.
+        heads, scoring: the arguments of attention.
+        lse: [batch, heads, query_len], if known.
     """
 
     def __new__(cls, heads: Heads, scoring: ScoringArguments, lse: Tensor | None = None) -> Tensor:  # type: ignore[misc]
@@ -55,10 +55,10 @@ class LazyWeights(LazyParts):
 
     @property
     def observation(self) -> Observation:
-        """Everything else that can be asked of weights (`regard.observe`): entropy, the largest, an image.
+        """The weights as an `Observation`, for statistics: entropy, largest weights, an image.
 
         Raises:
-            ValueError: of a step after a cache the weights alone are kept; or query, key or sink was written over.
+            ValueError: only the weights of a step after a cache are kept; or query, key or sink was overwritten.
         """
         assert isinstance(self.parts, WeightsOfCall)
         place = self.frame.whole()
@@ -77,8 +77,8 @@ class LazyWeights(LazyParts):
 def weights_of(
     query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None = None, aside: str | None = None
 ) -> Tensor:
-    """The weights of a checked call; inside `torch.func.grad` and its like, whose graphs take no node of one's own, as
-    an ordinary tensor.
+    """The weights of a validated call; an ordinary tensor inside `torch.func.grad` and similar transforms, whose graphs
+    do not support custom nodes.
 
     Args:
         aside: as in `LazyParts`.
@@ -111,10 +111,10 @@ def _of_place(seen: Observation, place: Place) -> Observation:
 
 
 class WeightsOfCall:
-    """Makes the weights of a call, any rectangle of them, and keeps some of those that it made.
+    """Computes any rectangle of the weights of a call, and caches some.
 
-    Who looks at one row is likely to look at its neighbour. So the rows that are made grow, four times with each look,
-    and are kept for the next one, up to `MAX_KEPT_WEIGHTS` weights of a call.
+    Access to one row is likely to be followed by its neighbours. So each access computes four times as many rows as the
+    one before, and caches them, up to `MAX_KEPT_WEIGHTS` weights of a call.
     """
 
     def __init__(self, query: Tensor, key: Tensor, scoring: Scoring, lse: Tensor | None, differentiable: bool) -> None:
@@ -149,7 +149,7 @@ class WeightsOfCall:
         return Observation(*self.call, self._lse)
 
     def _versions_now(self) -> list[int]:
-        """How often each tensor that the weights follow from was written to."""
+        """The versions of all tensors that determine the weights."""
         if self.call is None:
             return []
         query, key, scoring = self.call
@@ -157,7 +157,7 @@ class WeightsOfCall:
         return [x._version for x in kept if x is not None and not x.is_inference()]
 
     def rectangle(self, place: Place) -> Tensor:
-        # as ordinary tensors, whoever asks: they may be kept, and used where gradients are recorded
+        # as ordinary tensors, even in inference mode: they may be cached, and used where gradients are recorded
         with torch.inference_mode(False), torch.no_grad():
             if self._numbers is not None:
                 return self._numbers[place.within(self.whole)].clone()
@@ -179,7 +179,7 @@ class WeightsOfCall:
             return numbers[place.within(block)].clone()
 
     def _most(self, place: Place) -> int:
-        """How many queries' weights may be made at once and kept: so many that there is room for every head's."""
+        """The number of queries whose weights may be computed at once and cached, with room for every head."""
         cells = len(place.batch) * len(place.heads)
         share = MAX_KEPT_WEIGHTS * cells // max(1, self.grid.batch * self.grid.heads)
         return int(min(MAX_UNASKED_WEIGHTS, share) // max(1, cells * self.grid.key_len))
@@ -191,7 +191,7 @@ class WeightsOfCall:
             self._blocks.pop(next(iter(self._blocks)), None)
 
     def _made(self, place: Place) -> Tensor:
-        """A rectangle, computed."""
+        """Computes a rectangle."""
         if not place.cells():
             return torch.empty(place.sizes(), dtype=self.dtype, device=self.grid.device)
         if self.call is not None and self._versions != self._versions_now():
@@ -217,19 +217,19 @@ def _holds(outer: Place, place: Place) -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Whether the caller runs inside activation checkpointing (``use_reentrant=False``), in a forward pass or again."""
+    """Whether the caller runs inside activation checkpointing (``use_reentrant=False``), in either pass."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class WithInputs(Protocol):
-    """A term of a gradient that brings what it means for query, key and what else is learned, in this order."""
+    """A term of a gradient that comes with the gradients of query, key and other inputs, in this order."""
 
     of_inputs: Sequence[Tensor | None]
 
 
 class _Weights(torch.autograd.Function):
-    """Weights as a function of query, key, sink and what else is learned."""
+    """Weights as a function of query, key, sink and other trainable tensors."""
 
     @staticmethod
     def forward(
@@ -237,7 +237,7 @@ class _Weights(torch.autograd.Function):
     ) -> LazyWeights:
         assert parts.call is not None
         ctx.scoring, ctx.learned, ctx.held = parts.call[2], learned, None
-        if is_checkpointed():  # run again it may not be asked for weights, and what is saved must be saved again
+        if is_checkpointed():  # the repeated call may not request weights, but must save the same tensors
             ctx.held = query, key
         else:
             ctx.save_for_backward(query, key)
@@ -260,7 +260,7 @@ class _Weights(torch.autograd.Function):
 
 
 def _joined(gradient: Tensor) -> "list[OfPlace | WithInputs]":
-    """The terms of a gradient, with those of rectangles in one where that holds hardly more than they do."""
+    """The terms of a gradient, with rectangles merged into one if that is not much larger."""
     if not isinstance(gradient, LazyGradient):
         return [OfPlace(Place(*(range(size) for size in gradient.shape)), gradient)]
     terms: list[Any] = gradient.parts.terms if isinstance(gradient.parts, Sum) else [gradient.parts]
@@ -279,7 +279,7 @@ def _joined(gradient: Tensor) -> "list[OfPlace | WithInputs]":
 def _through_softmax(
     seen: Observation, term: OfPlace, inputs: Sequence[Tensor], wanted: Sequence[int]
 ) -> list[Tensor | None]:
-    """What the gradient of a rectangle of weights means for the inputs."""
+    """The gradients of the inputs from the gradient of a rectangle of weights."""
     again = torch.is_grad_enabled()
     place = term.place
     found: list[Tensor | None] = [None] * len(inputs)

@@ -76,7 +76,7 @@ class Recording(Mapping[str, Recorded]):
         Args:
             tokens: what the model read, int [batch, length], whole; None: what was recorded, and where nothing was,
                 kinds that need no tokens. Layers that read another text than these are described by their own.
-            documents: int, as tokens: which document each of them belongs to; None: nothing is said of documents.
+            documents: int, like tokens: the document of each token; None: no shares of documents.
             progress: called with the layers done and all there are.
         Raises:
             ShapeError: tokens that no layer read, or a text whose beginning was not recorded.
@@ -95,23 +95,23 @@ class Recording(Mapping[str, Recorded]):
         own = {name: None if _reads_others(seen) else seen.tokens for name, seen in layers.items()}
         if given is None:
             return own
-        # where one layer has read just these, another that has read other tokens keeps its own
+        # if one layer read exactly these, layers that read other tokens keep their own
         known = any(read is not None and torch.equal(read, given.to(read)) for read in own.values())
         fitting = {
             name: not _reads_others(seen) and given.shape == (seen.grid.batch, seen.grid.query_len)
             for name, seen in layers.items()
         }
-        if not any(fitting.values()):  # they are wrong, which each layer that reads text will say
+        if not any(fitting.values()):  # wrong tokens: every layer that reads text will raise
             return {name: None if _reads_others(seen) else given for name, seen in layers.items()}
         return {name: given if fits and not (known and own[name] is not None) else own[name]
                 for name, fits in fitting.items()}  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes all of it into one safetensors file, which `load_recording` reads: the tensors, and in the header
-        what a score was, the model's name and the tokens.
+        """Writes the recording to one safetensors file for `load_recording`: tensors and tokens, and in the header the
+        model's name and how scores are computed.
 
-        lse is computed for what is written, one pass over the scores. A mask or bias that is a function is written out
-        cell by cell, up to `MAX_WRITTEN_SCORES` cells.
+        Computes lse where it is missing, in one pass over the scores. A mask or bias that is a function is evaluated in
+        every cell, up to `MAX_WRITTEN_SCORES` cells.
 
         Raises:
             ValueError: nothing was recorded, or a mask that is a function is too large.
@@ -155,8 +155,8 @@ class Recording(Mapping[str, Recorded]):
         """Keeps one call of a layer.
 
         Args:
-            settled: that nobody will write into these tensors is known (regard's own layers and caches).
-            lse: the call's, if it is known. read: what its queries and keys stand for.
+            settled: whether these tensors are known not to be overwritten (regard's own layers and caches).
+            lse: that of the call, if known. read: the input of the layer.
         """
         text = self._text(name, heads, scoring, settled, read)
         if lse is not None and self._dtype in (None, heads.query.dtype):  # not that of rounded numbers
@@ -215,19 +215,19 @@ def record(
 ) -> Iterator[Recording]:
     """Records a model's attention layers while the ``with`` block runs.
 
-    A recording inside another one takes nothing from it: both see every call. With `intervene`, inside or outside,
-    a recording has what attention was really given.
+    Recordings can be nested: each sees every call. With `intervene`, inside or outside, a recording has the actual
+    inputs of attention.
 
     Args:
         model: a module that contains `MultiHeadAttention` layers, or one of transformers with
             ``attn_implementation="regard"``; there, a layer is named as its module is.
         layers: names, or numbers in the order of the layers' first calls; None: all of them.
-        heads: numbers; None: all of them. What is chosen is copied.
-        values: whether to keep the values too, so that `Recorded.steps` reaches the output.
-        dtype: what query, key and value are kept in; None: their own. float16 halves float32's memory; lse and weights
-            are then those of the rounded numbers.
+        heads: numbers; None: all of them. Selected heads are copied.
+        values: whether to keep the values too, so that `Recorded.steps` includes the output.
+        dtype: the dtype in which query, key and value are kept; None: their own. float16 halves float32's memory; lse
+            and weights are then those of the rounded numbers.
     Raises:
-        ValueError: a layer or head that does not exist; or, when the block is left, no attention went through regard.
+        ValueError: a layer or head that does not exist; or at the end of the block, no attention went through regard.
 
     >>> layer = MultiHeadAttention(8, 2)
     >>> with record(layer) as recording:
@@ -266,8 +266,8 @@ def _name(model: nn.Module) -> str:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    """A tensor that stays as it is: itself if it is a fresh result, a copy if somebody writes into it, as an optimizer
-    does into parameters and a static cache into its keys. (In inference mode nobody can tell.)"""
+    """A tensor that will not change: the tensor itself if it is a fresh result, a copy if it may be overwritten, like
+    parameters by an optimizer and keys by a static cache. (In inference mode this is unknown.)"""
     written = tensor.is_inference() or tensor._version > 0 or (tensor.is_leaf and tensor.requires_grad)
     return tensor.detach().clone() if written or isinstance(tensor, nn.Parameter) else tensor.detach()
 
@@ -285,7 +285,7 @@ def _narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def load_recording(path: str | os.PathLike[str]) -> Recording:
     """What `Recording.save` wrote; its answers are the same, bit for bit.
 
-    The tensors stay in the file, mapped into memory, and are read when they are asked for: leave it where it is.
+    The tensors are memory-mapped from the file and read on first use, so do not move it.
 
     Raises:
         ValueError: there is no such file, or it is damaged, or no recording, or of another version.

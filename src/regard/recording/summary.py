@@ -105,7 +105,7 @@ class Summary(list[HeadSummary]):
 def summarise(
     name: str, seen: Observation, tokens: Tensor | None = None, documents: Tensor | None = None
 ) -> list[HeadSummary]:
-    """Every head of one layer in a few numbers (see above); tokens None: what can be said without them."""
+    """A summary of every head of one layer; tokens None: with kinds that need no tokens."""
     if tokens is None:
         return _by_place(name, seen, kinds_of(seen))
     return _by_token(name, seen, tokens, documents)
@@ -142,7 +142,7 @@ def _by_place(name: str, seen: Observation, kinds: Kinds) -> list[HeadSummary]:
 def _by_head(
     name: str, seen: Observation, asked: tuple[Tensor, Tensor, Tensor], shares: Mapping[str, Tensor], reads: str
 ) -> list[HeadSummary]:
-    """Every head's line. Args: asked: entropy, visible and distance."""
+    """The summaries of all heads. Args: asked: entropy, visible and distance."""
     entropy, visible, distance = asked
     choices = visible + (0 if seen.scoring.sink is None else 1)
     spread = _mean(entropy / choices.clamp(min=2).log(), choices > 1)
@@ -207,7 +207,7 @@ def _document_share(seen: Observation, visible: Tensor, documents: Tensor, share
 
 
 def seen_before(tokens: Tensor) -> Tensor:
-    """Whether the same token stands earlier in its row: bool [batch, length]."""
+    """Whether the same token occurs earlier in its text: bool [batch, length]."""
     rows = []
     for row in tokens:
         _, which = row.unique(return_inverse=True)
