@@ -18,14 +18,13 @@ This runs wherever regard is installed. What is measured for the project's own p
 
 from regard.bench.device import check_device
 from regard.bench.memory import MALLOC_SETTINGS, memory_of, most_taken
-from regard.bench.peer import FUNCTIONS, LAYERS, Peer, Prepared, Results, difference, peers, work
+from regard.bench.peer import FUNCTIONS, Peer, Prepared, Results, difference, peers, work
 from regard.bench.report import QUICK_REPEATS, QUICK_SHRINK, busy, load, machine, run, shown
 from regard.bench.task import Task, chosen, name_of, ragged, sdpa, tasks
 from regard.bench.timing import Others, in_turn, measure, quartiles
 
 __all__ = [
     "FUNCTIONS",
-    "LAYERS",
     "MALLOC_SETTINGS",
     "QUICK_REPEATS",
     "QUICK_SHRINK",

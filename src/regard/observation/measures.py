@@ -186,24 +186,21 @@ def _doubling(key_len: int, query_len: int) -> list[int]:
     return edges
 
 
-class MaxScore(Statistic[Tensor]):
+class MaxScore(PerQuery):
     """See `Observation.max_score`."""
 
     needs_weights = False
     keeps_tiles = False
 
     def start(self, call: ObservedCall) -> None:
-        self.largest = call.zeros(call.grid.query_len) - torch.inf
+        self.total = call.zeros(call.grid.query_len) - torch.inf
 
     def of(self, tile: ScoreTile) -> Tensor:
         return tile.scores.detach().amax(-1)
 
     def add(self, tile: ScoreTile, part: Tensor) -> None:
         at = tile.of_queries()
-        self.largest[at] = torch.maximum(self.largest[at], part)
-
-    def finish(self) -> Tensor:
-        return self.largest
+        self.total[at] = torch.maximum(self.total[at], part)
 
 
 class Largest(NamedTuple):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from regard.hooks import Attend, Compute, Heads, Result, ScoringArguments, loses_gradients
 from regard.observation import Statistic, observe
@@ -39,17 +40,8 @@ class Gathered(Mapping[str, tuple[Any, ...]]):
         parts = [plural(len(self), "layer")]
         if calls:
             parts += [plural(len(calls), "call"), plural(len(calls[0]), "statistic")]
-            parts.append(as_bytes(bytes_of(tensor for results in calls for tensor in _tensors(results))))
+            parts.append(as_bytes(bytes_of(leaf for leaf in tree_leaves(calls) if isinstance(leaf, Tensor))))
         return f"<Gathered: {', '.join(parts)}>"
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    """The tensors of a statistic's result."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for part in result:
-            yield from _tensors(part)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The recorded calls of one layer on one text, in one piece or in several."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import torch
@@ -299,11 +299,11 @@ class Text:
         if of_positions and all(same(first.mask, p.mask) and same(first.bias, p.bias) for p in more):
             grid = self.grid(first)._replace(query_len=sum(p.query_len for p in self.pieces), key_len=key_len)
             bound = EVERYTHING if first.mask is None else first.mask.bind(grid)
-            starts = _starts(self.pieces)
+            starts = accumulate((piece.query_len for piece in self.pieces), initial=0)
             in_place = all(
                 start + key_len - grid.query_len == piece.key_len - piece.query_len
                 and bound.tile(range(start, start + piece.query_len), range(piece.key_len, key_len)) is Tile.EMPTY
-                for start, piece in zip(starts, self.pieces, strict=True)
+                for start, piece in zip(starts, self.pieces, strict=False)
             )
             if in_place:
                 return first.mask, first.bias
@@ -356,11 +356,3 @@ def _changed(old: Tensor, new: Tensor) -> range:
     """From the first to the last column in which two tensors [batch, kv_heads, key_len, size] differ."""
     columns = (old != new).any(dim=3).any(dim=0).any(dim=0).nonzero()[:, 0]
     return range(int(columns[0]), int(columns[-1]) + 1) if len(columns) else range(0)
-
-
-def _starts(pieces: Iterable[Piece]) -> list[int]:
-    """Index of the first query of each piece."""
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + piece.query_len)
-    return starts[:-1]
