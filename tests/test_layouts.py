@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import regard
 from comparing import assert_close, assert_zero
-from regard.feed_forward import GATED_ACTIVATIONS
+from regard.feed_forward import ACTIVATIONS, GATED_ACTIVATIONS
 from regard.layers import Block, MultiHeadAttention
 from regard.layouts import (
     ARCHITECTURES,
@@ -754,4 +754,4 @@ def test_every_activation_of_a_table_is_one_of_regards():
     assert set(transformers.GATED_ACTIVATIONS.values()) == GATED_ACTIVATIONS
     assert not set(transformers.PLAIN_ACTIVATIONS.values()) & GATED_ACTIVATIONS
     for activation in {*transformers.PLAIN_ACTIVATIONS.values(), *torch_nn.TORCH_ACTIVATIONS.values()}:
-        assert activation in regard.layers.ACTIVATIONS
+        assert activation in ACTIVATIONS
