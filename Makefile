@@ -75,7 +75,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "regard, its command line and what training needs: about 30 MB more"
-	$(PIP) --quiet --constraint constraints.txt --editable '.[cli,train]'
+	$(PIP) --quiet --constraint constraints.txt --editable '.[cli,train,view]'
 	touch $@
 
 # A browser for the tests of the page: Debian's, where this is a Debian and whoever runs it may install something.

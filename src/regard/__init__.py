@@ -11,6 +11,7 @@ regard.huggingface                      regard inside transformers
 regard.plots                            figures
 regard.layouts                          other libraries' weights in regard's layers and models
 load                                    a bundled model, or a folder that `regard train` wrote
+regard.viewer                           the page
 regard.training                         tokenizer, data, loop and files of a language model
 
 Nothing is loaded until it is asked for, torch included: ``regard --help`` and ``import regard`` are quick.
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from regard import layouts as layouts
     from regard import plots as plots
     from regard import training as training
+    from regard import viewer as viewer
     from regard.public import *
     from regard.public import __all__ as __all__
 else:

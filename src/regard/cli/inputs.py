@@ -9,6 +9,7 @@ from regard.extras import need
 
 if TYPE_CHECKING:
     from regard.training.checkpoint import Loaded
+    from regard.viewer.readers import Reader
 
 
 def read_text_argument(text: str) -> tuple[str, str]:
@@ -33,6 +34,11 @@ def read_text_argument(text: str) -> tuple[str, str]:
     return text, "your text"
 
 
+def names_a_recording(text: str) -> bool:
+    """Whether this is the file of a recording."""
+    return text.endswith(".safetensors") and _names_a_file(text)
+
+
 def _names_a_file(text: str) -> bool:
     """A path that exists, or one word that looks like a path."""
     if not text:  # which Path takes for the folder that one is in
@@ -45,12 +51,26 @@ def _names_a_file(text: str) -> bool:
     return not any(c.isspace() for c in text) and ("/" in text or "\\" in text or bool(Path(text).suffix))
 
 
+def load_reader(name: str) -> "Reader":
+    """A model that reads texts: ours, or one of transformers."""
+    from regard.viewer.readers import DecoderReader, find_reader
+
+    reader = find_reader(name)
+    if isinstance(reader, DecoderReader):
+        _tell_unfinished(name, reader.loaded)
+    return reader
+
+
 def load_model(name: str) -> "Loaded[Any]":
     need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
 
     loaded = load(name)
+    _tell_unfinished(name, loaded)
+    return loaded
+
+
+def _tell_unfinished(name: str, loaded: "Loaded[Any]") -> None:
     if loaded.unfinished is not None:
         step, steps = loaded.unfinished
         tell(open_console(stderr=True), f"{name}: its training is at step {step:,} of {steps:,}")
-    return loaded

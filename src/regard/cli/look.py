@@ -2,12 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from regard.cli.console import open_console, progress_bar
-from regard.cli.inputs import load_model, read_text_argument
+from regard.cli.inputs import load_model, load_reader, names_a_recording, read_text_argument
 from regard.cli.options import (
     HeadOption,
     JsonOption,
@@ -44,26 +45,52 @@ def look(
     tokens: Annotated[bool, typer.Option("--tokens", help="List the tokens with their numbers, and no more.")] = False,
     theme: ThemeOption = "auto",
     as_json: JsonOption = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Write the page to this file, and do not serve it.")
+    ] = None,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Only what the terminal shows.")] = False,
 ) -> None:
-    """What each head of a language model attends to in a text.
+    """What each head of a language model attends to in a text: in the terminal, and on a page to walk through it.
 
-    The text is shaded by the weights of one token (a character of several tokens shows the largest of theirs); below it
-    stand the model's guesses for the next token, a map of all heads, and what each head attends to. A text longer than
-    the model's context is read in windows.
+    The terminal shades the text by the weights of one token (a character of several tokens shows the largest of
+    theirs); below it stand the model's guesses for the next token, a map of all heads, and what each head attends to. A
+    text longer than the model's context is read in windows.
+
+    The page has every weight of every head. It is served on this machine, at the address that is printed, until Ctrl-C;
+    where standard input is no terminal, it is written to regard-look.html, which works without a server.
 
     [bold]Examples[/bold]
 
       regard look examples/library_desk.py
+      regard look notes.txt --model my-model --page notes.html
+      regard look recording.safetensors
       regard look "self.quillback = quillback; self.quill" --without 5.0,5.3
       regard look "the cat sat on the mat because the cat was tired" --query mat
       regard look examples/library_desk.py --layer 3 --head 1 --query 200
       cat notes.txt | regard look - --json
     """
+    from regard.cli.opening import choose, open_page, open_recording, print_summary, read_for_page
     from regard.display.data import look_as_data, tokens_as_data
     from regard.display.page import print_look, print_tokens
     from regard.display.paper import Paper
+    from regard.viewer.readers import DecoderReader
 
-    view = _view(text, load_model(model), layer, head, query, start, without=without or [], overview=not tokens)
+    if page is not None and (no_page or as_json or tokens):
+        raise ValueError("look: --page writes a page; --no-page, --json and --tokens ask for none")
+    reader = None if names_a_recording(text) else load_reader(model)
+    if not isinstance(reader, DecoderReader):
+        for option, given in (("--without", without), ("--all", every), ("--tokens", tokens)):
+            if given:
+                raise ValueError(
+                    f"look: {option} is for regard's own language models; the page shows the same of others"
+                )
+        run = open_recording(text) if reader is None else read_for_page(reader, *read_text_argument(text), start or 0)
+        choose(run, layer, head, query)
+        print_summary(open_console(), run, as_json=as_json)
+        if not (as_json or no_page):
+            open_page(run, page)
+        return
+    view = _view(text, reader.loaded, layer, head, query, start, without=without or [], overview=not tokens)
     if as_json:
         data = {"tokens": tokens_as_data(view)} if tokens else look_as_data(view)
         print(json.dumps(data, ensure_ascii=False), flush=True)
@@ -71,6 +98,10 @@ def look(
         print_tokens(Paper.on(open_console(), theme), view)
     else:
         print_look(Paper.on(open_console(), theme), view, every=every)
+        if not no_page:
+            run = read_for_page(reader, view.script.text, view.source, view.start)
+            run.summary, run.chosen = [*view.heads], (view.layer, view.head, view.query)
+            open_page(run, page)
 
 
 def explain(

@@ -4,6 +4,7 @@ import html
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,18 @@ class Recording(Mapping[str, Recorded]):
         if not self:
             raise ValueError("recording.save: there is nothing to write; has the model run inside the with block?")
         write(path, self.model, self._texts)
+
+    def view(self, *, tokens: Any = None, image: Tensor | None = None) -> Any:
+        """The page of this recording, for a notebook to show.
+
+        Args:
+            tokens: what the tokens are called, a list of texts; or a tokenizer, for those that were recorded; None:
+                their numbers.
+            image: of an image model, its picture, [3, height, width] or [height, width, 3].
+        """
+        import regard  # the page stands above this file, and is loaded when it is asked for
+
+        return regard.viewer.view(self, tokens=tokens, image=image)
 
     def __repr__(self) -> str:
         of = f" of {self.model}" if self.model else ""

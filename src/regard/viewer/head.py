@@ -83,7 +83,7 @@ class Head:
             for at, length in ((row, self.query_len), (column, self.key_len))
         )
         if self.is_direct(level):
-            return Tile(self._cells(step, rows, columns).codes(pool)[0, 0], None)
+            return Tile(self.cells(step, rows, columns).codes(pool)[0, 0], None)
         if self.pyramid is not None and (cells := self.pyramid.cells(step, rows, columns)) is not None:
             return Tile(cells.codes(pool)[0, 0], None)
         return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
@@ -92,7 +92,8 @@ class Head:
         """Whether tiles of a level need no pyramid."""
         return 1 << level <= MAX_DIRECT_STEP
 
-    def _cells(self, step: int, rows: range, columns: range) -> Cells:
+    def cells(self, step: int, rows: range, columns: range) -> Cells:
+        """The cells of a rectangle, straight from query and key."""
         call = self._with_lse(rows)
         peaks, sums = gather(call, [Peaks(step, rows, columns), Sums(step, rows, columns)])[0]
         return Cells(peaks, sums, step, len(rows))
@@ -118,7 +119,7 @@ class Head:
         rows, columns = range(self.query_len), range(self.key_len)
         step = max(1, -(-max(self.query_len, self.key_len) // size))
         if self.query_len * self.key_len <= MAX_EXACT_THUMB_WEIGHTS:
-            return Tile(self._cells(step, rows, columns).codes(pool)[0, 0], None)
+            return Tile(self.cells(step, rows, columns).codes(pool)[0, 0], None)
         return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
 
     # --- numbers ---

@@ -50,7 +50,7 @@ class Reader(Protocol):
 
 
 class DecoderReader:
-    """A model of regard's own."""
+    """A model of regard's own, `loaded`."""
 
     foretells = True
 
@@ -60,7 +60,7 @@ class DecoderReader:
         self.opening: int | None = loaded.tokenizer.end_id
         self.closing: int | None = None
         self.layers: int | None = sum(isinstance(module, MultiHeadAttention) for module in loaded.model.modules())
-        self._decoder = loaded.model
+        self.loaded, self._decoder = loaded, loaded.model
 
     def encode(self, text: str) -> tuple[list[int], Tokens]:
         ids = self.tokenizer.encode(text)

@@ -6,6 +6,7 @@ One question is computed at a time (torch has threads of its own), and one whose
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import socket
@@ -185,14 +186,11 @@ class Server:
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Serves until an interruption (Ctrl-C), which ends it at once."""
-        try:
+    def run(self) -> bool:
+        """Serves until an interruption (Ctrl-C), which ends it at once; whether all work has ended too."""
+        with contextlib.suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
-        except KeyboardInterrupt:
-            pass
-        finally:
-            self.session.close()
+        return self.session.close()
 
     def start(self) -> None:
         """Serves in a thread, until `close`."""

@@ -13,8 +13,9 @@ from typing import Any
 from regard.training.checkpoint import bundled
 from regard.training.text import MAX_TEXT_BYTES
 from regard.viewer.changing import changes_of, expect
+from regard.viewer.export import export
 from regard.viewer.jobs import Job, Result
-from regard.viewer.looking import MAX_WORDS_BYTES, Answer, Looking, plain
+from regard.viewer.looking import MAX_HEADS_AT_ONCE, MAX_WORDS_BYTES, Answer, Looking, plain
 from regard.viewer.params import NotFoundError, Params
 from regard.viewer.readers import Reader, find_reader
 from regard.viewer.reading import read
@@ -136,6 +137,18 @@ class Session(Looking):
         query, changes = asked.whole("query", most=run.length - 1), changes_of(run, asked)
         return self.jobs.start("intervene", lambda job: expect(run, query, changes, job))
 
+    def _start_export(self, asked: Params) -> Job:
+        run = self.run_of(asked)
+        heads = asked.pairs("heads", MAX_HEADS_AT_ONCE) if asked.has("heads") else None
+        for layer, head in heads or ():
+            run.observation(layer, head)
+
+        def work(job: Job) -> Result:
+            page = export(run, heads, job.progress).encode()
+            return {"name": "regard.html", "bytes": len(page)}, page
+
+        return self.jobs.start("export", work)
+
     def _models(self) -> list[str]:
         """Names of the models that can read: those that were given, and those in the package."""
         return [*dict.fromkeys([*self.readers, *(bundled() if self.readers else [])])]
@@ -172,6 +185,7 @@ STARTS: dict[str, Callable[[Session, Params], Job]] = {
     "read": Session._start_read,
     "generate": Session._start_generate,
     "intervene": Session._start_intervene,
+    "export": Session._start_export,
 }
 """What can be started."""
 
