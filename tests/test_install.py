@@ -82,6 +82,13 @@ asked = Request(server.address + "api/info", b"{}", {"content-type": "applicatio
 assert b'"query_len":9' in urlopen(asked).read()
 server.close()
 """,
+    "notebook": """
+import regard, torch
+model = regard.Decoder(regard.ModelConfig.preset("gpt2", layers=1, dim=8, heads=2, vocab_size=30))
+with regard.record(model) as recording:
+    model(torch.tensor([[3, 4, 5]]))
+assert "render" in recording.view()._esm
+""",
     "bench": """
 import regard
 rows = regard.bench.chosen("layer, full*float32", 8)[:1]
