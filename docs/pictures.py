@@ -69,7 +69,8 @@ def printed(arguments: list[str], columns: int = 80, theme: str = "light") -> st
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
         "COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor", "REGARD_THEME": theme,
     }  # fmt: skip
-    command = [sys.executable, "-m", "regard", *arguments]
+    alone = ["--no-page"] if arguments[0] == "look" else []
+    command = [sys.executable, "-m", "regard", *arguments, *alone]
     with subprocess.Popen(command, stdout=write, stderr=subprocess.DEVNULL, env=environment, cwd=ROOT):
         os.close(write)
         said = b""

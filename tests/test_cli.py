@@ -167,7 +167,7 @@ def test_a_page_that_is_piped_is_as_wide_as_columns_says_or_80(
 def test_a_terminal_gets_colours_for_its_theme_and_none_where_none_are_wanted(model: Path) -> None:
     def run(**environment: str) -> str:
         script = "import pty, sys; pty.spawn([sys.executable, '-m', 'regard', *sys.argv[1:]])"
-        command = [sys.executable, "-c", script, "look", TEXT, "--model", str(model), "--query", "9"]
+        command = [sys.executable, "-c", script, "look", TEXT, "--model", str(model), "--query", "9", "--no-page"]
         known = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"}
         rest = {
             k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORFGBG", "REGARD_THEME", "FORCE_COLOR")
