@@ -385,6 +385,21 @@ def test_the_numbers_of_a_plan_by_hand():
     assert set(planned.others) == {kernel.name for kernel in KERNELS} - {"reference"}
 
 
+@pytest.mark.parametrize("length", [160, 640, 752, 1088, 2048])
+def test_a_plan_counts_the_scores_that_torchs_causal_operator_computes(length):
+    # a weight of 0 times a value of NaN is NaN: so the output shows for which queries a value was multiplied at all
+    features = length // 16
+    query, value = torch.randn(1, 2, length, features), torch.zeros(1, 2, length, features)
+    for feature in range(features):
+        value[:, :, 16 * feature : 16 * (feature + 1), feature] = math.nan
+    output = torch.nn.functional.scaled_dot_product_attention(query, query, value, is_causal=True)
+    multiplied = 16 * int(output.isnan().sum())
+    planned = plan(query, query, value, mask=Causal(), kernel="sdpa")
+    assert planned.flops_computed == multiplied * 4 * features
+    assert planned.flops_needed <= planned.flops_computed
+    assert plan(query, query, value, kernel="sdpa").flops_computed == 2 * length**2 * 4 * features
+
+
 def test_a_plan_prints_as_a_report():
     planned = plan(*torch.zeros(3, 1, 2, 4, 8), mask=Window(2), softcap=1.0, tile_size=2, kernel="reference")
     lines = str(planned).splitlines()

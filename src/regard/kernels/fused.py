@@ -13,6 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
+"""From which query_len on the operator takes how many queries together."""
+
+KEYS_AT_A_TIME = 512
+"""Keys that the operator takes together."""
+
+
 def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; output 0 and lse 0 for a fully masked query.
 
@@ -74,3 +81,20 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, i
     query = query.reshape(shape[0], kv_heads, shape[1] // kv_heads * shape[2], shape[3])
     output = F.scaled_dot_product_attention(query, key, value, None, 0.0, False, scale=scale)
     return output.view(*shape[:3], value.shape[3])
+
+
+def causal_scores(query_len: int, key_len: int) -> int:
+    """Number of scores that the operator computes for one head under its causal mask.
+
+    It leaves out the blocks of keys that none of the queries taken together may see.
+
+    >>> causal_scores(512, 512) / 512 ** 2, causal_scores(1024, 1024) / 1024 ** 2, causal_scores(8192, 8192) / 8192 ** 2
+    (1.0, 0.75, 0.53125)
+    """
+    step = next(step for least, step in QUERIES_AT_A_TIME if query_len >= least)
+    count = 0
+    for first in range(0, query_len, step):
+        stop = min(first + step, query_len)
+        seen = -(-stop // KEYS_AT_A_TIME) * KEYS_AT_A_TIME
+        count += (stop - first) * min(seen, key_len)
+    return count

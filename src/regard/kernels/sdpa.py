@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, all_scores
-from regard.kernels.fused import full_attention
+from regard.kernels.fused import FLASH, causal_scores, full_attention
 from regard.kernels.hidden import hidden_in_call
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
@@ -75,6 +75,15 @@ def run(call: Call) -> tuple[Tensor, None]:
     return output, None
 
 
+def num_scores(call: Call) -> int:
+    """All of them; of a causal square what torch's fused operator for the CPU leaves in."""
+    grid, scoring = call.scoring.grid, call.scoring
+    fused = FLASH and grid.device.type == "cpu" and call.query.shape[3] == call.value.shape[3]
+    if not fused or scoring.bias is not None or not is_top_left_causal(scoring.mask):
+        return all_scores(call)
+    return grid.batch * grid.heads * causal_scores(grid.query_len, min(grid.query_len, grid.key_len))
+
+
 def quadratic_numbers(call: Call) -> int:
     """The mask or bias tensor; and all scores where torch cannot use its fused operator."""
     scoring, grid = call.scoring, call.scoring.grid
@@ -99,4 +108,4 @@ def peak_bytes(call: Call) -> int:
     return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 
 
-KERNEL = Kernel("sdpa", cannot, run, all_scores, quadratic_numbers, peak_bytes)
+KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes)

@@ -131,13 +131,14 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 
 def num_scores(call: Call) -> int:
-    """Scores of all strips; a causal square computed by torch counts in full, although torch skips part of it."""
+    """Scores of all strips; of a causal square those that its engine computes."""
     grid, count = call.scoring.grid, 0
     flash = engine.flash_can(call.query, call.scoring, call.dropout)
     for strip in plan_of(_planned(call, reordering(call))).strips:
         of_one = len(strip.queries) * strip.keys
-        if strip.kind is Kind.CAUSAL and (not flash or engine.products_pay(strip, call.query, call.key)):
-            of_one = products.scores_of_square(strip.keys)
+        if strip.kind is Kind.CAUSAL:
+            by_products = not flash or engine.products_pay(strip, call.query, call.key)
+            of_one = products.scores_of_square(strip.keys) if by_products else fused.causal_scores(strip.keys, strip.keys)
         count += of_one * strip.times * (grid.batch if strip.batch_index is None else 1)
     return grid.heads * count
 
