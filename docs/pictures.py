@@ -10,7 +10,6 @@ Nothing is random, so the same versions of everything draw the same bytes. `PICT
 import argparse
 import html
 import importlib.util
-import io
 import os
 import pty
 import re
@@ -24,33 +23,24 @@ import matplotlib as mpl
 import matplotlib.colors
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 
 import regard
 from regard import Causal, Document, Prefix, Window
-from regard.observation import Observation, observe
+from regard.observation import observe
 from regard.plots import COLOURS, head_grid
-from regard.recording import Recording
 from regard.stepwise import three_tokens
 from regard.training.checkpoint import load
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-LOOK = ["look", "self.quillback = quillback; self.quill", "--without", "5.0,5.3"]
-"""The command of the first picture."""
+sys.path.insert(0, str(DOCS))
+
+from drawing import INK, STYLE, heat, recorded, save  # noqa: E402
+from guide_figures import FIGURES  # noqa: E402
 
 CODE = "def read(path):\n    with open(path) as file:\n        return file.read()\n"
-INK = "#1f4e79"
-STYLE = {
-    "svg.hashsalt": "regard",
-    "svg.fonttype": "path",
-    "font.size": 8.0,
-    "axes.titlesize": 8.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-}
+LOOK = ["look", "self.quillback = quillback; self.quill", "--without", "5.0,5.3"]
+"""The command of the first picture."""
 
 
 def ablation_example() -> Any:
@@ -120,15 +110,6 @@ def words_of(drawing: str) -> list[str]:
             line = line.ljust(round(x / width)) + words
         found.append(line.rstrip())
     return found
-
-
-def recorded(text: str) -> tuple[Recording, list[str]]:
-    """A text read by the model in the package, and its tokens."""
-    loaded = load("stdlib")
-    ids = [loaded.tokenizer.end_id, *loaded.tokenizer.encode(text)]
-    with torch.inference_mode(), regard.record(loaded.model) as recording:
-        loaded.model(torch.tensor([ids]))
-    return recording, ["▸", *(piece.replace("\\n", "↵") for piece in loaded.tokenizer.pieces(ids[1:]))]
 
 
 def heads(path: Path) -> None:
@@ -297,27 +278,6 @@ def block(path: Path) -> None:
     save(figure, path)
 
 
-def heat(axes: Any, seen: Observation, labels: list[str]) -> None:
-    """One head's weights with the tokens beside them; grey is what the mask hides."""
-    weights = seen.weights()[0, 0].masked_fill(seen.scores()[0, 0] == -torch.inf, torch.nan)
-    colours = mpl.colormaps[COLOURS].with_extremes(bad="0.92")
-    axes.imshow(weights.numpy(), cmap=colours, norm=mpl.colors.PowerNorm(0.5, vmin=0.0, vmax=1.0))
-    axes.set_xticks(range(len(labels)), [label.strip() for label in labels], rotation=90, fontsize=7)
-    axes.set_yticks(range(len(labels)), [label.strip() for label in labels], fontsize=7)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """A figure as SVG or PNG, without a date or a version in it; a PNG with 128 colours, which is small."""
-    if path.suffix == ".svg":
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
-        return
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=110, format="png")
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
-
-
 PICTURES: dict[str, Callable[[Path], None]] = {
     "look.svg": look,
     "heads.png": heads,
@@ -328,6 +288,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "guide/masks.png": masks,
     "guide/positions.svg": positions,
     "guide/block.svg": block,
+    **FIGURES,
 }
 
 

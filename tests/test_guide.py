@@ -6,6 +6,7 @@ its top gets what the page says. Blocks of ```text and ```console are pictures a
 
 import doctest
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ import torch
 from test_architecture import MAP, drawings, folder_of, storeys
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in EVERY_PAGE if page.parent.name != "zh" and not page.name.endswith(".zh.md")]
+"""Those that are run. A page in Chinese has the code of its English one, letter by letter (tests/test_chinese.py)."""
+
 CHAPTERS = [page for page in PAGES if re.match(r"\d\d-", page.name)]
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
@@ -89,7 +93,7 @@ def test_a_page_prints_what_it_says_whatever_was_random_before(page, seed):
     assert not said, said
 
 
-@every_page
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_somewhere(page):
     assert dead_links(page) == []
 
@@ -99,8 +103,15 @@ def test_every_decimal_number_of_a_chapter_is_printed_by_its_code(page):
     assert unproved(page.read_text(encoding="utf-8")) == []
 
 
-def test_the_guide_has_a_chapter_for_every_number_and_its_index_lists_them_all():
-    assert [page.name[:2] for page in CHAPTERS] == [f"{number:02}" for number in range(1, len(CHAPTERS) + 1)]
+def test_the_index_of_the_guide_lists_every_chapter_and_each_leads_to_the_next():
+    numbers = [int(page.name[:2]) for page in CHAPTERS]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 1
+    for page, after in pairwise(CHAPTERS):
+        text = page.read_text(encoding="utf-8")
+        assert re.search(rf"^# {int(page.name[:2])}\. \S", text)
+        assert "Next: [" in text.split("\n---\n")[-1]
+        assert f"]({after.name})" in text.split("Next: ")[-1].split(" · ")[0]
     listed = LINK.findall((ROOT / "docs" / "guide" / "README.md").read_text(encoding="utf-8"))
     assert [link for link in listed if re.match(r"\d\d-", link)] == [page.name for page in CHAPTERS]
 
