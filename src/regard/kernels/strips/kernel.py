@@ -138,7 +138,8 @@ def num_scores(call: Call) -> int:
         of_one = len(strip.queries) * strip.keys
         if strip.kind is Kind.CAUSAL:
             by_products = not flash or engine.products_pay(strip, call.query, call.key)
-            of_one = products.scores_of_square(strip.keys) if by_products else fused.causal_scores(strip.keys, strip.keys)
+            keys = strip.keys
+            of_one = products.scores_of_square(keys) if by_products else fused.causal_scores(keys, keys)
         count += of_one * strip.times * (grid.batch if strip.batch_index is None else 1)
     return grid.heads * count
 
