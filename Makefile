@@ -53,6 +53,10 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/models.py
 	$(BIN)/python benchmarks/features.py
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/cost.py
+	$(BIN)/python benchmarks/cost.py --memory
+	$(BIN)/python benchmarks/first_run.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 	$(BIN)/python benchmarks/features.py --report

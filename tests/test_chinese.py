@@ -1,4 +1,4 @@
-"""The Chinese guide has, page by page, the code, formulas, figures and numbers of the English ones.
+"""The Chinese README and guide have, page by page, the code, formulas, figures and numbers of the English ones.
 
 The code of the English pages is run by tests/test_guide.py. That of a Chinese page is the same, letter by letter, so it
 need not be run again. What can be compared of the prose is compared: headings, numbers, names in the letters of code,
@@ -14,7 +14,9 @@ import pytest
 from test_guide import FENCE, LINK, ROOT
 
 GUIDE = ROOT / "docs" / "guide"
-PAIRS = {page: GUIDE / "zh" / page.name for page in sorted(GUIDE.glob("*.md"))}
+PAIRS = {ROOT / "README.md": ROOT / "README.zh.md"} | {
+    page: GUIDE / "zh" / page.name for page in sorted(GUIDE.glob("*.md"))
+}
 NUMBER = re.compile(r"(?<![\w.,:/-])\d(?:[\d,]*\d)?(?:\.\d+)?(?:e[+-]?\d+)?(?![\w])", re.ASCII)
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
@@ -124,7 +126,8 @@ def test_a_chinese_page_has_the_code_formulas_figures_links_and_numbers_of_the_e
 
 
 def test_no_chinese_page_is_without_an_english_one():
-    assert {*(GUIDE / "zh").glob("*")} == set(PAIRS.values())
+    there = {ROOT / "README.zh.md", *(GUIDE / "zh").glob("*")}
+    assert there == set(PAIRS.values())
 
 
 # --- the comparison notices what is wrong ---------------------------------------------------------------------------
