@@ -60,6 +60,7 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 	$(BIN)/python benchmarks/features.py --report
+	$(BIN)/python benchmarks/models.py --report
 
 gpu: $(VENV)/.installed-bench ## tests and benchmarks that need an NVIDIA GPU, into benchmarks/results and docs/performance-gpu.md
 	$(BIN)/python benchmarks/gpu.py

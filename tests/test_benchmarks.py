@@ -424,17 +424,25 @@ def test_everybody_has_a_turn_in_every_repeat_and_follows_others_in_others(count
     assert count != 4 or all(len(others) == 3 for others in before.values())
 
 
-def test_whole_models_are_timed_only_where_all_three_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_models_are_timed_only_where_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     models = script("models")
     models.regard.huggingface.register()
-    for row in (models.ROWS[2], models.ROWS[6], models.ROWS[7]):
-        found = models.measure(row, repeats=1, layers=1, length=9, new=2)
-        assert found["ratio"].keys() == {"sdpa", "eager"}
-        assert all(ms > 0 for ms in found["ms"].values())
-    given = models.batch(models.ROWS[2], 64)["attention_mask"]
+    rows = {row.name: row for row in models.ROWS}
+    padded = rows["GPT-2 generates, 8 rows padded left"]
+    some = (
+        "Llama generates, static cache",
+        "Gemma 2, softcap and windows, reads 2,048",
+        "T5 learns, 4 rows of 512 and 128",
+    )
+    found = [models.measure(row, torch.float32, 1, layers=1, length=9, new=2) for row in (padded, *map(rows.get, some))]
+    assert [set(one["ratio"]) for one in found] == [{"sdpa", "eager"}, {"sdpa", "eager"}, {"eager"}, {"sdpa", "eager"}]
+    assert all(ms > 0 for one in found for ms in one["ms"].values())
+    given = models.batch(padded, 64, 0)["attention_mask"]
     assert given[0].all()
     assert not given[3, :15].any()
     assert given[:, 40:].all()
-    monkeypatch.setattr(models, "task", lambda *rest: lambda name: torch.tensor(float(name == "regard")))
+    page = models.report({"machine": {"transformers": "5"}, "rows": found})
+    assert all(f"| {one['task']} |" in page for one in found)
+    monkeypatch.setattr(models, "task", lambda *rest: lambda name, surely=False: torch.tensor(float(name == "regard")))
     with pytest.raises(AssertionError):
-        models.measure(models.ROWS[0], repeats=1)
+        models.measure(padded, torch.float32, repeats=1)
