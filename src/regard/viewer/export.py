@@ -25,10 +25,9 @@ from torch import Tensor
 
 from regard.biases import Bias, Sum
 from regard.observation import Observation
-from regard.observation.selecting import SelectedBias
+from regard.observation.selecting import HeadsBias
 from regard.observation.streaming import Progress, silent
 from regard.recording.texts import Recorded
-from regard.recording.views import HeadsBias
 from regard.rules import same
 from regard.scores import Scoring
 from regard.storage import replacing
@@ -236,7 +235,7 @@ def _is_of_distance(bias: Bias) -> bool:
     """Whether a bias of one head depends on the distance alone, through whatever selects and adds."""
     if isinstance(bias, Sum):
         return _is_of_distance(bias.left) and _is_of_distance(bias.right)
-    if isinstance(bias, (SelectedBias, HeadsBias)):
+    if isinstance(bias, HeadsBias):
         return _is_of_distance(bias.bias)
     return bias.of_distance
 
