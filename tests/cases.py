@@ -5,6 +5,7 @@ A `Ruled` mask is a regard mask together with the same rule written once more fo
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -103,11 +104,12 @@ def dense(mask):
     return Ruled(Dense(mask), says)
 
 
-def where(p, r):
-    def rule(batch, head, query, key):
-        return (query * 3 + key + head + 2 * batch) % p != r
+def _rule(batch, head, query, key, p, r):
+    return (query * 3 + key + head + 2 * batch) % p != r
 
-    return Ruled(Where(rule), lambda b, h, i, j, grid: (i * 3 + j + h + 2 * b) % p != r)
+
+def where(p, r):
+    return Ruled(Where(partial(_rule, p=p, r=r)), lambda b, h, i, j, grid: (i * 3 + j + h + 2 * b) % p != r)
 
 
 def both(left, right):

@@ -261,6 +261,42 @@ def test_a_mask_that_was_never_bound_stands_at_offset_0(data):
     assert ruled.mask.tile(rows, columns) is said_of(expected)
 
 
+@given(st.data())
+def test_a_part_of_a_call_sees_what_the_whole_says_of_it(data):
+    grid = data.draw(grids())
+    mask = data.draw(composed_masks(grid)).mask.bind(grid)
+    rows, columns = data.draw(rectangles(grid))
+    expected = mask.allowed(rows, columns).expand(grid.batch, grid.heads, len(rows), len(columns))
+    part = mask.counted_from(rows.start, columns.start, grid)
+    here = range(len(rows)), range(len(columns))
+    assert_same_cells(part.allowed(*here).expand(expected.shape), expected)
+    assert part.tile(*here) in (said_of(expected), Tile.PARTIAL)
+    again = part.counted_from(rows.start // 2, 0, grid).allowed(range(1), range(1))  # of rows that end elsewhere
+    if rows.start + rows.start // 2 < grid.query_len and columns:
+        at = rows.start + rows.start // 2
+        assert_same_cells(
+            again.expand(grid.batch, grid.heads, 1, 1),
+            mask.allowed(range(at, at + 1), columns[:1]).expand(grid.batch, grid.heads, 1, 1),
+        )
+    for index in range(grid.batch):
+        alone = part.for_batch(index).bind(grid._replace(batch=1, query_len=len(rows), key_len=len(columns)))
+        assert_same_cells(alone.allowed(*here).expand(1, *expected.shape[1:]), expected[index : index + 1])
+
+
+def test_a_mask_with_a_rule_of_its_own_keeps_it_in_a_part_of_a_call():
+    class Odd(Window):
+        def rule(self, batch, head, query, key):
+            return super().rule(batch, head, query, key) & (key % 2 == 1)
+
+        closed_form = False
+
+    grid = Grid(1, 1, 9, 9)
+    mask = Odd(3).bind(grid)
+    assert torch.equal(
+        mask.counted_from(4, 3, grid).allowed(range(3), range(4)), mask.allowed(range(4, 7), range(3, 7))
+    )
+
+
 def test_a_rectangle_without_cells_is_empty():
     for rows, columns in ((range(0), range(3)), (range(3), range(2, 2))):
         assert EVERYTHING.tile(rows, columns) is Tile.EMPTY

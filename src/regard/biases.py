@@ -46,7 +46,7 @@ class Bias(Rule):
             per distance of a call (also for keys beyond its ends) instead of once per score.
     """
 
-    of_distance: ClassVar[bool] = False
+    of_distance: bool = False
 
     def bind(self, grid: Grid) -> "Bias":
         return self._bound(grid)

@@ -34,6 +34,14 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
+def shifted(which: Indices, by: int) -> range | Tensor:
+    """The same selection, so many places later."""
+    if isinstance(which, Tensor):
+        return indices(which) + by
+    which = as_range(which)
+    return range(which.start + by, which.stop + by, which.step)
+
+
 def hull(ranges: Sequence[range]) -> range:
     """The smallest range that contains all of them."""
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))

@@ -113,3 +113,17 @@ def add_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]
     whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     share = exp(lse - whole.masked_fill(whole == -math.inf, 0.0))
     return output * share[..., None].to(output.dtype), whole
+
+
+def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merges the results of the same queries for other keys into output and log-sum-exp.
+
+    lse = log(exp(lse) + exp(more_lse)),    output = output exp(old lse - lse) + more exp(more_lse - lse)
+    """
+    whole = torch.logaddexp(lse, more_lse)
+    share = exp(more_lse - finite_lse(whole))[..., None]
+    if output.dtype == share.dtype:
+        output.lerp_(more.to(share.dtype), share)
+    else:
+        output.copy_(torch.lerp(output.to(share.dtype), more.to(share.dtype), share))
+    lse.copy_(whole)

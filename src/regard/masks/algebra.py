@@ -1,6 +1,6 @@
 """The base class of masks: a rule for one query and one key, its coverage of rectangles, and composition."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import ClassVar, NoReturn
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.graphs import tracing
-from regard.indexing import Indices, as_range, indices
+from regard.indexing import Indices, as_range, indices, shifted
 from regard.rules import Rule, is_data, same, serialise
 from regard.shapes import Grid, how_to_plain, is_plain, kind
 
@@ -100,6 +100,14 @@ class Mask(Rule):
         tile = self.tile(queries, keys)
         return self if tile is Tile.PARTIAL else tile
 
+    def counted_from(self, query: int, key: int, grid: Grid) -> "Mask":
+        """The mask of a part of a call, whose first query and key are these of the whole: what `rule` is told is moved.
+
+        Args:
+            grid: the whole call, to which this mask is bound.
+        """
+        return Moved(self, query, key, grid[:4])
+
     def intersection(self, other: "Mask") -> "Mask | None":
         """A single mask of this class equal to `self & other`, if there is one."""
         return None
@@ -181,6 +189,9 @@ class Everything(Mask):
     def for_batch(self, index: int) -> "Everything":
         return self
 
+    def counted_from(self, query: int, key: int, grid: Grid) -> "Everything":
+        return self
+
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query == query) & (key == key)
 
@@ -225,6 +236,9 @@ class _Pair(Mask):
         if isinstance(left, Tile):
             return right
         return left if isinstance(right, Tile) else type(self)(left, right)
+
+    def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
+        return type(self)(self.left.counted_from(query, key, grid), self.right.counted_from(query, key, grid))
 
     def leaves(self) -> Iterator[Mask]:
         yield from self.left.leaves()
@@ -304,11 +318,58 @@ class Not(Mask):
     def coverage(self, rows: range, columns: range) -> Tile:
         return _OPPOSITE[self.mask.coverage(rows, columns)]
 
+    def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
+        return Not(self.mask.counted_from(query, key, grid))
+
     def leaves(self) -> Iterator[Mask]:
         yield from self.mask.leaves()
 
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"
+
+
+class Moved(Mask):
+    """A bound mask on a part of its call, with queries and keys counted from the first of the part.
+
+    Args:
+        query, key: where the part begins. sizes: batch, heads, query_len and key_len of the whole call.
+    """
+
+    def __init__(self, mask: Mask, query: int, key: int, sizes: Sequence[int]) -> None:
+        self.mask, self.query, self.key, self.sizes = mask, query, key, tuple(sizes)
+
+    @property
+    def closed_form(self) -> bool:
+        return self.mask.closed_form
+
+    def bind(self, grid: Grid) -> "Moved":
+        return self  # of a mask that is bound already
+
+    def for_batch(self, index: int) -> "Moved":
+        _, heads, query_len, key_len = self.sizes
+        grid = Grid(1, heads, query_len, key_len, self.mask._device)
+        return Moved(self.mask.for_batch(index).bind(grid), self.query, self.key, grid[:4])
+
+    def counted_from(self, query: int, key: int, grid: Grid) -> "Moved":
+        return Moved(self.mask, self.query + query, self.key + key, self.sizes)
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.mask.rule(batch, head, query + self.query, key + self.key)
+
+    def allowed(self, queries: Indices, keys: Indices) -> Tensor:
+        return self.mask.allowed(shifted(queries, self.query), shifted(keys, self.key))
+
+    def breaks(self, query_len: int) -> set[int]:
+        return {at - self.query for at in self.mask.breaks(self.query + query_len) if at > self.query}
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        return self.mask.tile(
+            range(rows.start + self.query, rows.stop + self.query),
+            range(columns.start + self.key, columns.stop + self.key),
+        )
+
+    def __repr__(self) -> str:
+        return f"{self.mask!r} from query {self.query} and key {self.key}"
 
 
 _OPPOSITE = {Tile.EMPTY: Tile.FULL, Tile.PARTIAL: Tile.PARTIAL, Tile.FULL: Tile.EMPTY}

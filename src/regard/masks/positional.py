@@ -5,14 +5,14 @@ query has the position of the last key; it is fixed when a call binds the mask.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from regard import rules
 from regard.indexing import lookup
 from regard.masks.algebra import Mask, Tile, together
-from regard.shapes import Offset, check_per_batch, check_whole, known_true
+from regard.shapes import Grid, Offset, check_per_batch, check_whole, known_true
 
 
 class Positioned(rules.Positioned, Mask):
@@ -30,6 +30,11 @@ class Positioned(rules.Positioned, Mask):
     def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
         """`coverage` for one offset."""
         raise NotImplementedError
+
+    def _moved_offset(self, query: int, key: int) -> Self:
+        """`counted_from` for a mask of the distance between query and key alone."""
+        assert self.offset is not None  # it is bound
+        return self._with(offset=self.offset + (query - key))
 
 
 class Band(Positioned):
@@ -73,6 +78,11 @@ class Band(Positioned):
         if low <= least and most <= high:
             return Tile.FULL
         return Tile.EMPTY if max(low, least) > min(high, most) else Tile.PARTIAL
+
+    def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
+        if type(self).rule is not Band.rule:  # a band with a rule of its own, of places perhaps
+            return super().counted_from(query, key, grid)
+        return self._moved_offset(query, key)
 
     def intersection(self, other: Mask) -> "Band | None":
         """The intersection of two bands with the same offset."""
@@ -130,6 +140,11 @@ class Strided(Positioned):
     def __init__(self, step: int, offset: Offset = None) -> None:
         super().__init__(offset)
         self.step = check_whole("Strided", "step", step)
+
+    def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
+        if type(self).rule is not Strided.rule:
+            return super().counted_from(query, key, grid)
+        return self._moved_offset(query, key)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (self.position(batch, query) - key) % self.step == 0
@@ -203,6 +218,12 @@ class Prefix(Mask):
     @property
     def of_positions(self) -> bool:
         return not isinstance(self.n, Tensor)
+
+    def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
+        if type(self).rule is not Prefix.rule:
+            return super().counted_from(query, key, grid)
+        n = self.n - key
+        return self._with(n=n.clamp(min=0) if isinstance(n, Tensor) else max(0, n))
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key < (lookup(self.n, batch) if isinstance(self.n, Tensor) else self.n)

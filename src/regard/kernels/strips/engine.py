@@ -21,7 +21,7 @@ from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
-from regard.numerics import add_sink, exp, finite_lse, upcast, zero_empty_queries, zero_unseen
+from regard.numerics import add_sink, exp, finite_lse, merge, upcast, zero_empty_queries, zero_unseen
 from regard.scores import Scoring
 
 
@@ -92,7 +92,7 @@ def forward(
         else:
             result, part_lse = _flash(*three, part)
         if strip.merges:
-            _merge(to_output, to_lse, result, part_lse)
+            merge(to_output, to_lse, result, part_lse)
         elif result is not to_output:
             to_output.copy_(result)
             to_lse.copy_(part_lse)
@@ -165,15 +165,18 @@ def backward(
         part.of_query(grads[0]).add_(of_query[..., : query.shape[3]])
         part.add_to_key(grads[1], of_key[..., : key.shape[3]])
         part.add_to_key(grads[2], of_value[..., : value.shape[3]])
-    grad_sink = None
-    if sink is not None:
-        grad_sink = -(exp(sink.to(lse.dtype)[:, None] - finite) * delta).sum((0, 2)).to(sink.dtype)
+    grad_sink = None if sink is None else gradient_of_sink(sink, lse, delta)
     of_learned = iter(added.finish())
     return (
         *(grad.to(query.dtype) for grad in grads),
         grad_sink,
         *(next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned),
     )
+
+
+def gradient_of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of a sink [heads], from the lse of whole rows, the sink included, and delta as in `products`."""
+    return -(exp(sink.to(lse.dtype)[:, None] - finite_lse(lse)) * delta).sum((0, 2)).to(sink.dtype)
 
 
 def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
@@ -240,17 +243,6 @@ def _flash_backward(
         grad, query, key, value, output, lse, scale=scale, attn_mask=numbers
     )
     return of_query.flip(2), of_key, of_value
-
-
-def _merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merges the results of the same queries for other keys into output and log-sum-exp."""
-    whole = torch.logaddexp(lse, more_lse)
-    share = exp(more_lse - whole)[..., None]
-    if output.dtype == share.dtype:
-        output.lerp_(more, share)
-    else:
-        output.copy_(torch.lerp(output.to(share.dtype), more.to(share.dtype), share))
-    lse.copy_(whole)
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

@@ -1,0 +1,112 @@
+"""Which keys travel from whom to whom, and when: a plan that every rank makes alone, from the mask.
+
+At distance d, every rank sends to the rank d places later and receives from the rank d places earlier, only what the
+receiver's queries may see, in parcels of bounded size. A mask that hides nothing makes this an all-gather in a ring; a
+window, an exchange with neighbours; documents that lie whole on a rank, nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+
+from regard.masks import Mask
+from regard.masks.planning import MaskKey
+from regard.parallel.seen import seen_keys
+from regard.parallel.shards import Shards
+
+PARCELS_PER_SHARD = 4
+"""Parcels into which the largest shard of keys is divided: about four of them are held at a time, sent or received,
+with as many gradients in the backward pass."""
+
+MIN_PARCEL_KEYS = 1024
+"""Parcels of fewer keys take longer to begin than to travel."""
+
+Keys = tuple[range, ...]
+"""Positions of keys, in order."""
+
+
+class Turn(NamedTuple):
+    """What a rank sends and receives at the same time; empty for nothing.
+
+    Attributes:
+        target: the rank to which `sent` goes. source: the rank from which `received` comes.
+    """
+
+    target: int
+    sent: Keys
+    source: int
+    received: Keys
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank sends and receives in a call.
+
+    Attributes:
+        queries: the positions of its queries. own: those of its keys. turns: in the order of all ranks.
+    """
+
+    queries: Keys
+    own: Keys
+    turns: tuple[Turn, ...]
+
+    @property
+    def keys_received(self) -> int:
+        """How many keys of other ranks it receives."""
+        return sum(count(turn.received) for turn in self.turns)
+
+    @property
+    def keys_sent(self) -> int:
+        """How many of its keys it sends, those for several ranks several times."""
+        return sum(count(turn.sent) for turn in self.turns)
+
+
+def count(keys: Sequence[range]) -> int:
+    """How many keys these are."""
+    return sum(map(len, keys))
+
+
+def plan_exchange(mask: Mask, queries: Shards, keys: Shards, rank: int) -> Exchange:
+    """What a rank sends and receives, under a mask that is bound to the whole call."""
+    known = MaskKey(mask)
+    if known.structure is None:
+        return _planned(known, queries, keys, rank)
+    return _remembered(known, queries, keys, rank)
+
+
+@lru_cache(maxsize=16)
+def _remembered(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
+    with torch.inference_mode(False):
+        return _planned(known, queries, keys, rank)
+
+
+def _planned(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
+    ranks, most = keys.ranks, max(MIN_PARCEL_KEYS, -(-keys.largest // PARCELS_PER_SHARD))
+    turns = []
+    for distance in range(1, ranks):
+        target, source = (rank + distance) % ranks, (rank - distance) % ranks
+        sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank])
+        received = seen_keys(known.mask, queries.ranges[rank], keys.ranges[source])
+        for out, into in zip_longest(parcels(sent, most), parcels(received, most), fillvalue=()):
+            turns.append(Turn(target, out, source, into))
+    return Exchange(queries.ranges[rank], keys.ranges[rank], tuple(turns))
+
+
+def parcels(keys: Sequence[range], most: int) -> Iterator[Keys]:
+    """The same keys in parcels of at most so many."""
+    parcel: list[range] = []
+    room = most
+    for part in keys:
+        while part:
+            parcel.append(part[:room])
+            room -= len(parcel[-1])
+            part = part[len(parcel[-1]) :]
+            if not room:
+                yield tuple(parcel)
+                parcel, room = [], most
+    if parcel:
+        yield tuple(parcel)

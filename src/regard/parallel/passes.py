@@ -1,0 +1,214 @@
+"""Forward and backward pass of one rank: its own keys, then those that arrive, parcel by parcel.
+
+While a parcel is computed, the next one is on its way. Outputs are merged by lse. In the backward pass the same parcels
+travel again, and the gradients of a parcel go back to the rank that holds its keys, which adds them up in the order of
+the turns: so results do not depend on who is faster.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.dropout import Dropout
+from regard.indexing import overlap
+from regard.kernels.call import Call
+from regard.kernels.strips.engine import gradient_of_sink
+from regard.kernels.strips.partial import attend_part, gradients_of_part
+from regard.numerics import add_sink, merge, upcast
+from regard.parallel.channel import Channel, Message, Transfer
+from regard.parallel.exchange import Exchange, Keys, Turn, count
+from regard.parallel.moving import MovedDropout, Origins, of_rectangle, part_of
+from regard.parallel.seen import trimmed
+from regard.scores import Scoring
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """One rank's share of a call.
+
+    Attributes:
+        scoring: of the whole call, mask and bias bound to it. dropout: likewise.
+        number: the number of the call in its group.
+        learns_keys: whether anybody wants a gradient of key or value.
+    """
+
+    channel: Channel
+    number: int
+    scoring: Scoring
+    dropout: Dropout | None
+    exchange: Exchange
+    learns_keys: bool
+
+    def rectangles(self, keys: Keys) -> Iterator[tuple[range, range, slice, slice]]:
+        """Contiguous queries of the rank and keys that they may see, by position and by place among those given."""
+        mask = self.scoring.mask_or_everything
+        for queries, row in _placed(self.exchange.queries):
+            for columns, column in _placed(keys):
+                found = trimmed(mask, queries, columns)
+                if found is not None:
+                    rows, seen = found
+                    yield rows, seen, _slice(rows, row - queries.start), _slice(seen, column - columns.start)
+
+    def part(self, rows: range, seen: range, query: Tensor, key: Tensor, value: Tensor, origins: Origins) -> Call:
+        """The call of one rectangle."""
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = MovedDropout(dropout.rate, dropout.seed, rows.start, seen.start, self.scoring.grid)
+        return Call(query, key, value, part_of(self.scoring, rows, seen, origins), dropout, True)
+
+
+class _Packed:
+    """Keys and values of a parcel in one flat tensor, as they travel."""
+
+    def __init__(self, keys: Keys, key: Tensor, value: Tensor, dtype: torch.dtype) -> None:
+        self.keys, length = keys, count(keys)
+        shapes = [(*like.shape[:2], length, like.shape[3]) for like in (key, value)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        self.flat = torch.empty(sum(sizes), dtype=dtype, device=key.device)
+        self.key, self.value = (part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True))
+
+    def fill(self, own: Keys, key: Tensor, value: Tensor) -> "_Packed":
+        """With those of the rank."""
+        for places, at in _places(own, self.keys):
+            self.key[:, :, at].copy_(key[:, :, places])
+            self.value[:, :, at].copy_(value[:, :, places])
+        return self
+
+    def add_to(self, own: Keys, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Adds what arrived to the gradients of the rank's own."""
+        for places, at in _places(own, self.keys):
+            grad_key[:, :, places] += self.key[:, :, at]
+            grad_value[:, :, places] += self.value[:, :, at]
+
+
+class _Arrivals:
+    """The parcels of a pass, each asked for while the one before it is computed."""
+
+    def __init__(self, call: ShardedCall, key: Tensor, value: Tensor, tag: int) -> None:
+        self._call, self._key, self._value, self._tag = call, key, value, tag
+        self._next = self._begin(0)
+
+    def _begin(self, number: int) -> tuple[_Packed, _Packed, Transfer] | None:
+        turns, own = self._call.exchange.turns, self._call.exchange.own
+        if number >= len(turns):
+            return None
+        turn, key, value = turns[number], self._key, self._value
+        sent, received = (_Packed(keys, key, value, key.dtype) for keys in (turn.sent, turn.received))
+        sent.fill(own, key, value)
+        to, come = Message(turn.target, sent.flat), Message(turn.source, received.flat)
+        return sent, received, self._call.channel.start([to], [come], self._tag)
+
+    def __iter__(self) -> Iterator[tuple[Turn, _Packed]]:
+        for number, turn in enumerate(self._call.exchange.turns):
+            assert self._next is not None
+            _, received, transfer = self._next
+            transfer.wait()
+            self._next = None  # what was sent is not needed any more
+            self._next = self._begin(number + 1)
+            yield turn, received
+
+
+def forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and lse of the rank's queries, in float32 or wider."""
+    arrivals = _Arrivals(call, key, value, 3 * call.number)
+    query = upcast(query)
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
+    lse = torch.full_like(query[..., 0], -torch.inf)
+
+    def attend(keys: Keys, key: Tensor, value: Tensor) -> None:
+        for rows, seen, places, columns in call.rectangles(keys):
+            part = call.part(rows, seen, query[:, :, places], key[:, :, columns], value[:, :, columns], {})
+            merge(output[:, :, places], lse[:, :, places], *attend_part(part))
+
+    attend(call.exchange.own, key, value)
+    for _, parcel in arrivals:
+        attend(parcel.keys, parcel.key, parcel.value)
+    return (output, lse) if sink is None else add_sink(output, lse, sink)
+
+
+def backward(
+    call: ShardedCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor | None]]:
+    """The gradients of query, key and value, of the sink, and of the learned tensors of the scoring.
+
+    The last two are this rank's share: what its queries add to them.
+    """
+    arrivals = _Arrivals(call, key, value, 3 * call.number + 1)
+    dtype, own = lse.dtype, call.exchange.own
+    grad_query, grad_key, grad_value = (torch.zeros_like(tensor, dtype=dtype) for tensor in (query, key, value))
+    learned = call.scoring.learned()
+    grads = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) if t.requires_grad else None
+             for t in learned]  # fmt: skip
+    number_of = {id(tensor): number for number, tensor in enumerate(learned)}
+
+    def pull(keys: Keys, key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor) -> None:
+        for rows, seen, places, columns in call.rectangles(keys):
+            origins: Origins = {}
+            part = call.part(rows, seen, query[:, :, places], key[:, :, columns], value[:, :, columns], origins)
+            of_queries = (output, lse, grad_output, grad_lse)
+            three, more = gradients_of_part(part, *(None if t is None else t[:, :, places] for t in of_queries))  # type: ignore[arg-type]
+            for total, one in zip((grad_query[:, :, places], to_key[:, :, columns], to_value[:, :, columns]), three,
+                                  strict=True):  # fmt: skip
+                total += one
+            for tensor, grad in zip(part.scoring.learned(), more, strict=True):
+                if grad is not None:
+                    origin = origins.get(id(tensor))
+                    into = grads[number_of[id(tensor if origin is None else origin.whole)]]
+                    assert into is not None
+                    into = into if origin is None else of_rectangle(into, origin.rows, origin.columns)
+                    into += grad
+
+    pull(own, key, value, grad_key, grad_value)
+    returning: tuple[_Packed, _Packed, Transfer] | None = None
+
+    def arrived() -> None:
+        if returning is not None:
+            returning[2].wait()
+            returning[1].add_to(own, grad_key, grad_value)
+
+    for turn, parcel in arrivals:
+        back = _Packed(parcel.keys, key, value, dtype)
+        back.flat.zero_()
+        pull(parcel.keys, parcel.key, parcel.value, back.key, back.value)
+        if call.learns_keys:
+            arrived()
+            mine = _Packed(turn.sent, key, value, dtype)
+            to, come = Message(turn.source, back.flat), Message(turn.target, mine.flat)
+            returning = back, mine, call.channel.start([to], [come], 3 * call.number + 2)
+    arrived()
+    grad_sink = None
+    if sink is not None:
+        delta = (upcast(grad_output) * output).sum(-1)
+        grad_sink = gradient_of_sink(sink, lse, delta if grad_lse is None else delta - grad_lse)
+    return grad_query, grad_key, grad_value, grad_sink, grads
+
+
+def _placed(keys: Keys) -> Iterator[tuple[range, int]]:
+    """Each range with the place of its first position among all of them."""
+    at = 0
+    for part in keys:
+        yield part, at
+        at += len(part)
+
+
+def _places(held: Keys, some: Keys) -> Iterator[tuple[slice, slice]]:
+    """Where positions lie among those held, and where among the given ones."""
+    for part, at in _placed(some):
+        for piece, place in _placed(held):
+            both = overlap(part, piece)
+            if both:
+                yield _slice(both, place - piece.start), _slice(both, at - part.start)
+
+
+def _slice(positions: range, by: int) -> slice:
+    return slice(positions.start + by, positions.stop + by)

@@ -1,0 +1,258 @@
+"""What a call over many ranks would cost: bytes, FLOPs, memory, balance and time, for any length; nothing is computed.
+
+Times come from a model of the passes (`regard.parallel.passes`). All ranks exchange at distance 1, 2, 3, ... in turn; a
+rank begins to receive the next keys when it begins to compute with the last ones, and an exchange begins when both ends
+have begun it:
+
+    wait for keys at distance d  =  max(begun here, begun at both ends) + latency + bytes / bytes per second
+    done with distance d         =  max(keys are here, done with distance d - 1) + FLOPs / FLOPs per second
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.masks import EVERYTHING, Mask, check_mask
+from regard.parallel.exchange import MIN_PARCEL_KEYS, PARCELS_PER_SHARD
+from regard.parallel.seen import joined, seen_keys
+from regard.parallel.shards import Shards, check_shards
+from regard.parallel.work import Work, tile_edge
+from regard.shapes import FLOATING_DTYPES, Grid, as_bytes, check_flag, check_real, check_whole, kind
+
+
+class Step(NamedTuple):
+    """What happens at one distance between ranks; at distance 0, a rank's own keys.
+
+    Attributes:
+        most_bytes: the most bytes that a rank sends or receives. most_flops: the most FLOPs of a rank.
+    """
+
+    distance: int
+    most_bytes: int
+    most_flops: float
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """What a call over many ranks would cost. Prints as a short report.
+
+    Attributes:
+        shards: which positions each rank holds.
+        received_keys: keys that each rank receives from others, in one pass.
+        bytes_received: bytes that each rank receives: keys and values, with `backward` twice, and their gradients.
+        flops: floating-point operations of each rank (a multiply-add is two), for the scores that the mask allows.
+        peak_bytes: estimated peak memory of the rank that needs most, its query, key and value included.
+        steps: distance by distance, for as long as anything is sent.
+        seconds: time of the slowest rank. seconds_without_overlap: the same if ranks waited for keys before computing.
+    """
+
+    shards: Shards
+    mask: str
+    backward: bool
+    received_keys: tuple[int, ...]
+    bytes_received: tuple[int, ...]
+    flops: tuple[float, ...]
+    peak_bytes: int
+    steps: tuple[Step, ...]
+    seconds: float
+    seconds_without_overlap: float
+
+    @property
+    def balance(self) -> float:
+        """FLOPs of the busiest rank over the mean; 1.0 is perfect."""
+        mean = sum(self.flops) / len(self.flops)
+        return max(self.flops) / mean if mean else 1.0
+
+    def __str__(self) -> str:
+        ranks, most = self.shards.ranks, max(self.bytes_received)
+        total = sum(self.bytes_received)
+        lines = [
+            f"length  {self.shards.length:,} on {ranks:,} ranks, mask {self.mask}",
+            f"passes  forward{' and backward' * self.backward}",
+            f"FLOPs   {max(self.flops):.3g} on the busiest rank, {self.balance:.2f} times the mean",
+            f"sent    {as_bytes(total)} in all, at most {as_bytes(most)} to one rank, in {len(self.steps) - 1:,} steps",
+            f"memory  {as_bytes(self.peak_bytes)} at most on a rank",
+            f"time    {self.seconds:.3g} s, {self.seconds_without_overlap:.3g} s without overlap",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    length: int | None = None,
+    ranks: int | None = None,
+    *,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    value_dim: int | None = None,
+    batch: int = 1,
+    mask: Mask | None = None,
+    shards: Shards | None = None,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = False,
+    flops_per_second: float = 1e11,
+    bytes_per_second: float = 1e9,
+    latency: float = 1e-4,
+) -> ParallelPlan:
+    """What `regard.parallel.attention` would cost on so many ranks; needs no process group.
+
+        FLOPs of a score: 2 (head_dim + value_dim) forward, 2 (3 head_dim + 2 value_dim) backward
+
+    Args:
+        length, ranks: of the whole sequence and the group, for consecutive shards; or give `shards`.
+        kv_heads, value_dim: None for those of query.
+        mask: of the whole sequence.
+        backward: whether to count a backward pass too.
+        flops_per_second: of one rank, as it computes attention.
+        bytes_per_second: that one rank receives while it sends as many.
+        latency: seconds before an exchange moves anything.
+    Raises:
+        ShapeError, TypeError, ValueError: sizes, shards or a mask that do not fit.
+
+    >>> print(plan(65536, 4, heads=8, head_dim=64, mask=Causal() & Window(256)))
+    length  65,536 on 4 ranks, mask Band(255, 0, offset=0)
+    passes  forward
+    FLOPs   8.59e+09 on the busiest rank, 1.00 times the mean
+    sent    3.0 MiB in all, at most 1.0 MiB to one rank, in 1 steps
+    memory  132.5 MiB at most on a rank
+    time    0.0859 s, 0.087 s without overlap
+    """
+    name = "parallel.plan"
+    shards = _shards(name, length, ranks, shards)
+    heads, head_dim, batch = (
+        check_whole(name, what, size) for what, size in (("heads", heads), ("head_dim", head_dim), ("batch", batch))
+    )
+    kv_heads = heads if kv_heads is None else check_whole(name, "kv_heads", kv_heads)
+    value_dim = head_dim if value_dim is None else check_whole(name, "value_dim", value_dim)
+    if heads % kv_heads:
+        raise ValueError(f"{name}: kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}")
+    if dtype not in FLOATING_DTYPES:
+        raise TypeError(f"{name}: dtype must be one of float64, float32, bfloat16, float16, got {kind(dtype)}")
+    check_flag(name, "backward", backward)
+    for what, number in (("flops_per_second", flops_per_second), ("bytes_per_second", bytes_per_second)):
+        check_real(name, what, number, 0.0)
+    check_real(name, "latency", latency, -1.0)
+    if mask is not None:
+        check_mask(name, "mask", mask)
+    bound = EVERYTHING if mask is None else mask.bind(Grid(batch, heads, shards.length, shards.length))
+
+    scores, keys = _between(bound, shards)
+    wide = max(4, dtype.itemsize)
+    of_key = batch * kv_heads * (head_dim + value_dim)
+    of_score = batch * heads * torch.tensor([2 * (head_dim + value_dim), 2 * (3 * head_dim + 2 * value_dim)])
+    passes = [(keys * of_key * dtype.itemsize, scores * of_score[0])]
+    if backward:
+        passes.append((keys * of_key * (dtype.itemsize + wide), scores * of_score[1]))
+    seconds = [0.0, 0.0]
+    for moved, flops in passes:
+        for way in (True, False):
+            seconds[not way] += _seconds(moved, flops, flops_per_second, bytes_per_second, latency, overlap=way)
+    # gradients return the other way: a rank receives those of the keys that it sent
+    received = torch.stack([moved for moved, _ in passes]).sum((0, 2))
+    if backward:
+        back = of_key * wide * keys
+        received += _by_owner(back) - back.sum(1)
+    flops = torch.stack([flops for _, flops in passes]).sum(0)
+    last = int((keys.sum(0) > 0).nonzero().max()) if bool((keys > 0).any()) else 0
+    moved = passes[0][0]
+    most = moved.maximum(_sent(moved)).amax(0)
+    return ParallelPlan(
+        shards,
+        repr(bound),
+        backward,
+        tuple(int(n) for n in keys.sum(1).tolist()),
+        tuple(int(n) for n in received.tolist()),
+        tuple(flops.sum(1).tolist()),
+        _peak(shards, keys, batch * heads, of_key, head_dim, value_dim, dtype.itemsize, backward),
+        tuple(Step(d, int(most[d]), float(flops[:, d].max())) for d in range(last + 1)),
+        *seconds,
+    )
+
+
+def _shards(name: str, length: int | None, ranks: int | None, shards: Shards | None) -> Shards:
+    if shards is None:
+        if length is None or ranks is None:
+            raise TypeError(f"{name}: give length and ranks, or shards")
+        return Shards.contiguous(length, ranks)
+    check_shards(name, "shards", shards, shards.ranks if ranks is None and isinstance(shards, Shards) else ranks or 0)
+    if length is not None and length != shards.length:
+        raise ValueError(f"{name}: shards are of length {shards.length}, got length={length}")
+    return shards
+
+
+def _between(mask: Mask, shards: Shards) -> tuple[Tensor, Tensor]:
+    """Scores of each rank with the keys at each distance, and how many it receives from there.
+
+    Shapes: float64 [ranks, distances].
+    """
+    ranks = shards.ranks
+    pieces = [(piece.start, piece.stop, rank) for rank, held in enumerate(shards.ranges) for piece in held]
+    starts, stops, owners = (torch.tensor(side, dtype=torch.int64) for side in zip(*pieces, strict=True))
+    work = Work(mask, shards.ranges, shards.length, tile_edge(shards.length, ranks))
+    scores, keys = (torch.zeros(ranks, ranks, dtype=torch.float64) for _ in range(2))
+    for rank in range(ranks):
+        distances = (rank - owners) % ranks
+        before, until = work.until(rank, torch.stack([starts, stops]))
+        scores[rank].index_add_(0, distances, until - before)
+        others = joined(piece for other in range(ranks) if other != rank for piece in shards.ranges[other])
+        seen = seen_keys(mask, shards.ranges[rank], others)
+        keys[rank].index_add_(0, distances, _covered(seen, stops) - _covered(seen, starts))
+    return scores, keys
+
+
+def _covered(ranges: list[range], ends: Tensor) -> Tensor:
+    """How many numbers of some ranges in order lie before each end."""
+    starts, stops = (torch.tensor([0, *side]) for side in ([p.start for p in ranges], [p.stop for p in ranges]))
+    before = (stops - starts).cumsum(0) - (stops - starts)
+    at = torch.searchsorted(starts, ends, right=True) - 1
+    return (before[at] + (ends.minimum(stops[at]) - starts[at])).double()
+
+
+def _sent(moved: Tensor) -> Tensor:
+    """What each rank sends at each distance, from what each receives: [rank, distance]."""
+    ranks = len(moved)
+    rank, distance = torch.arange(ranks)[:, None], torch.arange(ranks)
+    return moved[(rank + distance) % ranks, distance]
+
+
+def _by_owner(moved: Tensor) -> Tensor:
+    """What each rank sends in all."""
+    return _sent(moved).sum(1)
+
+
+def _seconds(
+    moved: Tensor, flops: Tensor, flops_per_second: float, bytes_per_second: float, latency: float, *, overlap: bool
+) -> float:
+    """The time of the slowest rank in one pass (see the module)."""
+    ranks = torch.arange(len(moved))
+    out = _sent(moved)
+    busy = flops / flops_per_second
+    begun, done = torch.zeros(len(moved), dtype=torch.float64), busy[:, 0]
+    for distance in range(1, len(moved)):
+        source, target = (ranks - distance) % len(moved), (ranks + distance) % len(moved)
+        receives, sends = moved[:, distance] > 0, out[:, distance] > 0
+        start = begun if overlap else done
+        both = torch.where(receives, start.maximum(start[source]), start)
+        both = torch.where(sends, both.maximum(start[target]), both)
+        took = moved[:, distance].maximum(out[:, distance]) / bytes_per_second
+        here = torch.where(receives | sends, both + latency + took, start)
+        begun = here.maximum(done)
+        done = begun + busy[:, distance]
+    return float(done.max())
+
+
+def _peak(
+    shards: Shards, keys: Tensor, heads: int, of_key: int, head_dim: int, value_dim: int, size: int, backward: bool
+) -> int:
+    """A rank's tensors, and parcels on their way: two received and two sent, backward with their gradients."""
+    most = max(MIN_PARCEL_KEYS, -(-shards.largest // PARCELS_PER_SHARD))
+    parcel = min(most, int(keys.max())) * of_key
+    wide = max(4, size)
+    own = shards.largest * (heads * head_dim + of_key) * size
+    output = shards.largest * heads * (value_dim + 1) * wide
+    if not backward:
+        return own + output + 4 * parcel * size
+    grads = shards.largest * (heads * (head_dim + value_dim) + of_key) * wide
+    return own + output + grads + 4 * parcel * (size + wide)

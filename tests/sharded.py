@@ -1,0 +1,99 @@
+"""Calls over many ranks: what each rank runs, in a module that the processes import."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import regard
+from regard.parallel import Shards, attention_with_lse
+
+
+def share(group, tensors, weights, arguments, shards, key_shards=None):
+    """One rank's output and lse, and the gradients of query, key and value and of what all ranks share.
+
+    Args:
+        tensors: query, key and value of the whole sequence. weights: gradients of output and lse, of the whole.
+        arguments: of the call; "sink" and a "bias" tensor get gradients.
+    """
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    of_query = shards or Shards.contiguous(tensors[0].shape[2], size)
+    of_key = key_shards or (of_query if shards else Shards.contiguous(tensors[1].shape[2], size))
+    along = of_query, of_key, of_key
+    mine = [of.take(t.detach(), rank).clone().requires_grad_() for t, of in zip(tensors, along, strict=True)]
+    arguments = dict(arguments)
+    learned = [arguments[name] for name in ("sink", "bias") if isinstance(arguments.get(name), torch.Tensor)]
+    for tensor in learned:
+        tensor.requires_grad_()
+    if "dropout" in arguments:
+        arguments["generator"] = torch.Generator().manual_seed(5 if rank == 0 else 1000 + rank)
+    output, lse = attention_with_lse(*mine, **arguments, shards=shards, key_shards=key_shards, group=group, timeout=60)
+    total = (output * of_query.take(weights[0], rank)).sum()
+    total = total + (lse * of_query.take(weights[1], rank)).masked_fill(lse.isinf(), 0.0).sum()
+    grads = torch.autograd.grad(total, [*mine, *learned])
+    return output.detach(), lse.detach(), *grads
+
+
+def whole(attend, tensors, weights, arguments):
+    """The same of the whole sequence, by a function on one process."""
+    mine = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    arguments = dict(arguments)
+    learned = [name for name in ("sink", "bias") if isinstance(arguments.get(name), torch.Tensor)]
+    for name in learned:
+        arguments[name] = arguments[name].detach().to(mine[0].dtype).requires_grad_()
+    if "dropout" in arguments:
+        arguments["generator"] = torch.Generator().manual_seed(5)
+    output, lse = attend(*mine, **arguments)
+    total = (output * weights[0].to(output)).sum()
+    total = total + (lse * weights[1].to(lse)).masked_fill(lse.isinf(), 0.0).sum()
+    grads = torch.autograd.grad(total, [*mine, *[arguments[name] for name in learned]])
+    return output.detach(), lse.detach(), *grads
+
+
+def reference(*tensors, **arguments):
+    return regard.attention_with_lse(*tensors, **arguments, kernel="reference")
+
+
+def share_by_table(group, tensors, weights, table, shards, key_shards):
+    """The gradient of a table of relative biases on one rank."""
+    table.requires_grad_()
+    rank = dist.get_rank(group)
+    mine = [of.take(t.detach(), rank) for t, of in zip(tensors, (shards, key_shards, key_shards), strict=True)]
+    bias = regard.RelativeBias(table, max_distance=6)
+    output, lse = attention_with_lse(
+        *mine, bias=bias, mask=regard.Causal(), shards=shards, key_shards=key_shards, group=group, timeout=60
+    )
+    total = (output * shards.take(weights[0], rank)).sum()
+    total = total + (lse * shards.take(weights[1], rank)).masked_fill(lse.isinf(), 0.0).sum()
+    return torch.autograd.grad(total, table)[0]
+
+
+def call(group, given, timeout=30.0):
+    """A call of 12 tokens with arguments of its own on each rank."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine = {"length": 12 // size, "dim": 4, "dtype": torch.float32} | given.get(rank, given.get("all", {}))
+    query = torch.ones(1, 2, mine.pop("length"), mine.pop("dim"), dtype=mine.pop("dtype"))
+    function = mine.pop("function", "attention")
+    if "sleep" in mine:
+        time.sleep(mine["sleep"])
+        return None
+    for _ in range(mine.pop("times", 1)):
+        getattr(regard.parallel, function)(query, query, query, group=group, timeout=timeout, **mine)
+    return "no error"
+
+
+def dies_between_the_passes(group):
+    """The last rank ends after the forward pass; the others go on."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    query = torch.ones(1, 2, 6, 4, requires_grad=True)
+    output = regard.parallel.attention(query, query, query, group=group, timeout=20.0)
+    if rank == size - 1:
+        os._exit(1)
+    began = time.monotonic()
+    try:
+        output.sum().backward()
+    except regard.parallel.ParallelError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
