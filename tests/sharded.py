@@ -10,7 +10,7 @@ import regard
 from regard.parallel import Shards, attention_with_lse
 
 
-def share(group, tensors, weights, arguments, shards, key_shards=None):
+def share(group, tensors, weights, arguments, shards, key_shards=None, exchange="keys"):
     """One rank's output and lse, and the gradients of query, key and value and of what all ranks share.
 
     Args:
@@ -29,7 +29,9 @@ def share(group, tensors, weights, arguments, shards, key_shards=None):
         tensor.requires_grad_()
     if "dropout" in arguments:
         arguments["generator"] = torch.Generator().manual_seed(5 if rank == 0 else 1000 + rank)
-    output, lse = attention_with_lse(*mine, **arguments, shards=shards, key_shards=key_shards, group=group, timeout=60)
+    output, lse = attention_with_lse(
+        *mine, **arguments, shards=shards, key_shards=key_shards, group=group, timeout=60, exchange=exchange
+    )
     total = (output * of_query.take(weights[0], rank)).sum()
     total = total + (lse * of_query.take(weights[1], rank)).masked_fill(lse.isinf(), 0.0).sum()
     grads = torch.autograd.grad(total, [*mine, *learned])
@@ -97,3 +99,35 @@ def dies_between_the_passes(group):
     except regard.parallel.ParallelError as error:
         return str(error), time.monotonic() - began
     return "no error", 0.0
+
+
+class Squares(regard.PerQuery):
+    """A statistic of one's own."""
+
+    def of(self, tile):
+        return tile.weights.square().sum(-1)
+
+
+def statistics(groups):
+    return (
+        regard.Entropy(), regard.Top(3), regard.Received(), regard.Mass(groups), regard.Distance(), regard.MaxScore(),
+        regard.Viewers(), regard.Visible(), regard.Spread(), regard.Image(5), regard.Image(4, "mean"),
+        regard.Pyramid(4), Squares(),
+    )  # fmt: skip
+
+
+def seen(group, query, key, arguments, shards, key_shards, groups, lse):
+    """What one rank's observation says, asked at once and one by one."""
+    rank = dist.get_rank(group)
+    mine = shards.take(query.detach(), rank), key_shards.take(key.detach(), rank)
+    given = None if lse is None else shards.take(lse, rank)
+    found = regard.parallel.observe(*mine, **arguments, lse=given, shards=shards, key_shards=key_shards, group=group)
+    return found.gather(*statistics(groups)), found.received(), found.lse
+
+
+def asks_for_what_cannot_be_joined(group):
+    class Last(regard.Statistic):
+        pass
+
+    query = torch.zeros(1, 1, 2, 4)
+    return regard.parallel.observe(query, query, group=group).gather(Last())

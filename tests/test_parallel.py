@@ -11,11 +11,23 @@ import regard
 from cases import GRID, composed_masks, fixed_masks, grids, tensors
 from comparing import assert_close, assert_within_budget
 from ranks import Raised, Ranks
-from regard import Alibi, Causal, Document, Prefix, RelativeBias, Window
+from regard import Alibi, Causal, Document, Image, PerKey, Prefix, Pyramid, RelativeBias, Spread, Top, Window
 from regard.parallel import ParallelError, Shards, plan
 from regard.parallel.exchange import plan_exchange
+from regard.parallel.heads import heads_pay
+from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError
-from sharded import call, dies_between_the_passes, reference, share, share_by_table, whole
+from sharded import (
+    asks_for_what_cannot_be_joined,
+    call,
+    dies_between_the_passes,
+    reference,
+    seen,
+    share,
+    share_by_table,
+    statistics,
+    whole,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +45,13 @@ def weights_of(query, value, seed=3):
     )
 
 
-def assert_is_the_whole(ranks, size, query, key, value, arguments, shards, key_shards=None):
+def assert_is_the_whole(ranks, size, query, key, value, arguments, shards, key_shards=None, exchange="keys"):
     """Outputs, lse and gradients of all ranks, against the specification in float64.
 
     In half precision also against the specification in that dtype.
     """
     weights = weights_of(query, value)
-    answers = ranks.results(share, (query, key, value), weights, arguments, shards, key_shards, ranks=size)
+    answers = ranks.results(share, (query, key, value), weights, arguments, shards, key_shards, exchange, ranks=size)
     of_query = shards or Shards.contiguous(query.shape[2], size)
     of_key = key_shards or (of_query if shards is not None else Shards.contiguous(key.shape[2], size))
     wide = {name: given.double() if isinstance(given, torch.Tensor) else given for name, given in arguments.items()}
@@ -91,7 +103,8 @@ def test_any_mask_on_any_shards_gives_the_rows_and_gradients_of_the_whole(ranks,
     key_shards = None
     if shards is not None and (grid.query_len != grid.key_len or data.draw(st.booleans())):
         key_shards = data.draw(shards_of(grid.key_len, size))
-    assert_is_the_whole(ranks, size, query, key, value, arguments, shards, key_shards)
+    ways = ["auto", "keys"] if key.shape[1] % size else ["auto", "keys", "heads"]
+    assert_is_the_whole(ranks, size, query, key, value, arguments, shards, key_shards, data.draw(st.sampled_from(ways)))
 
 
 @pytest.mark.parametrize("name", fixed_masks())
@@ -131,8 +144,31 @@ def test_a_long_call_in_many_parcels(ranks, name):
 def test_dropout_drops_the_same_cells_as_on_one_process_from_the_seed_of_rank_0(ranks):
     query, key, value = tensors(torch.float32)
     arguments = {"mask": Causal() | Prefix(2), "dropout": 0.4}
-    shards = Shards([[range(3), range(5, 7)], [range(3, 5)]]), Shards.contiguous(11, 2)
-    assert_is_the_whole(ranks, 2, query, key, value, arguments, *shards)
+    shards = Shards([[range(3), range(5, 7)], [range(3, 5)], []]), Shards.contiguous(11, 3)
+    for way in ("keys", "heads"):
+        assert_is_the_whole(ranks, 3, query, key, value, arguments, *shards, way)
+
+
+@pytest.mark.parametrize("name", fixed_masks())
+def test_every_mask_of_the_design_with_heads_over_ranks(ranks, name):
+    query, key, value = tensors(torch.float32)
+    arguments = {"mask": fixed_masks()[name].mask, "bias": Alibi(GRID.heads), "sink": torch.linspace(-1, 1, GRID.heads)}
+    shards = Shards([[range(2), range(5, 7)], [range(2, 5)], []]), Shards.contiguous(11, 3)
+    assert_is_the_whole(ranks, 3, query, key, value, arguments, *shards, "heads")
+
+
+def test_heads_travel_where_that_moves_fewer_numbers():
+    def pays(mask, size, heads=8, kv_heads=8):
+        grid = Grid(1, heads, 4096, 4096)
+        scoring = Scoring(grid, 1.0, mask=None if mask is None else mask.bind(grid))
+        return heads_pay(scoring, *[Shards.zigzag(4096, size)] * 2, kv_heads, 64, 64)
+
+    assert pays(None, 8)
+    assert pays(Causal(), 8)
+    assert not pays(None, 2)  # as many numbers as keys and values
+    assert not pays(Causal() & Window(64), 8)
+    assert not pays(None, 8, heads=64)  # query heads that share few keys
+    assert not pays(None, 3)  # 8 heads cannot be dealt to 3 ranks
 
 
 def test_a_bias_that_learns_gets_the_share_of_each_ranks_queries(ranks):
@@ -174,6 +210,56 @@ def test_numbers_that_nobody_may_see_reach_nothing_on_any_rank(ranks):
     answers = ranks.results(share, (query, key, value), weights_of(query, value), {"mask": hidden}, shards, ranks=3)
     for n, parts in enumerate(zip(*answers, strict=True)):
         assert_close(shards.join(parts), clean[n], f"result {n}")
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def assert_same_answer(found, expected, what):
+    if isinstance(expected, torch.Tensor):
+        if expected.is_floating_point():
+            assert_close(found, expected, what)
+        else:
+            assert torch.equal(found, expected), what
+        return
+    for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_same_answer(one, other, f"{what}, part {n}")
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_statistics_of_any_call_are_those_of_the_whole(ranks, data):
+    grid = data.draw(grids(smallest=3, largest=13))
+    mask, size = data.draw(composed_masks(grid)).mask, data.draw(st.sampled_from([2, 3, 4]))
+    query, key, _ = tensors(
+        torch.float64, batch=grid.batch, heads=grid.heads, kv_heads=grid.heads, query_len=grid.query_len,
+        key_len=grid.key_len, head_dim=4,
+    )  # fmt: skip
+    arguments = {"mask": mask, "sink": torch.linspace(-1, 1, grid.heads, dtype=torch.float64)}
+    shards, key_shards = data.draw(shards_of(grid.query_len, size)), data.draw(shards_of(grid.key_len, size))
+    groups = torch.arange(grid.key_len) % 3
+    alone = regard.observe(query.detach(), key.detach(), **arguments)
+    expected = alone.gather(*statistics(groups))
+    lse = data.draw(st.sampled_from([None, alone.lse]))
+    answers = ranks.results(seen, query, key, arguments, shards, key_shards, groups, lse, ranks=size)
+    for n, statistic in enumerate(statistics(groups)):
+        of = key_shards if isinstance(statistic, PerKey) else shards
+        for rank, (found, _, _) in enumerate(answers):
+            if isinstance(statistic, (Image, Pyramid)):
+                mine = expected[n]
+            elif isinstance(statistic, (Top, Spread)):
+                mine = [of.take(part, rank) if part.dim() > 2 else part for part in expected[n]]
+            else:
+                mine = of.take(expected[n], rank)
+            assert_same_answer(found[n], mine, f"{type(statistic).__name__} on rank {rank}")
+    assert_close(key_shards.join([received for _, received, _ in answers]), expected[2])
+    assert_close(shards.join([lse for _, _, lse in answers]), alone.lse)
+
+
+def test_a_statistic_that_cannot_be_joined_is_refused(ranks):
+    for answer in ranks.run(asks_for_what_cannot_be_joined, ranks=2):
+        assert answer.kind == "TypeError"
+        assert "Last derives from neither PerQuery nor PerKey" in answer.text
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class HeadsBias(_Selected, Bias):
 
     def __init__(self, bias: Bias, heads: Sequence[int], of: int, rows: Sequence[int] | None = None) -> None:
         super().__init__(heads, of, rows)
-        self.bias = bias
+        self.bias, self.of_distance = bias, bias.of_distance
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return self.narrowed(self.bias.values(queries, keys))

@@ -7,7 +7,17 @@ which masks tell in closed form.
 
 from regard.parallel.channel import ParallelError
 from regard.parallel.functional import attention, attention_with_lse
+from regard.parallel.observing import ShardedObservation, observe
 from regard.parallel.planner import ParallelPlan, plan
 from regard.parallel.shards import Shards
 
-__all__ = ["ParallelError", "ParallelPlan", "Shards", "attention", "attention_with_lse", "plan"]
+__all__ = [
+    "ParallelError",
+    "ParallelPlan",
+    "ShardedObservation",
+    "Shards",
+    "attention",
+    "attention_with_lse",
+    "observe",
+    "plan",
+]

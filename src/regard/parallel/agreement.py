@@ -42,7 +42,8 @@ def agree(
         shown, prints, own = check()
     except Exception as error:
         failure = error
-    digest = fingerprint(channel.function, list(shown.items()), list(prints.items()))
+    compared = [(name, value) for name, value in shown.items() if name not in prints]
+    digest = fingerprint(channel.function, compared, list(prints.items()))
     halves = (int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))
     found = channel.gather([number, int(failure is not None), *halves, *own])
     if any(refused for _, refused, *_ in found):
@@ -66,13 +67,18 @@ def _disagree(channel: Channel, number: int, shown: Mapping[str, Any], prints: M
     lines += [_line(name, shown.get(name, ""), value.hex()) for name, value in prints.items()]
     rows = [dict(_split(line) for line in text.split("\n")) for text in channel.tell("\n".join(lines))]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    different = [name for name in names if len({row.get(name) for row in rows}) > 1]
+    different = [name for name in names if len({_compared(row.get(name)) for row in rows}) > 1]
     said = [f"  rank {rank}  " + ", ".join(f"{name}={_shown(row.get(name))}" for name in different)
             for rank, row in enumerate(rows)]  # fmt: skip
     raise ParallelError(
         f"{channel.function}: the ranks must agree on {', '.join(different)}\n" + "\n".join(said)
         + "\n  hint: mask, bias and sink are those of the whole sequence, the same on every rank"
     )  # fmt: skip
+
+
+def _compared(found: tuple[str, str] | None) -> str | None:
+    """What must be equal: the contents where they were told, else what is shown."""
+    return None if found is None else found[1] or found[0]
 
 
 def _line(name: str, value: Any, digest: str = "") -> str:

@@ -18,7 +18,7 @@ from regard.masks.planning import MaskKey
 from regard.parallel.seen import seen_keys
 from regard.parallel.shards import Shards
 
-PARCELS_PER_SHARD = 4
+PARCELS_PER_SHARD = 8
 """Parcels into which the largest shard of keys is divided: about four of them are held at a time, sent or received,
 with as many gradients in the backward pass."""
 
@@ -63,6 +63,24 @@ class Exchange:
     def keys_sent(self) -> int:
         """How many of its keys it sends, those for several ranks several times."""
         return sum(count(turn.sent) for turn in self.turns)
+
+
+def total_received(mask: Mask, queries: Shards, keys: Shards) -> int:
+    """How many keys all ranks receive together, under a mask that is bound to the whole call."""
+    known = MaskKey(mask)
+    return (_count_received if known.structure is None else _received_before)(known, queries, keys)
+
+
+@lru_cache(maxsize=16)
+def _received_before(known: MaskKey, queries: Shards, keys: Shards) -> int:
+    with torch.inference_mode(False):
+        return _count_received(known, queries, keys)
+
+
+def _count_received(known: MaskKey, queries: Shards, keys: Shards) -> int:
+    return sum(
+        count(seen_keys(known.mask, queries.ranges[rank], keys.of_others(rank))) for rank in range(queries.ranks)
+    )
 
 
 def count(keys: Sequence[range]) -> int:

@@ -14,6 +14,9 @@ from regard.masks import Mask
 from regard.masks.planning import MaskKey
 from regard.rules import Rule
 
+MAX_READ_NUMBERS = 1 << 20
+"""Of a floating tensor with more numbers, so many are read, evenly chosen: a bias can be as large as the scores."""
+
 
 def fingerprint(*values: Any) -> bytes:
     """16 bytes that are equal for equal values: numbers, texts, tensors, masks, biases, modules, and lists of them.
@@ -69,7 +72,10 @@ def _feed(feed: Callable[[bytes], object], value: Any) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach()
+    if tensor.is_floating_point() and tensor.numel() > MAX_READ_NUMBERS:
+        tensor = tensor.flatten()[:: tensor.numel() // MAX_READ_NUMBERS]
+    tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,20 @@ from regard.hints import hinted
 from regard.kernels.call import Call
 from regard.masks import Mask, check_mask
 from regard.numerics import without_autocast
-from regard.parallel import passes
+from regard.parallel import heads, passes
 from regard.parallel.agreement import agree
 from regard.parallel.channel import DEFAULT_TIMEOUT, Channel
 from regard.parallel.exchange import plan_exchange
 from regard.parallel.fingerprint import fingerprint, of_mask
+from regard.parallel.heads import Deal, heads_pay
 from regard.parallel.passes import ShardedCall
 from regard.parallel.shards import Shards, check_shards
 from regard.reference import AttentionOutput
 from regard.scores import Additive
 from regard.shapes import ShapeError, check_attention, kind
+
+TAGS = 16
+"""Tags of one call's messages: more than either exchange has kinds of them."""
 
 
 @hinted(hints.ATTENTION)
@@ -45,6 +49,7 @@ def attention(
     key_shards: Shards | None = None,
     group: object = None,
     timeout: float = DEFAULT_TIMEOUT,
+    exchange: str = "auto",
 ) -> Tensor:
     """`regard.attention` of a sequence that lies in shards on many ranks: the rows of this rank's queries.
 
@@ -65,6 +70,8 @@ def attention(
         key_shards: the same for keys; None: as for queries, or consecutive ones where `shards` is None.
         group: a process group or a device mesh of one axis; None for all processes.
         timeout: seconds to wait for another rank.
+        exchange: what travels: "keys" to the queries that may see them; "heads", of all tokens, each to the rank that
+            computes it, which needs kv_heads that the ranks divide; "auto", whichever moves fewer numbers.
         others: as in `regard.attention`.
     Raises:
         ParallelError: no process group; ranks whose calls differ, with what differs; a rank that does not answer.
@@ -73,7 +80,7 @@ def attention(
     """
     found: AttentionOutput = _attend(
         "parallel.attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, shards,
-        key_shards, group, timeout,
+        key_shards, group, timeout, exchange, False,
     )  # fmt: skip
     return found.output
 
@@ -96,6 +103,7 @@ def attention_with_lse(
     key_shards: Shards | None = None,
     group: object = None,
     timeout: float = DEFAULT_TIMEOUT,
+    exchange: str = "auto",
 ) -> AttentionOutput:
     """`attention`, and the log-sum-exp of each of this rank's queries over the keys of all ranks.
 
@@ -106,12 +114,27 @@ def attention_with_lse(
     """
     found: AttentionOutput = _attend(
         "parallel.attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout,
-        generator, shards, key_shards, group, timeout,
+        generator, shards, key_shards, group, timeout, exchange, True,
     )  # fmt: skip
     return found
 
 
-def _attend(
+class AgreedCall(NamedTuple):
+    """A call that all ranks make.
+
+    Attributes:
+        tag: of its messages, the first of several. call: the whole call, whose tensors stand for their shapes alone.
+        queries, keys: which positions each rank holds.
+    """
+
+    channel: Channel
+    tag: int
+    call: Call
+    queries: Shards
+    keys: Shards
+
+
+def agree_on_call(
     function: str,
     query: Tensor,
     key: Tensor,
@@ -128,7 +151,14 @@ def _attend(
     key_shards: Shards | None,
     group: object,
     timeout: float,
-) -> AttentionOutput:
+    exchange: str = "keys",
+    more: str = "",
+) -> AgreedCall:
+    """The gate: checks the arguments of this rank, and that all ranks make the same call.
+
+    Args:
+        more: what else must be equal on all ranks.
+    """
     channel = Channel(function, group, timeout)
     three = query, key, value
 
@@ -147,6 +177,13 @@ def _attend(
         grid = check_attention(function, query, key, value)
         if mask is not None:
             check_mask(function, "mask", mask)
+        if exchange not in ("auto", "keys", "heads"):
+            raise ValueError(f'{function}: exchange must be "auto", "keys" or "heads", got {kind(exchange)}')
+        if exchange == "heads" and key.shape[1] % channel.ranks:
+            raise ShapeError(
+                f'{function}: exchange="heads" needs kv_heads that the ranks divide, got kv_heads={key.shape[1]} and '
+                f"{channel.ranks} ranks"
+            )
         found = None
         if shards is not None:
             queries = check_shards(function, "shards", shards, channel.ranks)
@@ -160,7 +197,7 @@ def _attend(
             "batch": grid.batch, "heads": grid.heads, "kv_heads": key.shape[1], "head_dim": query.shape[3],
             "value_dim": value.shape[3], "dtype": query.dtype, "mask": repr(mask), "bias": kind(bias),
             "scale": scale, "softcap": softcap, "sink": kind(sink), "additive": kind(additive), "dropout": dropout,
-            "shards": repr(shards), "key_shards": repr(key_shards),
+            "exchange": exchange, "more": more, "shards": repr(shards), "key_shards": repr(key_shards),
             "gradients of query, key, value": [learns and tensor.requires_grad for tensor in three],
         }  # fmt: skip
         prints = {
@@ -190,13 +227,48 @@ def _attend(
         (call,) = checked
     assert call is not None
     assert shards is not None
-    exchange = plan_exchange(call.scoring.mask_or_everything, shards, key_shards or shards, channel.rank)
+    dropped = None if call.dropout is None else replace(call.dropout, seed=seed)
+    whole = call._replace(dropout=dropped)
+    return AgreedCall(channel, TAGS * agreed.number, whole, shards, key_shards or shards)
+
+
+def _attend(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    additive: Additive | None,
+    dropout: float,
+    generator: torch.Generator | None,
+    shards: Shards | None,
+    key_shards: Shards | None,
+    group: object,
+    timeout: float,
+    exchange: str,
+    wants_lse: bool,
+) -> AttentionOutput:
+    channel, tag, call, queries, keys = agree_on_call(
+        function, query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, shards,
+        key_shards, group, timeout, exchange,
+    )  # fmt: skip
+    three = query, key, value
+    sizes = key.shape[1], query.shape[3], value.shape[3]
+    if exchange == "heads" or (exchange == "auto" and heads_pay(call.scoring, queries, keys, *sizes)):
+        deal = Deal(channel, tag)
+        with without_autocast(query.device):
+            output, lse = heads.attend(deal, *three, call.scoring, call.dropout, queries, keys, wants_lse)
+        return AttentionOutput(output, query.new_empty(0) if lse is None else lse)
     sharded = ShardedCall(
         channel,
-        agreed.number,
+        tag,
         call.scoring,
-        None if call.dropout is None else replace(call.dropout, seed=seed),
-        exchange,
+        call.dropout,
+        plan_exchange(call.scoring.mask_or_everything, queries, keys, channel.rank),
         learns_keys=torch.is_grad_enabled() and (key.requires_grad or value.requires_grad),
     )
     output, lse = _Sharded.apply(sharded, *three, sink, *call.scoring.learned())  # type: ignore[no-untyped-call]

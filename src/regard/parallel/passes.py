@@ -30,12 +30,12 @@ class ShardedCall:
 
     Attributes:
         scoring: of the whole call, mask and bias bound to it. dropout: likewise.
-        number: the number of the call in its group.
+        tag: of its messages, the first of three.
         learns_keys: whether anybody wants a gradient of key or value.
     """
 
     channel: Channel
-    number: int
+    tag: int
     scoring: Scoring
     dropout: Dropout | None
     exchange: Exchange
@@ -83,7 +83,7 @@ class _Packed:
             grad_value[:, :, places] += self.value[:, :, at]
 
 
-class _Arrivals:
+class Arrivals:
     """The parcels of a pass, each asked for while the one before it is computed."""
 
     def __init__(self, call: ShardedCall, key: Tensor, value: Tensor, tag: int) -> None:
@@ -112,7 +112,7 @@ class _Arrivals:
 
 def forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and lse of the rank's queries, in float32 or wider."""
-    arrivals = _Arrivals(call, key, value, 3 * call.number)
+    arrivals = Arrivals(call, key, value, call.tag)
     query = upcast(query)
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = torch.full_like(query[..., 0], -torch.inf)
@@ -143,7 +143,7 @@ def backward(
 
     The last two are this rank's share: what its queries add to them.
     """
-    arrivals = _Arrivals(call, key, value, 3 * call.number + 1)
+    arrivals = Arrivals(call, key, value, call.tag + 1)
     dtype, own = lse.dtype, call.exchange.own
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor, dtype=dtype) for tensor in (query, key, value))
     learned = call.scoring.learned()
@@ -184,7 +184,7 @@ def backward(
             arrived()
             mine = _Packed(turn.sent, key, value, dtype)
             to, come = Message(turn.source, back.flat), Message(turn.target, mine.flat)
-            returning = back, mine, call.channel.start([to], [come], 3 * call.number + 2)
+            returning = back, mine, call.channel.start([to], [come], call.tag + 2)
     arrived()
     grad_sink = None
     if sink is not None:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from regard.masks import EVERYTHING, Mask, check_mask
 from regard.parallel.exchange import MIN_PARCEL_KEYS, PARCELS_PER_SHARD
-from regard.parallel.seen import joined, seen_keys
+from regard.parallel.heads import heads_pay
+from regard.parallel.seen import seen_keys
 from regard.parallel.shards import Shards, check_shards
 from regard.parallel.work import Work, tile_edge
+from regard.scores import Scoring
 from regard.shapes import FLOATING_DTYPES, Grid, as_bytes, check_flag, check_real, check_whole, kind
 
 
@@ -40,6 +42,7 @@ class ParallelPlan:
 
     Attributes:
         shards: which positions each rank holds.
+        exchange: what travels, "keys" or "heads".
         received_keys: keys that each rank receives from others, in one pass.
         bytes_received: bytes that each rank receives: keys and values, with `backward` twice, and their gradients.
         flops: floating-point operations of each rank (a multiply-add is two), for the scores that the mask allows.
@@ -50,6 +53,7 @@ class ParallelPlan:
 
     shards: Shards
     mask: str
+    exchange: str
     backward: bool
     received_keys: tuple[int, ...]
     bytes_received: tuple[int, ...]
@@ -72,7 +76,8 @@ class ParallelPlan:
             f"length  {self.shards.length:,} on {ranks:,} ranks, mask {self.mask}",
             f"passes  forward{' and backward' * self.backward}",
             f"FLOPs   {max(self.flops):.3g} on the busiest rank, {self.balance:.2f} times the mean",
-            f"sent    {as_bytes(total)} in all, at most {as_bytes(most)} to one rank, in {len(self.steps) - 1:,} steps",
+            f"sent    {self.exchange}: {as_bytes(total)} in all, at most {as_bytes(most)} to one rank, "
+            f"in {len(self.steps) - 1:,} steps",
             f"memory  {as_bytes(self.peak_bytes)} at most on a rank",
             f"time    {self.seconds:.3g} s, {self.seconds_without_overlap:.3g} s without overlap",
         ]
@@ -95,6 +100,7 @@ def plan(
     flops_per_second: float = 1e11,
     bytes_per_second: float = 1e9,
     latency: float = 1e-4,
+    exchange: str = "auto",
 ) -> ParallelPlan:
     """What `regard.parallel.attention` would cost on so many ranks; needs no process group.
 
@@ -108,14 +114,15 @@ def plan(
         flops_per_second: of one rank, as it computes attention.
         bytes_per_second: that one rank receives while it sends as many.
         latency: seconds before an exchange moves anything.
+        exchange: "keys", "heads" or "auto", as in `attention`.
     Raises:
         ShapeError, TypeError, ValueError: sizes, shards or a mask that do not fit.
 
-    >>> print(plan(65536, 4, heads=8, head_dim=64, mask=Causal() & Window(256)))
+    >>> print(regard.parallel.plan(65536, 4, heads=8, head_dim=64, mask=Causal() & Window(256)))
     length  65,536 on 4 ranks, mask Band(255, 0, offset=0)
     passes  forward
     FLOPs   8.59e+09 on the busiest rank, 1.00 times the mean
-    sent    3.0 MiB in all, at most 1.0 MiB to one rank, in 1 steps
+    sent    keys: 3.0 MiB in all, at most 1.0 MiB to one rank, in 1 steps
     memory  132.5 MiB at most on a rank
     time    0.0859 s, 0.087 s without overlap
     """
@@ -136,15 +143,79 @@ def plan(
     check_real(name, "latency", latency, -1.0)
     if mask is not None:
         check_mask(name, "mask", mask)
-    bound = EVERYTHING if mask is None else mask.bind(Grid(batch, heads, shards.length, shards.length))
+    if exchange not in ("auto", "keys", "heads"):
+        raise ValueError(f'{name}: exchange must be "auto", "keys" or "heads", got {kind(exchange)}')
+    grid = Grid(batch, heads, shards.length, shards.length)
+    bound = EVERYTHING if mask is None else mask.bind(grid)
+    if exchange == "auto":
+        pays = heads_pay(Scoring(grid, 1.0, mask=bound), shards, shards, kv_heads, head_dim, value_dim)
+        exchange = "heads" if pays else "keys"
+    sizes = _Sizes(batch, heads, kv_heads, head_dim, value_dim, dtype.itemsize)
+    rates = flops_per_second, bytes_per_second, latency
+    if exchange == "heads":
+        return _of_heads(bound, shards, sizes, backward, *rates)
+    return _of_keys(bound, shards, sizes, backward, *rates)
 
+
+class _Sizes(NamedTuple):
+    """What a call consists of beside its length; itemsize in bytes."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def of_key(self) -> int:
+        """Numbers of a key and value."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number of an accumulated gradient."""
+        return max(4, self.itemsize)
+
+    def flops(self, backward: bool) -> list[int]:
+        """Of a score, in each pass."""
+        both = 2 * (self.head_dim + self.value_dim), 2 * (3 * self.head_dim + 2 * self.value_dim)
+        return [self.batch * self.heads * count for count in both[: 1 + backward]]
+
+
+def _of_heads(
+    mask: Mask, shards: Shards, sizes: _Sizes, backward: bool, flops_per_second: float, bytes_per_second: float,
+    latency: float,
+) -> ParallelPlan:  # fmt: skip
+    """The plan where heads are dealt over ranks: equal work, and the same numbers whatever the mask."""
+    ranks, length = shards.ranks, shards.length
+    work = Work(mask, [[range(length)] if length else []], length, tile_edge(length, 1)).of(0)
+    of_query, of_output = (sizes.batch * sizes.heads * dim for dim in (sizes.head_dim, sizes.value_dim))
+    received = []
+    for rank in range(ranks):
+        own = shards.size(rank)
+        there, back = length - own, own * (ranks - 1)
+        numbers = there * (of_query + sizes.of_key) + back * of_output
+        numbers += backward * (there * of_output + back * (of_query + sizes.of_key))
+        received.append(numbers * sizes.itemsize // ranks)
+    flops = sum(sizes.flops(backward)) * work / ranks
+    seconds = flops / flops_per_second + max(received) / bytes_per_second + 5 * (1 + backward) * latency
+    tensors = shards.largest * (of_query + sizes.of_key + of_output) * sizes.itemsize
+    return ParallelPlan(
+        shards, repr(mask), "heads", backward, (0,) * ranks, tuple(received), (flops,) * ranks,
+        (2 + 2 * backward) * tensors, (Step(0, 0, flops), Step(1, max(received), 0.0)), seconds, seconds,
+    )  # fmt: skip
+
+
+def _of_keys(
+    bound: Mask, shards: Shards, sizes: _Sizes, backward: bool, flops_per_second: float, bytes_per_second: float,
+    latency: float,
+) -> ParallelPlan:  # fmt: skip
+    """The plan where keys travel to the queries that may see them."""
     scores, keys = _between(bound, shards)
-    wide = max(4, dtype.itemsize)
-    of_key = batch * kv_heads * (head_dim + value_dim)
-    of_score = batch * heads * torch.tensor([2 * (head_dim + value_dim), 2 * (3 * head_dim + 2 * value_dim)])
-    passes = [(keys * of_key * dtype.itemsize, scores * of_score[0])]
-    if backward:
-        passes.append((keys * of_key * (dtype.itemsize + wide), scores * of_score[1]))
+    of_key, wide = sizes.of_key, sizes.wide
+    bytes_of_key = of_key * sizes.itemsize, of_key * (sizes.itemsize + wide)
+    passes = [(keys * size, scores * count) for size, count in zip(bytes_of_key, sizes.flops(backward), strict=False)]
     seconds = [0.0, 0.0]
     for moved, flops in passes:
         for way in (True, False):
@@ -161,11 +232,12 @@ def plan(
     return ParallelPlan(
         shards,
         repr(bound),
+        "keys",
         backward,
         tuple(int(n) for n in keys.sum(1).tolist()),
         tuple(int(n) for n in received.tolist()),
         tuple(flops.sum(1).tolist()),
-        _peak(shards, keys, batch * heads, of_key, head_dim, value_dim, dtype.itemsize, backward),
+        _peak(shards, keys, sizes, backward),
         tuple(Step(d, int(most[d]), float(flops[:, d].max())) for d in range(last + 1)),
         *seconds,
     )
@@ -196,8 +268,7 @@ def _between(mask: Mask, shards: Shards) -> tuple[Tensor, Tensor]:
         distances = (rank - owners) % ranks
         before, until = work.until(rank, torch.stack([starts, stops]))
         scores[rank].index_add_(0, distances, until - before)
-        others = joined(piece for other in range(ranks) if other != rank for piece in shards.ranges[other])
-        seen = seen_keys(mask, shards.ranges[rank], others)
+        seen = seen_keys(mask, shards.ranges[rank], shards.of_others(rank))
         keys[rank].index_add_(0, distances, _covered(seen, stops) - _covered(seen, starts))
     return scores, keys
 
@@ -243,16 +314,15 @@ def _seconds(
     return float(done.max())
 
 
-def _peak(
-    shards: Shards, keys: Tensor, heads: int, of_key: int, head_dim: int, value_dim: int, size: int, backward: bool
-) -> int:
+def _peak(shards: Shards, keys: Tensor, sizes: _Sizes, backward: bool) -> int:
     """A rank's tensors, and parcels on their way: two received and two sent, backward with their gradients."""
     most = max(MIN_PARCEL_KEYS, -(-shards.largest // PARCELS_PER_SHARD))
+    size, wide, of_key = sizes.itemsize, sizes.wide, sizes.of_key
+    of_query, of_output = (sizes.batch * sizes.heads * dim for dim in (sizes.head_dim, sizes.value_dim + 1))
     parcel = min(most, int(keys.max())) * of_key
-    wide = max(4, size)
-    own = shards.largest * (heads * head_dim + of_key) * size
-    output = shards.largest * heads * (value_dim + 1) * wide
+    own = shards.largest * (of_query + of_key) * size
+    output = shards.largest * of_output * wide
     if not backward:
         return own + output + 4 * parcel * size
-    grads = shards.largest * (heads * (head_dim + value_dim) + of_key) * wide
+    grads = shards.largest * (of_query + of_output + of_key) * wide
     return own + output + grads + 4 * parcel * (size + wide)

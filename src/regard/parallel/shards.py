@@ -105,6 +105,11 @@ class Shards:
         """The most positions that a rank holds."""
         return max(self.size(rank) for rank in range(self.ranks))
 
+    def of_others(self, rank: int) -> list[range]:
+        """The positions that other ranks hold, as ranges in order."""
+        ends = [0, *(end for part in self.ranges[rank] for end in (part.start, part.stop)), self.length]
+        return [range(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True) if start < stop]
+
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """The positions that a rank holds, in order: int64 [size]."""
         parts = [torch.arange(part.start, part.stop, device=device) for part in self.ranges[rank]]
