@@ -192,11 +192,21 @@ GENERATION: Names = {
     **_same("input_ids idx tokens inputs", "prompt=, a list of token numbers"),
     "do_sample": "temperature=0 takes the likeliest token, anything above it samples",
     "seed": "generator=torch.Generator().manual_seed(seed)",
-    "num_beams": "there is no beam search; Cache.reorder is there to build one on",
+    "num_beams": "a decoder has no beam search; regard.translate, for an EncoderDecoder, has beams=",
     "k": "k is top_k=",
     "p": "p is top_p=",
 }
 """generate, sample."""
+
+TRANSLATION: Names = {
+    **_same("max_new_tokens max_length max_tokens length", "count="),
+    **_same("eos_token_id stop_token eos_id", "end_id="),
+    **_same("decoder_start_token_id bos_token_id start_token", "start_id="),
+    **_same("input_ids inputs source prompt", "sources=, lists of token numbers"),
+    **_same("num_beams beam_size beam_width", "beams="),
+    **_same("lenpen alpha", "length_penalty="),
+}
+"""translate."""
 
 ROTARY: Names = {
     **_same("dim rotary_ndims embed_dim d_head", "head_dim="),

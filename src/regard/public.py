@@ -8,7 +8,7 @@ from regard.cache import Cache, LayerCache
 from regard.configuration import ModelConfig
 from regard.feed_forward import FeedForward
 from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
-from regard.generation import TextStream, generate, generate_batch, sample
+from regard.generation import TextStream, generate, generate_batch, sample, translate
 from regard.interventions import Ablate, HideKey, Replace, Scale
 from regard.kernels import KernelError
 from regard.layers import Block, MultiHeadAttention, TokenEmbedding
@@ -130,4 +130,5 @@ __all__ = [
     "record",
     "sample",
     "steps",
+    "translate",
 ]

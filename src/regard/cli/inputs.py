@@ -61,11 +61,29 @@ def load_reader(name: str) -> "Reader":
     return reader
 
 
-def load_model(name: str) -> "Loaded[Any]":
+PURPOSES = {
+    "decoder": "regard generate goes on with a text",
+    "encoder-decoder": "regard translate writes a text for one",
+}
+"""What each kind of model is for."""
+
+
+def load_model(name: str, *, kind: str | None = None) -> "Loaded[Any]":
+    """A model and its tokenizer.
+
+    Args:
+        kind: the one that a command needs, in words; None: it takes any.
+    """
     need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
+    from regard.training.task import describe
 
     loaded = load(name)
+    found = describe(loaded.model)
+    if kind not in (None, found):
+        raise ValueError(
+            f"--model: expected a model of the kind {kind}, {name} is of the kind {found}: {PURPOSES[found]}"
+        )
     _tell_unfinished(name, loaded)
     return loaded
 

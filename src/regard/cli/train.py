@@ -25,12 +25,12 @@ def train(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write the model in.")],
     task: Annotated[
-        Literal["text"] | None,
+        Literal["text", "translate"] | None,
         typer.Option(
             "--task",
-            metavar="text",
+            metavar="text|translate",
             rich_help_panel=DATA,
-            help="What to learn: text, to go on with texts. Default: text.",
+            help="What to learn: text, to go on with texts; translate, to write one text for another. Default: text.",
         ),
     ] = None,
     data: Annotated[
@@ -49,6 +49,24 @@ def train(
             metavar="GLOB",
             rich_help_panel=DATA,
             help="Which files of the folder, such as '**/*.md'. Default: every file that holds text.",
+        ),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source",
+            metavar="COLUMN",
+            rich_help_panel=DATA,
+            help="What to translate from: a column of --data, a .csv, .tsv or .jsonl file. Default: its first.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="COLUMN",
+            rich_help_panel=DATA,
+            help="What to translate to. Default: the next column.",
         ),
     ] = None,
     repeats: Annotated[
@@ -219,7 +237,7 @@ def train(
     need("regard train", "train", "accelerate", "tokenizers")
     given = {name: value for name, value in context.params.items() if value is not None}
     del given["folder"], given["resume"]
-    recipe = None if resume else Recipe(**given)
+    recipe = None if resume else Recipe.of(**given)
 
     from regard.training import run
     from regard.training.stopping import exits_on_signals

@@ -31,8 +31,9 @@ from regard.training.report import Listener
 from regard.training.settings import MAY_CHANGE, Recipe
 from regard.training.task import Measured, Task, describe
 from regard.training.text import Tokenizer
+from regard.training.translating import Translating
 
-TASKS: dict[str, type[Task]] = {"text": Language}
+TASKS: dict[str, type[Task]] = {"text": Language, "translate": Translating}
 """What can be learned, by the recipe's `task`."""
 
 LEAST_VOCABULARY = 257

@@ -8,8 +8,8 @@ MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
-TASKS = ("text",)
-"""What can be learned."""
+TASKS: dict[str, dict[str, Any]] = {"text": {}, "translate": {"batch_size": 128, "learning_rate": 0.005}}
+"""What can be learned, and the settings that are usual there, where they are not those of `Settings`."""
 
 LARGEST_VOCABULARY = 1 << 20
 """Tokens; the tokenizers library takes memory for as many as are asked for before it reads a text."""
@@ -70,9 +70,10 @@ class Recipe(Settings):
     """Everything that determines the model that a run trains: settings, texts and sizes.
 
     Args:
-        task: what is learned: "text", to foretell the next token of texts.
-        data: "stdlib" (Python's standard library), a folder of texts, or a file.
+        task: what is learned: "text", to foretell the next token of texts; "translate", to write one text for another.
+        data: "stdlib" (Python's standard library), a folder of texts, or a file; of pairs a .csv, .tsv or .jsonl file.
         pattern: which files of a folder, as in `pathlib.Path.glob`; None takes every file that holds text.
+        source, target: columns of the table of pairs; None: the first two that are not named.
         repeats: share of rows, 0 to 1, replaced by repeated random tokens, which teach a model to copy.
         start_from: a model, by name or folder, whose weights, vocabulary and sizes are taken over.
         vocab_size: tokens in the vocabulary, at most (few texts give fewer); None: as `start_from`, else 4096.
@@ -88,6 +89,8 @@ class Recipe(Settings):
     task: str = "text"
     data: str = "stdlib"
     pattern: str | None = None
+    source: str | None = None
+    target: str | None = None
     repeats: float = 0.0
     start_from: str | None = None
     vocab_size: int | None = None
@@ -97,6 +100,15 @@ class Recipe(Settings):
     heads: int | None = None
     hidden_dim: int | None = None
     threads: int | None = None
+
+    @classmethod
+    def of(cls, task: str = "text", **given: Any) -> "Recipe":
+        """A recipe for a task, with what is usual there.
+
+        >>> Recipe.of("translate", data="pairs.csv").batch_size
+        128
+        """
+        return cls(task=task, **{**TASKS.get(task, {}), **given})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,9 +5,10 @@ the 256 bytes of UTF-8, then, again and again, give the most frequent pair of ne
 vocabulary is full. Because every byte is a token to begin with, no text is ever unknown and nothing is lost:
 `decode(encode(text)) == text` holds for every string.
 
-Pairs never grow across the pieces that `SPLIT` cuts first. Its pieces suit source code, where much of the text is
-punctuation and indentation: a newline stays together with the indentation that follows it and with the punctuation
-before it (`):\\n        ` can be one token), and a word takes along one mark before it (`.path`, `(self`, ` name`).
+Pairs never grow across the pieces that a regular expression cuts first. Those of `SPLIT` suit source code, where much
+of the text is punctuation and indentation: a newline stays together with the indentation that follows it and with the
+punctuation before it (`):\\n        ` can be one token), and a word takes along one mark before it (`.path`, `(self`,
+` name`).
 
 One token stands for no text: `<|end|>`, number 0, which separates documents. It can only be put in by number. A text
 that happens to contain the seven characters `<|end|>` is encoded like any other text, so no text can forge an end.
@@ -44,6 +45,9 @@ SPLIT = (
     r"|\s*\n[ \t]*"
     r"|\s+(?!\S)|\s+"  # other space: its last character is left to the word that follows
 )
+
+CHARACTERS = r"[\s\S]"
+"""Splits a text into its characters: each that is frequent enough is a token, any other the bytes of its UTF-8."""
 
 
 def read_text(path: str | PathLike[str], *, largest: int = MAX_TEXT_BYTES) -> str:
@@ -90,7 +94,7 @@ def read_text(path: str | PathLike[str], *, largest: int = MAX_TEXT_BYTES) -> st
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "tokenizers.Tokenizer":
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096, *, split: str = SPLIT) -> "tokenizers.Tokenizer":
     """Learn a byte-level byte-pair encoding from texts.
 
     The same texts give the same tokenizer. Token 0 is `<|end|>`, 1 to 256 are the bytes, then the pairs by rank.
@@ -98,6 +102,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "tokenizers
     Args:
         texts: what to learn from.
         vocab_size: how many tokens at most, 257 or more. Few texts may give fewer.
+        split: a regular expression of the pieces that no token reaches across.
 
     Raises:
         ValueError: `vocab_size` is too small to hold `<|end|>` and every byte, or absurdly large.
@@ -112,7 +117,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "tokenizers
     model: tokenizers.Tokenizer = library.Tokenizer(library.models.BPE())
     model.pre_tokenizer = library.pre_tokenizers.Sequence(
         [
-            library.pre_tokenizers.Split(library.Regex(SPLIT), behavior="isolated"),
+            library.pre_tokenizers.Split(library.Regex(split), behavior="isolated"),
             library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
