@@ -26,6 +26,8 @@ from matplotlib.figure import Figure
 
 import regard
 from regard import Causal, Document, Prefix, Window
+from regard.display.alignment import align
+from regard.display.script import Script
 from regard.observation import observe
 from regard.plots import COLOURS, head_grid
 from regard.stepwise import three_tokens
@@ -278,6 +280,24 @@ def block(path: Path) -> None:
     save(figure, path)
 
 
+def alignment(path: Path) -> None:
+    """Four dates, and what the last cross-attention looked at when each character of the answer was chosen."""
+    loaded = load("dates")
+    figure = Figure(figsize=(7.2, 5.6), layout="constrained")
+    texts = ["3. März 2026", "March 3rd, 2026", "Tuesday, 3 March 2026", "terça-feira, 3 de março de 2026"]
+    for axes, text in zip(figure.subplots(2, 2).flat, texts, strict=True):
+        seen = align(loaded.model, Script(loaded.tokenizer, text), name="dates", source=text)
+        colours = mpl.colormaps[COLOURS]
+        axes.imshow(seen.shown.numpy(), cmap=colours, norm=mpl.colors.PowerNorm(0.5, vmin=0.0, vmax=1.0), aspect="auto")
+        keys = ["", *text]
+        axes.set_xticks(range(len(keys)), keys, fontsize=7)
+        axes.set_yticks(range(len(seen.labels)), seen.labels, fontsize=7)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(text)
+    save(figure, path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "look.svg": look,
     "heads.png": heads,
@@ -288,6 +308,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "guide/masks.png": masks,
     "guide/positions.svg": positions,
     "guide/block.svg": block,
+    "guide/alignment.png": alignment,
     **FIGURES,
 }
 

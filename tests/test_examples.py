@@ -24,7 +24,7 @@ def example(name):
 
 
 def test_every_script_is_tested_here():
-    assert SCRIPTS == ["ablate_induction", "copying_heads", "long_file"]
+    assert SCRIPTS == ["ablate_induction", "copying_heads", "dates", "long_file"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

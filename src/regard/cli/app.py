@@ -13,6 +13,7 @@ from regard.cli.generate import generate
 from regard.cli.look import explain, look
 from regard.cli.measure import bench, plan
 from regard.cli.train import train
+from regard.cli.translate import translate
 from regard.display.letters import obeyed_by_none
 
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-for command in (look, explain, generate, train, plan, bench):
+for command in (look, explain, generate, translate, train, plan, bench):
     app.command(help=_paragraphs(command.__doc__ or ""))(command)
 
 

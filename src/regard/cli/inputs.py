@@ -8,6 +8,7 @@ from regard.cli.console import open_console, tell
 from regard.extras import need
 
 if TYPE_CHECKING:
+    from regard.models import EncoderDecoder
     from regard.training.checkpoint import Loaded
     from regard.viewer.readers import Reader
 
@@ -61,9 +62,17 @@ def load_reader(name: str) -> "Reader":
     return reader
 
 
+def find_translator(name: str) -> "Loaded[EncoderDecoder] | None":
+    """The model of this name, if it is one of ours that writes one text for another."""
+    from regard.models import EncoderDecoder
+    from regard.training.checkpoint import kind_of
+
+    return load_model(name) if kind_of(name) is EncoderDecoder else None
+
+
 PURPOSES = {
     "decoder": "regard generate goes on with a text",
-    "encoder-decoder": "regard translate writes a text for one",
+    "encoder-decoder": "regard translate writes one text for another",
 }
 """What each kind of model is for."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from regard.cli.console import open_console, progress_bar
-from regard.cli.inputs import load_model, load_reader, names_a_recording, read_text_argument
+from regard.cli.inputs import find_translator, load_model, load_reader, names_a_recording, read_text_argument
 from regard.cli.options import (
     HeadOption,
     JsonOption,
@@ -22,7 +22,7 @@ from regard.cli.options import (
 
 if TYPE_CHECKING:
     from regard.display.reading import Look, Place
-    from regard.models import Decoder
+    from regard.models import Decoder, EncoderDecoder
     from regard.training.checkpoint import Loaded
 
 
@@ -54,7 +54,8 @@ def look(
 
     The terminal shades the text by the weights of one token (a character of several tokens shows the largest of
     theirs); below it stand the model's guesses for the next token, a map of all heads, and what each head attends to. A
-    text longer than the model's context is read in windows.
+    text longer than the model's context is read in windows. Of a model that translates, the source is shaded once for
+    every token that was written; there is no page of it.
 
     The page has every weight of every head. It is served on this machine, at the address that is printed, until Ctrl-C;
     where standard input is no terminal, it is written to regard-look.html, which works without a server.
@@ -67,16 +68,24 @@ def look(
       regard look "self.quillback = quillback; self.quill" --without 5.0,5.3
       regard look "the cat sat on the mat because the cat was tired" --query mat
       regard look examples/library_desk.py --layer 3 --head 1 --query 200
+      regard look "3. März 2026" --model dates
       cat notes.txt | regard look - --json
     """
+    if page is not None and (no_page or as_json or tokens):
+        raise ValueError("look: --page writes a page; --no-page, --json and --tokens ask for none")
+    translator = None if names_a_recording(text) else find_translator(model)
+    if translator is not None:
+        for option, asked in (("--start", start is not None), ("--tokens", tokens), ("--page", page is not None)):
+            if asked:
+                raise ValueError(f"look: {option} is for language models; {model} reads a text and writes another")
+        _look_at_translation(text, translator, layer, head, query, without or [], every, theme, as_json)
+        return
     from regard.cli.opening import choose, open_page, open_recording, print_summary, read_for_page
     from regard.display.data import look_as_data, tokens_as_data
     from regard.display.page import print_look, print_tokens
     from regard.display.paper import Paper
     from regard.viewer.readers import DecoderReader
 
-    if page is not None and (no_page or as_json or tokens):
-        raise ValueError("look: --page writes a page; --no-page, --json and --tokens ask for none")
     reader = None if names_a_recording(text) else load_reader(model)
     if not isinstance(reader, DecoderReader):
         for option, given in (("--without", without), ("--all", every), ("--tokens", tokens)):
@@ -212,9 +221,48 @@ def _view(
             name=loaded.folder.name,
             source=source,
             start=start or 0,
-            query=int(query) if query is not None and re.fullmatch(r"[+-]?[0-9]{1,12}", query) else query,
+            query=_number_or_text(query),
             layer=layer,
             head=head,
             without=places,
             windows=windows,
         )
+
+
+def _look_at_translation(
+    text: str,
+    loaded: "Loaded[EncoderDecoder]",
+    layer: int | None,
+    head: int | None,
+    query: str | None,
+    without: list[str],
+    every: bool,
+    theme: Literal["auto", "dark", "light"],
+    as_json: bool,
+) -> None:
+    from regard.display.alignment import align, alignment_as_data, print_alignment
+    from regard.display.paper import Paper
+    from regard.display.script import Script
+
+    places = read_places(without)
+    words, source = read_text_argument(text)
+    if not words.strip():
+        raise ValueError(f"{source}: blank")
+    view = align(
+        loaded.model,
+        Script(loaded.tokenizer, words.strip()),
+        name=loaded.folder.name,
+        source=source,
+        query=_number_or_text(query),
+        layer=layer,
+        head=head,
+        without=places,
+    )
+    if as_json:
+        print(json.dumps(alignment_as_data(view), ensure_ascii=False), flush=True)
+    else:
+        print_alignment(Paper.on(open_console(), theme), view, every=every)
+
+
+def _number_or_text(query: str | None) -> int | str | None:
+    return int(query) if query is not None and re.fullmatch(r"[+-]?[0-9]{1,12}", query) else query

@@ -81,8 +81,8 @@ def translate(
     >>> from regard import EncoderDecoder, ModelConfig
     >>> _ = torch.manual_seed(0)
     >>> model = EncoderDecoder(ModelConfig(vocab_size=7, context_length=5, dim=8, layers=1, heads=2))
-    >>> [[text.tokens for text in texts] for texts in translate(model, [[3, 1, 4], [1]], count=2, beams=2)]
-    [[(2, 3), (3, 2)], [(2, 3), (3, 2)]]
+    >>> [len(texts) for texts in translate(model, [[3, 1, 4], [1]], count=2, beams=3)]
+    [3, 3]
     """
     check_kind("translate", "model", model, EncoderDecoder, "; a decoder goes on with a text: regard.generate")
     config = model.config

@@ -95,6 +95,15 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
     return Loaded(model.eval(), tokenizer, folder, (step, steps) if step < steps else None)
 
 
+def kind_of(name: str | os.PathLike[str]) -> type[Model] | None:
+    """The kind of a model, from its header alone; None where there is no model of ours of this name."""
+    try:
+        with safe_open(find(name) / "model.safetensors", "pt") as file:
+            return FORMATS.get((file.metadata() or {}).get("format", ""))
+    except (ValueError, SafetensorError, OSError):
+        return None
+
+
 def find(name: str | os.PathLike[str]) -> Path:
     """The folder of a model."""
     for folder in (Path(name), PRETRAINED / name):

@@ -54,6 +54,11 @@ def translate_texts(
 
     Raises:
         ValueError: a text is longer than the model's context, or a number is out of range.
+
+    >>> import regard
+    >>> dates = regard.load("dates")
+    >>> [[best.text for best in found] for found in translate_texts(dates.model, dates.tokenizer, ["3. März 2026"])]
+    [['2026-03-03']]
     """
     sources = [[tokenizer.end_id, *ids] for ids in tokenizer.encode_batch(texts)]
     room = model.config.context_length
