@@ -134,7 +134,7 @@ class _Answers:
         self.session, self.send = session, send
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="regard-page")
         self._waiting = ThreadPoolExecutor(4, thread_name_prefix="regard-job")
-        self._gone: set[int] = set()
+        self._open: set[Any] = set()
         self._lock = threading.Lock()
 
     def take(self, message: Any) -> None:
@@ -143,20 +143,27 @@ class _Answers:
             return
         if "cancel" in message:
             with self._lock:
-                self._gone.add(message["cancel"])
+                self._open.discard(_key(message["cancel"]))
             return
         method, params = message.get("method"), message.get("params")
+        with self._lock:
+            self._open.add(_key(message.get("id")))
         lane = self._waiting if method in Session.UNHURRIED else self._lane
         lane.submit(self._answer, message.get("id"), str(method), params if isinstance(params, dict) else {})
 
     def _answer(self, number: Any, method: str, params: dict[str, Any]) -> None:
         with self._lock:
-            if number in self._gone:
-                self._gone.discard(number)
+            if _key(number) not in self._open:
                 return
+            self._open.remove(_key(number))
         try:
             meta, data = self.session.handle(method, params)
         except (NotFoundError, ValueError, TypeError, LookupError, RuntimeError) as error:
             self.send({"id": number, "error": str(error)}, [])
         else:
             self.send({"id": number, "meta": meta}, [data])
+
+
+def _key(number: Any) -> str:
+    """The number of a message, whatever was sent as one."""
+    return repr(number)
