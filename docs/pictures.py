@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -298,10 +299,75 @@ def alignment(path: Path) -> None:
     save(figure, path)
 
 
+def photograph(path: Path, fragment: str, theme: str, size: tuple[int, int], part: str | None = None) -> None:
+    """The real page on a file of the examples, in a Chromium.
+
+    Args:
+        fragment: what is on screen, the part of the address after #. part: a part of the page, as a CSS selector.
+    """
+    from playwright.sync_api import sync_playwright
+
+    from regard.viewer.readers import DecoderReader
+    from regard.viewer.reading import read
+    from regard.viewer.server import Server
+    from regard.viewer.session import Session
+
+    chromium = os.environ.get("REGARD_CHROMIUM") or shutil.which("chromium")
+    source = ROOT / "examples" / "library_desk.py"
+    reader = DecoderReader(load("stdlib"))
+    server = Server(Session([read(reader, source.read_text(encoding="utf-8"), source.name)], [reader]))
+    server.start()
+    try:
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+            width, height = size
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
+            page.goto(f"{server.address}#{fragment}")
+            for _ in range(5):  # until nothing is asked for any more, and the range of colours has settled
+                page.wait_for_timeout(300)
+                page.locator("#regard[data-idle=true]").wait_for()
+            taken = page.screenshot() if part is None else page.locator(part).screenshot()
+            browser.close()
+    finally:
+        server.close()
+    image = Image.open(io.BytesIO(taken)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(path, optimize=True)
+
+
+def page(path: Path) -> None:
+    """The page as it opens: heads, map and text."""
+    photograph(path, "layer=5&head=3&query=150&key=90", "light", (1280, 800))
+
+
+def page_weights(path: Path) -> None:
+    """Single weights on the map, with the tokens on both axes."""
+    photograph(path, "layer=5&head=3&query=150&key=90&at=80.5,140,22", "dark", (1280, 800))
+
+
+def page_steps(path: Path) -> None:
+    """One token in one head, step by step."""
+    photograph(path, "layer=5&head=3&query=150&key=90", "light", (900, 800), ".more")
+
+
+def page_change(path: Path) -> None:
+    """Two heads are off: what the model expects then."""
+    photograph(path, "layer=5&head=0&query=150&tab=change&changes=5.0o,5.3o", "dark", (900, 800), ".more")
+
+
+def page_phone(path: Path) -> None:
+    """The page on a narrow screen."""
+    photograph(path, "layer=5&head=3&query=150&key=90", "dark", (390, 844), ".map-panel")
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "look.svg": look,
     "heads.png": heads,
     "ablation.svg": ablation,
+    "page.png": page,
+    "page-weights.png": page_weights,
+    "page-steps.png": page_steps,
+    "page-change.png": page_change,
+    "page-phone.png": page_phone,
     "guide/three-tokens.svg": three,
     "guide/many-heads.png": many_heads,
     "guide/causal.png": causal,

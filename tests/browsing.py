@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import contextmanager
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -29,12 +30,54 @@ def browsing():
 
 
 @contextmanager
-def opened(browser, address, *, width=1280, theme="light", wrong_answers=False, **more):
-    """A page at an address, in a context of its own, when it has come to rest.
+def opened(browser, address, *, width=1280, theme="light", wrong_answers=False, fresh=False, **more):
+    """A page at an address, when it has come to rest.
+
+    A page that is open at the same address, and as wide and as dark, goes to what the fragment says.
 
     Args:
         wrong_answers: whether the server may refuse something (Chromium writes that into its console).
+        fresh: whether the page has to be opened anew.
     """
+    base, _, fragment = address.partition("#")
+    key = (base, width, theme, tuple(more.items()))
+    fresh = fresh or wrong_answers
+    known = PAGES.setdefault(browser, {})
+    if fresh or key not in known:
+        page, faults = new_page(browser, width, theme, wrong_answers, more)
+        page.goto(address)
+        if not fresh:
+            known[key] = page, faults
+    else:
+        page, faults = known[key]
+        page.evaluate(
+            """(fragment) => {
+                history.replaceState(null, '', `#${fragment}`);
+                window.dispatchEvent(new HashChangeEvent('hashchange'));
+            }""",
+            fragment,
+        )
+    try:
+        at_rest(page)
+        yield page
+        if not wrong_answers:
+            shown = page.locator(".fault .bad:visible").all_inner_texts()
+            assert shown == [], shown
+    except BaseException:
+        known.pop(key, None)
+        raise
+    finally:
+        if fresh:
+            page.context.close()
+    assert faults == []
+
+
+PAGES = WeakKeyDictionary()
+"""Of each browser the pages that are open, with what was wrong on them: by address, width, theme and context."""
+
+
+def new_page(browser, width, theme, wrong_answers, more):
+    """A page in a context of its own, and a list that what goes wrong is added to."""
     context = browser.new_context(
         viewport={"width": width, "height": SIZES[width]}, color_scheme=theme, reduced_motion="reduce", **more
     )
@@ -56,16 +99,7 @@ def opened(browser, address, *, width=1280, theme="light", wrong_answers=False, 
     page.on("console", on_console)
     page.on("pageerror", lambda error: faults.append(f"error: {error}"))
     page.on("request", on_request)
-    try:
-        page.goto(address)
-        at_rest(page)
-        yield page
-        if not wrong_answers:
-            shown = page.locator(".fault .bad:visible").all_inner_texts()
-            assert shown == [], shown
-    finally:
-        context.close()
-    assert faults == []
+    return page, faults
 
 
 def at_rest(page):

@@ -111,7 +111,7 @@ def test_axe_has_nothing_serious_against_any_panel(browser, bundled, theme):
 
 def test_axe_finds_what_is_wrong(browser, bundled):
     pytest.importorskip("axe_playwright_python", reason="the page is checked by axe, of axe-playwright-python")
-    with opened(browser, bundled[1]) as page:
+    with opened(browser, bundled[1], fresh=True) as page:
         page.evaluate("document.querySelector('.top .what').style.color = '#bbb'")
         page.evaluate("document.querySelector('.map canvas').removeAttribute('aria-label')")
         found = findings(page, within=".top") + findings(page, within=".map")
@@ -119,7 +119,7 @@ def test_axe_finds_what_is_wrong(browser, bundled):
 
 
 def test_the_theme_can_be_chosen_and_is_remembered(browser, bundled):
-    with opened(browser, bundled[1], theme="light") as page:
+    with opened(browser, bundled[1], fresh=True) as page:
         page.get_by_label("Theme").select_option("dark")
         dark = page.evaluate("getComputedStyle(document.querySelector('.panel')).backgroundColor")
         page.reload()
@@ -129,7 +129,7 @@ def test_the_theme_can_be_chosen_and_is_remembered(browser, bundled):
 
 
 def test_everything_is_reached_by_keyboard_alone(browser, bundled):
-    with opened(browser, bundled[1]) as page:
+    with opened(browser, bundled[1], fresh=True) as page:
         stops = []
         for _ in range(60):
             page.keyboard.press("Tab")

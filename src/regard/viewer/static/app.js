@@ -48,6 +48,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 	const axes = new Map();
 	let theme = remembered('regard theme') ?? 'auto';
 	let info = null;
+	let suggested = null; // what was opened without being asked for
 	let under = 0; // questions under way
 	let saidTimer = 0;
 	let hashTimer = 0;
@@ -166,11 +167,20 @@ export async function startPage(root, transport, { linked = true } = {}) {
 			const { meta } = await app.call('heads', {}, signal);
 			Object.assign(summaries, meta, { at: new Map(meta.heads.map((one) => [`${one.layer}.${one.head}`, one])) });
 			tell(new Changes(['summary']));
+			if (meta.complete) await suggest(signal);
 			if (meta.complete || !meta.job) return;
 			const { meta: ended } = await follow(transport, meta.job, null, signal);
 			if (ended.state === 'stopped') return;
 		}
 	}, app.fault);
+	// Once it is known what heads do, the most telling one is opened, unless somebody has chosen by then.
+	const suggest = async (signal) => {
+		const seen = suggested;
+		suggested = null;
+		if (!seen || seen.layer !== state.layer || seen.head !== state.head || seen.query !== state.query) return;
+		const { meta } = await app.call('info', {}, signal);
+		store.set(meta.chosen);
+	};
 	// grows: the run is being written, and its end is what is looked at.
 	async function openRun(run, grows = false) {
 		const { meta } = await app.call('info', { run });
@@ -184,6 +194,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		const told = first ? address() : new Map();
 		if (other && chosen && !told.has('layer')) store.set({ layer: chosen.layer, head: chosen.head });
 		if (other && chosen && !told.has('query') && !told.has('key')) store.set({ query: chosen.query });
+		if (other) suggested = chosen && !told.has('layer') && !told.has('query') ? { ...chosen } : null;
 		if (grows) store.set({ query: app.layer.query_len - 1, key: null, at: null });
 		settle();
 		describe();

@@ -79,18 +79,18 @@ export function partOf(code, { low, high, log }) {
 	return 2 ** ((code - 65535) / PER_OCTAVE) / top;
 }
 
-// One colour for every code, as canvas pixels (ABGR in a 32-bit word). look: {map?, dark, low, high, log}.
-export function colourTable(look) {
+// How a code is painted, as a canvas pixel (ABGR in a 32-bit word). look: {map?, dark, low, high, log}.
+export function painter(look) {
 	const colours = rampOf(look.map ?? mapOf(look.dark), look.dark);
-	const pixels = new Uint32Array(CODES);
-	const [red, green, blue] = MASKED[look.dark ? 'dark' : 'light'];
-	pixels[0] = ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
-	for (let code = 1; code < CODES; code++) {
-		const part = Math.min(1, Math.max(0, partOf(code, look)));
-		const [r, g, b] = colours[Math.round(part * (STEPS - 1))];
-		pixels[code] = ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-	}
-	return pixels;
+	const pixel = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+	const masked = pixel(MASKED[look.dark ? 'dark' : 'light']);
+	return (code) => (code ? pixel(colours[Math.round(Math.min(1, Math.max(0, partOf(code, look))) * (STEPS - 1))]) : masked);
+}
+
+// The same for every code.
+export function colourTable(look) {
+	const paint = painter(look);
+	return new Uint32Array(CODES).map((_, code) => paint(code));
 }
 
 // A colour for each of several heads, apart from each other in hue and alike in strength.

@@ -2,7 +2,7 @@
 
 import { choice, h, replace, roving } from './dom.js';
 import { CODES, count, number, percent } from './numbers.js';
-import { colourTable, rangeOf } from './color.js';
+import { painter, rangeOf } from './color.js';
 import { latest } from './transport.js';
 
 const SIZE = 64;
@@ -12,12 +12,12 @@ export function paintThumb(canvas, { codes, rows, columns, wide = columns }, dar
 	const histogram = new Float64Array(1024);
 	for (const code of codes) if (code) histogram[code >> 6]++;
 	const range = rangeOf(histogram) ?? { low: 1, high: CODES - 1 };
-	const pixels = colourTable({ dark, ...range, log: true });
+	const paint = painter({ dark, ...range, log: true });
 	Object.assign(canvas, { width: columns, height: rows });
 	const context = canvas.getContext('2d');
 	const image = context.createImageData(columns, rows);
 	const target = new Uint32Array(image.data.buffer);
-	for (let i = 0; i < target.length; i++) target[i] = pixels[codes[Math.floor(i / columns) * wide + (i % columns)]];
+	for (let i = 0; i < target.length; i++) target[i] = paint(codes[Math.floor(i / columns) * wide + (i % columns)]);
 	context.putImageData(image, 0, 0);
 }
 
@@ -60,7 +60,7 @@ export function createHeads(app) {
 		const most = Math.max(...app.info.layers.map((layer) => layer.heads.length));
 		const noted = app.info.layers.map((layer) => traits(layer).join(', '));
 		const beside = byLayer && most <= 8 && !noted.some(Boolean); // layers' numbers stand beside their rows
-		wide = byLayer ? Math.min(most, 12) : 5;
+		wide = byLayer ? Math.min(most, 8) : 5;
 		grid.style.gridTemplateColumns = `${beside ? '16px ' : ''}repeat(${wide}, minmax(${byLayer ? 24 : 44}px, 1fr))`;
 		const cells = [];
 		list.forEach((one, i) => {

@@ -12,6 +12,7 @@ import { Viewport } from './viewport.js';
 
 const RANGE_WAIT = 120; // ms without a new tile before the range is fitted to what is seen
 const HOVER_WAIT = 40;
+const NARROW = 60; // pixels that the shorter side of a map has at first, if it is much shorter than the other
 const TURN = 80; // pixels that Shift and an arrow move
 const AT_REST = 'Point at the map to read a weight. Drag to move, turn the wheel or pinch to zoom, click to choose a token.';
 
@@ -54,6 +55,7 @@ export function createMap(app) {
 		if (viewport?.queries !== queries || viewport.keys !== keys) {
 			viewport = new Viewport(queries, keys, room.width, room.height);
 			if (state.at) viewport.place(...state.at);
+			else if (viewport.whole * Math.min(queries, keys) < NARROW) viewport.place(0, 0, NARROW / Math.min(queries, keys));
 			rest();
 		} else viewport.resize(room.width, room.height);
 		const [wide, high] = [Math.round(width * ratio()), Math.round(height * ratio())];

@@ -82,7 +82,7 @@ function paintAxis(context, { viewport, room, colours, label, ...scene }, of) {
 	const middle = (index) => (down ? room.top + viewport.top(index + 0.5) : room.left + viewport.left(index + 0.5));
 	const word = (index, strong) => {
 		const at = middle(index);
-		const text = label(of, index);
+		const text = label(of, index)?.trim();
 		if (text === undefined || at < low - 1 || at > high + 1) return;
 		context.save();
 		context.translate(down ? room.left : at, down ? at : room.top);
