@@ -81,7 +81,7 @@ def new_page(browser, width, theme, wrong_answers, more):
     context = browser.new_context(
         viewport={"width": width, "height": SIZES[width]}, color_scheme=theme, reduced_motion="reduce", **more
     )
-    context.set_default_timeout(5000)
+    context.set_default_timeout(20000)
     page = context.new_page()
     faults = []
 

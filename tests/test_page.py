@@ -499,6 +499,26 @@ def test_a_typed_text_is_read_and_shown(browser, bundled):
         assert "first.py" in page.inner_text(".what")
 
 
+def test_writing_shows_tokens_as_they_come_and_can_be_stopped(browser):
+    with served(bundled_session("class Desk:\n    def first(self, ", "first.py")) as address, opened(browser, address) as page:
+        before = page.locator(".text .t").count()
+        page.get_by_role("button", name="Continue…").click()
+        page.get_by_label("Tokens", exact=True).fill("512")
+        page.get_by_role("button", name="Write").click()
+        page.locator(".text .t").nth(before).wait_for()
+        assert page.locator("[role=progressbar]").is_visible()
+        page.get_by_role("button", name="Stop").click()
+        page.locator(".working").wait_for(state="hidden")
+        at_rest(page)
+        growing, length = page.evaluate(
+            "() => { const { info, layer } = document.getElementById('regard').page.app; "
+            "return [info.growing, layer.query_len]; }"
+        )
+        assert growing is False
+        assert before < length < before + 512
+        assert page.locator(".text .t").count() == length
+
+
 # ---- links, files, sizes
 
 

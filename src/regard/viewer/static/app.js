@@ -82,8 +82,13 @@ export async function startPage(root, transport, { linked = true } = {}) {
 				setTimeout(idle);
 			}
 		},
+		// While a run grows, an answer can be older than the question: what went wrong is asked again as it goes on.
 		fault(error) {
-			if (!aborted(error)) say(h('span.bad', { role: 'alert' }, error.message), button('Close', hush, { class: 'plain' }));
+			if (!aborted(error) && !info?.growing) say(h('span.bad', { role: 'alert' }, error.message), button('Close', hush, { class: 'plain' }));
+		},
+		// Until nothing is asked for any more.
+		async rest() {
+			while (under) await new Promise((done) => setTimeout(done, 30));
 		},
 		announce(words, shown) {
 			live.textContent = words;

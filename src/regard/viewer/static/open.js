@@ -74,7 +74,13 @@ export function createOpen(app) {
 	const more = dialog('Continue the text', 'The model goes on writing; each token and what it looks at appear as they come.',
 		[['Tokens', many], ['Temperature', heat, '0 always takes the likeliest token; 1 draws as the model expects']], 'Write', () => {
 			const params = { what: 'generate', count: many.valueAsNumber, temperature: heat.valueAsNumber };
-			return work(params, 'Writing', (run) => app.openRun(run, true).catch(app.fault));
+			let busy = false; // what came meanwhile is shown with what comes next
+			return work(params, 'Writing', async (run) => {
+				if (busy) return;
+				busy = true;
+				await app.openRun(run, true).then(app.rest, app.fault);
+				busy = false;
+			});
 		});
 	const openButton = button('Open…', () => {
 		fault.textContent = '';

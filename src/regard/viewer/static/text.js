@@ -128,20 +128,22 @@ export function createText(app) {
 	const write = latest(async (signal) => {
 		const sides = separate() ? ['query', 'key'] : ['query'];
 		const titles = separate() ? { query: 'The text that looks', key: 'The text looked at' } : { query: 'Text, token by token' };
-		blocks = Object.fromEntries(sides.map((side) => [side, createBlock(app, side, titles[side], press(side))]));
+		const written = Object.fromEntries(sides.map((side) => [side, createBlock(app, side, titles[side], press(side))]));
 		for (const side of sides) {
-			blocks[side].turned = latest(async (stop, to) => {
-				await blocks[side].write(to, stop);
+			written[side].turned = latest(async (stop, to) => {
+				await written[side].write(to, stop);
 				shade();
 			}, app.fault);
 		}
-		replace(body, sides.map((side) => [separate() ? h('h3', titles[side]) : null, blocks[side].element]));
-		await Promise.all(sides.map((side) => blocks[side].write((state[side] ?? 0) - SPAN / 2, signal)));
+		await Promise.all(sides.map((side) => written[side].write((state[side] ?? 0) - SPAN / 2, signal)));
+		if (signal.aborted) return;
+		blocks = written;
+		replace(body, sides.map((side) => [sides.length > 1 ? h('h3', titles[side]) : null, blocks[side].element]));
 		await ask();
 	}, app.fault);
 	const shade = () => {
 		const chosen = state[from()];
-		if (separate()) {
+		if (blocks.key) {
 			blocks[of()].shade(weights, null, state[of()]);
 			blocks[from()].shade(null, chosen, null);
 		} else blocks.query.shade(weights, chosen, state[of()]);
@@ -168,6 +170,7 @@ export function createText(app) {
 		replace(list, tops.length ? table('Tokens with most weight', ['token', 'weight'], tops.map(line)) : []);
 	};
 	const ask = latest(async (signal) => {
+		if (!blocks) return;
 		const clicked = state[from()];
 		let found = null;
 		if (clicked !== null) {
@@ -175,7 +178,7 @@ export function createText(app) {
 			const values = meanOf(data, meta.heads.length);
 			found = { values, top: values.reduce((most, value, i) => (state.hide && i === 0 ? most : Math.max(most, value)), 0) };
 			await (blocks[from()] ?? blocks.query).bring(clicked, signal);
-			if (separate() && state[of()] !== null) await blocks[of()].bring(state[of()], signal);
+			if (blocks.key && state[of()] !== null) await blocks[of()].bring(state[of()], signal);
 		}
 		if (signal.aborted) return;
 		weights = found;
@@ -197,7 +200,7 @@ export function createText(app) {
 				shape = now;
 				write();
 			} else if (changed.any('run', 'layer', 'head', 'query', 'key', 'text', 'heads', 'set', 'hide')) ask();
-			else if (changed.has('theme')) shade();
+			else if (changed.has('theme') && blocks) shade();
 			arcs.update(changed, chosenHeads);
 		},
 	};
