@@ -10,6 +10,7 @@ Nothing is random, so the same versions of everything draw the same bytes. `PICT
 import argparse
 import html
 import importlib.util
+import io
 import os
 import pty
 import re
@@ -24,6 +25,7 @@ import matplotlib as mpl
 import matplotlib.colors
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 
 import regard
 from regard import Causal, Document, Prefix, Window

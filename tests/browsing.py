@@ -69,7 +69,7 @@ def opened(browser, address, *, width=1280, theme="light", wrong_answers=False, 
     finally:
         if fresh:
             page.context.close()
-    assert faults == []
+    assert faults == [], faults
 
 
 PAGES = WeakKeyDictionary()

@@ -500,7 +500,10 @@ def test_a_typed_text_is_read_and_shown(browser, bundled):
 
 
 def test_writing_shows_tokens_as_they_come_and_can_be_stopped(browser):
-    with served(bundled_session("class Desk:\n    def first(self, ", "first.py")) as address, opened(browser, address) as page:
+    with (
+        served(bundled_session("class Desk:\n    def first(self, ", "first.py")) as address,
+        opened(browser, address) as page,
+    ):
         before = page.locator(".text .t").count()
         page.get_by_role("button", name="Continue…").click()
         page.get_by_label("Tokens", exact=True).fill("512")

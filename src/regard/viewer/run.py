@@ -39,6 +39,7 @@ class Run:
         picture: of an image model, its image, RGBA uint8 [height, width, 4].
         growing: whether tokens are still being added. number: its number in the session.
         summary, logits, compared: what was found out about it, kept.
+        still: held while one question is answered, so that no answer mixes two states of a text that grows.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Run:
     logits: Tensor | None = None
     compared: dict[tuple[Any, ...], Comparison] = field(default_factory=dict)
     _heads: "OrderedDict[tuple[int, int, int], Head]" = field(default_factory=OrderedDict, repr=False)
+    still: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -101,8 +103,9 @@ class Run:
 
     def show(self, layers: Mapping[str, Recorded], tokens: Tokens | None) -> None:
         """Puts newer layers and tokens in the place of those that there are."""
-        self._heads = OrderedDict()
-        self.layers, self.tokens, self.summary = layers, tokens, None
+        with self.still:
+            self._heads = OrderedDict()
+            self.layers, self.tokens, self.summary = layers, tokens, None
 
     def fresh_head(self, layer: int, head: int, batch: int = 0) -> Head:
         """The same, and if it is not kept, without a place among those that are."""

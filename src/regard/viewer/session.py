@@ -8,6 +8,7 @@ another text, going on with one, changing heads; these are jobs.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from regard.training.checkpoint import bundled
@@ -52,7 +53,10 @@ class Session(Looking):
         answer = METHODS.get(method)
         if answer is None:
             raise NotFoundError(f"no method {method[:40]!r}; there are: {', '.join(METHODS)}")
-        meta, data = answer(self, Params(method, params))
+        asked = Params(method, params)
+        of_run = method not in self.UNHURRIED and (self.runs or "run" in params)
+        with self.run_of(asked).still if of_run else nullcontext():
+            meta, data = answer(self, asked)
         return plain(meta), data
 
     def info(self, asked: Params) -> Answer:
