@@ -9,7 +9,7 @@ References:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class ModelConfig:
         softcap, logit_softcap: on attention scores, on logits; None for none.
         segments: number of segment embeddings (2 in BERT), 0 for none.
         padding_id: the padding token; None for none.
+        labels: names of the classes that a `Classifier` tells apart; None for a model that is none.
         dropout, attention_dropout: on embeddings, attention outputs and feed-forward; on weights. In training only.
 
     >>> ModelConfig.preset("gpt2").layers
@@ -79,12 +80,15 @@ class ModelConfig:
     logit_softcap: float | None = None
     segments: int = 0
     padding_id: int | None = None
+    labels: Sequence[str] | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_length", "dim", "layers", "heads"):
             check_whole("ModelConfig", name, getattr(self, name))
+        if self.labels is not None:
+            object.__setattr__(self, "labels", tuple(self.labels))  # a list, in JSON
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"ModelConfig: heads must divide dim, got heads={self.heads}, dim={self.dim}")
         if self.positions not in ("learned", "sinusoidal", "rotary", "alibi", None):

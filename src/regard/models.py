@@ -273,22 +273,30 @@ class MaskedLanguageModel(nn.Module):
     logits = norm(activation(states W + b)) @ embedding^T + c
 
     The activation is that of the encoder's feed-forward: gelu in BERT.
+
+    Args:
+        encoder: an `Encoder`, or the configuration of a new one.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder | ModelConfig) -> None:
         super().__init__()
-        check_kind("MaskedLanguageModel", "encoder", encoder, Encoder)
-        config = encoder.config
-        self.encoder = encoder
+        self.encoder = _encoder("MaskedLanguageModel", encoder)
+        self.config = config = self.encoder.config
         self.transform = nn.Linear(config.dim, config.dim)
         self.norm = make_norm(config.norm, config.dim, eps=config.norm_eps)
         self.constant = nn.Parameter(torch.zeros(config.vocab_size))
 
     @hinted(hints.MODEL_CALL)
-    def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """Shapes: tokens int [batch, length] -> logits [batch, length, vocab_size]. Arguments as in `Stack.forward`."""
-        activation = ACTIVATIONS[self.encoder.config.activation]
-        states = self.norm(activation(self.transform(self.encoder(tokens, **arguments))))
+    def forward(self, tokens: Tensor, *, where: Tensor | None = None, **arguments: Any) -> Tensor:
+        """Shapes: tokens int [batch, length] -> logits [batch, length, vocab_size].
+
+        Args:
+            where: bool [batch, length], the tokens that logits are wanted for: [tokens, vocab_size]. None: all.
+            arguments: as in `Stack.forward`.
+        """
+        activation = ACTIVATIONS[self.config.activation]
+        states = self.encoder(tokens, **arguments)
+        states = self.norm(activation(self.transform(states if where is None else states[where])))
         return F.linear(states, self.encoder.embedding.weight, self.constant)
 
 
@@ -296,15 +304,19 @@ class Classifier(nn.Module):
     """One answer for a whole text: BERT's pooler, tanh of a linear map of the first token's state, then a linear map.
 
     logits = tanh(states[:, 0] W + b) W' + b'
+
+    Args:
+        encoder: an `Encoder`, or the configuration of a new one.
+        classes: how many there are; None: one for each of the configuration's `labels`.
     """
 
-    def __init__(self, encoder: Encoder, classes: int) -> None:
+    def __init__(self, encoder: Encoder | ModelConfig, classes: int | None = None) -> None:
         super().__init__()
-        check_kind("Classifier", "encoder", encoder, Encoder)
-        check_whole("Classifier", "classes", classes)
-        self.encoder = encoder
-        self.pool = nn.Linear(encoder.config.dim, encoder.config.dim)
-        self.classes = nn.Linear(encoder.config.dim, classes)
+        self.encoder = _encoder("Classifier", encoder)
+        self.config = config = self.encoder.config
+        classes = len(config.labels) if classes is None and config.labels is not None else classes
+        self.pool = nn.Linear(config.dim, config.dim)
+        self.classes = nn.Linear(config.dim, check_whole("Classifier", "classes", classes))
 
     @hinted(hints.MODEL_CALL)
     def forward(self, tokens: Tensor, **arguments: Any) -> Tensor:
@@ -312,6 +324,15 @@ class Classifier(nn.Module):
         pooled = torch.tanh(self.pool(self.encoder(tokens, **arguments)[:, 0]))
         logits: Tensor = self.classes(F.dropout(pooled, self.encoder.config.dropout, self.training))
         return logits
+
+
+def _encoder(owner: str, encoder: object) -> Encoder:
+    """An encoder as it is, or a new one of a configuration."""
+    if isinstance(encoder, ModelConfig):
+        return Encoder(encoder)
+    check_kind(owner, "encoder", encoder, Encoder)
+    assert isinstance(encoder, Encoder)
+    return encoder
 
 
 def make_positions(config: ModelConfig) -> Learned | Sinusoidal | None:

@@ -6,6 +6,7 @@ The changes to heads are documented in `regard.interventions`; `regard.Ablate` a
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import Cache, LayerCache
 from regard.configuration import ModelConfig
+from regard.embedding import embed, nearest
 from regard.feed_forward import FeedForward
 from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
 from regard.generation import TextStream, generate, generate_batch, sample, translate
@@ -119,12 +120,14 @@ __all__ = [
     "YarnScaling",
     "attention",
     "attention_with_lse",
+    "embed",
     "gather",
     "generate",
     "generate_batch",
     "intervene",
     "load",
     "load_recording",
+    "nearest",
     "observe",
     "plan",
     "record",

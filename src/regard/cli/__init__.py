@@ -1,4 +1,4 @@
-"""The command line: regard look | explain | generate | translate | train | plan | bench.
+"""The command line: regard look | explain | generate | translate | train | embed | classify | plan | bench.
 
 Output that is piped is plain text, and ``--json`` gives numbers. Whatever is wrong with the input is one message and
 exit code 2. A command imports what it needs when it runs, so that ``--help`` is quick.

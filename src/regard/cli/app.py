@@ -9,6 +9,7 @@ import typer
 
 import regard
 from regard.cli.console import open_console, tell
+from regard.cli.embed import classify, embed
 from regard.cli.generate import generate
 from regard.cli.look import explain, look
 from regard.cli.measure import bench, plan
@@ -32,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-for command in (look, explain, generate, translate, train, plan, bench):
+for command in (look, explain, generate, translate, train, embed, classify, plan, bench):
     app.command(help=_paragraphs(command.__doc__ or ""))(command)
 
 

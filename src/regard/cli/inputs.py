@@ -73,6 +73,8 @@ def find_translator(name: str) -> "Loaded[EncoderDecoder] | None":
 PURPOSES = {
     "decoder": "regard generate goes on with a text",
     "encoder-decoder": "regard translate writes one text for another",
+    "masked language model": "regard embed makes vectors of texts with it",
+    "classifier": "regard classify tells the label of a text with it",
 }
 """What each kind of model is for."""
 

@@ -25,12 +25,13 @@ def train(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write the model in.")],
     task: Annotated[
-        Literal["text", "translate"] | None,
+        Literal["text", "translate", "masked", "classify"] | None,
         typer.Option(
             "--task",
-            metavar="text|translate",
+            metavar="text|translate|masked|classify",
             rich_help_panel=DATA,
-            help="What to learn: text, to go on with texts; translate, to write one text for another. Default: text.",
+            help="What to learn: text, to go on with texts; translate, to write one text for another; masked, to "
+            "foretell hidden tokens from both sides; classify, to tell the label of a text. Default: text.",
         ),
     ] = None,
     data: Annotated[
@@ -57,7 +58,8 @@ def train(
             "--source",
             metavar="COLUMN",
             rich_help_panel=DATA,
-            help="What to translate from: a column of --data, a .csv, .tsv or .jsonl file. Default: its first.",
+            help="What to read, to translate or to classify: a column of --data, a .csv, .tsv or .jsonl file. "
+            "Default: its first; to classify, text.",
         ),
     ] = None,
     target: Annotated[
@@ -66,7 +68,7 @@ def train(
             "--target",
             metavar="COLUMN",
             rich_help_panel=DATA,
-            help="What to translate to. Default: the next column.",
+            help="What to tell: a column of translations or labels. Default: the next column; to classify, label.",
         ),
     ] = None,
     repeats: Annotated[
@@ -231,6 +233,7 @@ def train(
       regard train runs/mine --steps 200
       regard train runs/mine --resume --steps 400
       regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
+      regard train runs/sections --task classify --steps 300
       regard train runs/more --from stdlib --data docs --steps 100
       regard look README.md --model runs/mine
     """
@@ -240,6 +243,8 @@ def train(
     recipe = None if resume else Recipe.of(**given)
 
     from regard.training import run
+    from regard.training.checkpoint import progress_header
+    from regard.training.loop import PROGRESS
     from regard.training.stopping import exits_on_signals
 
     console = open_console(stderr=True)
@@ -258,7 +263,8 @@ def train(
     if measures is None:
         return
     tell(console, str(measures))
-    tell(console, f"written: {folder}; look at it: regard look FILE --model {shlex.quote(str(folder))}")
+    header = progress_header(folder / PROGRESS)
+    tell(console, f"written: {folder}; {_use(header, shlex.quote(str(folder)))}")
 
 
 def _how_to_go_on(folder: Path) -> str:
@@ -273,8 +279,17 @@ def _how_to_go_on(folder: Path) -> str:
     place = shlex.quote(str(folder))
     return (
         f"stopped; saved at step {header['step']:,} of {header['settings']['steps']:,}\n"
-        f"go on: regard train {place} --resume; look at it: regard look FILE --model {place}"
+        f"go on: regard train {place} --resume; {_use(header, place)}"
     )
+
+
+def _use(header: dict[str, Any], place: str) -> str:
+    """What a model can be used for, by what it was trained for."""
+    return {
+        "text": f"look at it: regard look FILE --model {place}",
+        "masked": f"use it: regard embed --data FILE --nearest TEXT --model {place}",
+        "classify": f'use it: regard classify "TEXT" --model {place}',
+    }[header["settings"]["task"]]
 
 
 class Screen(Listener):

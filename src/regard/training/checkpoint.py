@@ -24,20 +24,25 @@ from torch import Tensor
 
 from regard.configuration import ModelConfig
 from regard.extras import need
-from regard.models import Decoder, EncoderDecoder
+from regard.models import Classifier, Decoder, EncoderDecoder, MaskedLanguageModel
 from regard.storage import save
 from regard.training.text import Tokenizer
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_MODEL = "stdlib"
 
-Model = Decoder | EncoderDecoder
+Model = Decoder | EncoderDecoder | MaskedLanguageModel | Classifier
 """What training makes: each is made from a `ModelConfig` alone."""
 
-FORMATS: dict[str, type[Model]] = {"regard.decoder.1": Decoder, "regard.encoder-decoder.1": EncoderDecoder}
+FORMATS: dict[str, type[Model]] = {
+    "regard.decoder.1": Decoder,
+    "regard.encoder-decoder.1": EncoderDecoder,
+    "regard.masked.1": MaskedLanguageModel,
+    "regard.classifier.1": Classifier,
+}
 """What a file's header calls a kind of model."""
 
-M = TypeVar("M", Decoder, EncoderDecoder)
+M = TypeVar("M", Decoder, EncoderDecoder, MaskedLanguageModel, Classifier)
 
 
 @dataclass(frozen=True)

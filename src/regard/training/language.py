@@ -59,10 +59,14 @@ class Language(Task):
         }
 
     def remarks(self) -> str:
-        held_out = "\n".join(f"- {file.path} ({len(file.text.encode()):,} bytes)" for file in self.corpus.held_out)
         return (
-            f"The model writes what looks like these texts, and knows nothing else.\n\n## Held-out files\n\n{held_out}"
+            "The model writes what looks like these texts, and knows nothing else.\n\n## Held-out files\n\n"
+            f"{self.held_out()}"
         )
+
+    def held_out(self) -> str:
+        """The files that were held out, as a list in Markdown."""
+        return "\n".join(f"- {file.path} ({len(file.text.encode()):,} bytes)" for file in self.corpus.held_out)
 
 
 def _read(recipe: Recipe) -> Corpus:

@@ -22,10 +22,12 @@ from regard.extras import need
 from regard.storage import replacing
 from regard.training.card import card
 from regard.training.checkpoint import PRETRAINED, Loaded, Model, load, progress_header, save_model
+from regard.training.classifying import Classifying
 from regard.training.data import Examples
 from regard.training.language import Language
 from regard.training.lock import hold
 from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
+from regard.training.masked import Masking
 from regard.training.memory import check_memory
 from regard.training.report import Listener
 from regard.training.settings import MAY_CHANGE, Recipe
@@ -33,7 +35,12 @@ from regard.training.task import Measured, Task, describe
 from regard.training.text import Tokenizer
 from regard.training.translating import Translating
 
-TASKS: dict[str, type[Task]] = {"text": Language, "translate": Translating}
+TASKS: dict[str, type[Task]] = {
+    "text": Language,
+    "translate": Translating,
+    "masked": Masking,
+    "classify": Classifying,
+}
 """What can be learned, by the recipe's `task`."""
 
 LEAST_VOCABULARY = 257
@@ -73,6 +80,7 @@ def begin(
         fewest = min(config.vocab_size, LEAST_VOCABULARY) if first is None else config.vocab_size
         _check_memory(replace(config, vocab_size=fewest), recipe)
         task = kind(recipe, listener)
+        config = task.config(config)
         if first is None:
             listener.progress("learning the vocabulary", 0, 1)
             tokenizer = task.tokenizer(config.vocab_size)
@@ -87,7 +95,7 @@ def begin(
         torch.manual_seed(recipe.seed)
         model = _model(kind, config)
         if first is not None:
-            model.load_state_dict(first.model.state_dict())
+            task.start_from(model, first.model)
         tokenizer.save(folder / "tokenizer.json")
         return _finish(folder, recipe, model, tokenizer, task, data, [written], listener, resumed=False)
 
@@ -233,7 +241,7 @@ def _hidden_dim(dim: int) -> int:
 def _first(name: str, kind: type[Task]) -> Loaded[Any]:
     """The model that a run starts from."""
     first = load(name)
-    if not isinstance(first.model, kind.model):
+    if not kind.may_start_from(first.model):
         raise ValueError(f"--from: {name} is a model of another kind, a {describe(first.model)}")
     return first
 
@@ -244,8 +252,8 @@ def _config(recipe: Recipe, kind: type[Task], first: Loaded[Any] | None) -> Mode
     asked = {name: getattr(recipe, name) for name in (*sizes, "hidden_dim") if getattr(recipe, name) is not None}
     if first is None:
         dim = asked.get("dim", sizes["dim"])
-        return ModelConfig.from_dict({**sizes, "hidden_dim": _hidden_dim(dim), **asked})
-    config: ModelConfig = first.model.config
+        return ModelConfig.from_dict({**sizes, **kind.architecture, "hidden_dim": _hidden_dim(dim), **asked})
+    config: ModelConfig = replace(first.model.config, **kind.architecture)
     context_length = asked.pop("context_length", config.context_length)
     for name, size in asked.items():
         if size != getattr(config, name):

@@ -8,7 +8,12 @@ MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
-TASKS: dict[str, dict[str, Any]] = {"text": {}, "translate": {"batch_size": 128, "learning_rate": 0.005}}
+TASKS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "translate": {"batch_size": 128, "learning_rate": 0.005},
+    "masked": {"batch_size": 16},
+    "classify": {"batch_size": 32, "learning_rate": 0.001, "steps": 600},
+}
 """What can be learned, and the settings that are usual there, where they are not those of `Settings`."""
 
 LARGEST_VOCABULARY = 1 << 20
@@ -70,10 +75,13 @@ class Recipe(Settings):
     """Everything that determines the model that a run trains: settings, texts and sizes.
 
     Args:
-        task: what is learned: "text", to foretell the next token of texts; "translate", to write one text for another.
-        data: "stdlib" (Python's standard library), a folder of texts, or a file; of pairs a .csv, .tsv or .jsonl file.
+        task: what is learned: "text", to foretell the next token of texts; "translate", to write one text for another;
+            "masked", to foretell hidden tokens from both sides; "classify", to tell the label of a text.
+        data: "stdlib" (Python's standard library), a folder of texts, or a file; of pairs and of labelled texts a .csv,
+            .tsv or .jsonl file.
         pattern: which files of a folder, as in `pathlib.Path.glob`; None takes every file that holds text.
-        source, target: columns of the table of pairs; None: the first two that are not named.
+        source, target: columns of the table, what is read and what is to be told; None: of pairs the first two that are
+            not named, of labelled texts "text" and "label".
         repeats: share of rows, 0 to 1, replaced by repeated random tokens, which teach a model to copy.
         start_from: a model, by name or folder, whose weights, vocabulary and sizes are taken over.
         vocab_size: tokens in the vocabulary, at most (few texts give fewer); None: as `start_from`, else 4096.

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-from regard.training.checkpoint import Model
+from torch import nn
+
+from regard.configuration import ModelConfig
 from regard.training.data import Examples
 from regard.training.report import Listener
 from regard.training.settings import Recipe
@@ -31,10 +33,12 @@ class Task(ABC):
     Attributes:
         model: the kind of model, made from a `ModelConfig`.
         sizes: of a model that is begun anew, where the recipe names none.
+        architecture: what else such a model's configuration has, before the texts are read.
     """
 
     model: ClassVar[type[Any]]
     sizes: ClassVar[Mapping[str, int]]
+    architecture: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def __init__(self, recipe: Recipe, listener: Listener) -> None:
@@ -43,6 +47,19 @@ class Task(ABC):
         Raises:
             ValueError: there are none, or too few to hold some of them out.
         """
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The model's configuration, with what the texts decide."""
+        return config
+
+    @classmethod
+    def may_start_from(cls, model: object) -> bool:
+        """Whether a run may start from this model."""
+        return isinstance(model, cls.model)
+
+    def start_from(self, model: Any, first: Any) -> None:
+        """Takes over the weights of the model that the run starts from."""
+        model.load_state_dict(first.state_dict())
 
     @abstractmethod
     def tokenizer(self, vocab_size: int) -> Tokenizer:
@@ -65,6 +82,11 @@ class Task(ABC):
         """The end of the model card: what was held out, and what the model is good for."""
 
 
-def describe(model: Model) -> str:
+def describe(model: nn.Module) -> str:
     """The kind of a model, in words: 'decoder', 'encoder-decoder'."""
-    return {"Decoder": "decoder", "EncoderDecoder": "encoder-decoder"}[type(model).__name__]
+    return {
+        "Decoder": "decoder",
+        "EncoderDecoder": "encoder-decoder",
+        "MaskedLanguageModel": "masked language model",
+        "Classifier": "classifier",
+    }[type(model).__name__]
