@@ -41,6 +41,7 @@ class ModelConfig:
         bias: whether projections and norms have biases.
         attention_bias, output_bias: the same for query, key and value, and for attention's output; None: bias.
         tied: whether the output layer shares the token embedding.
+        head_norm: whether the query and key of each head are normalised (Qwen3).
         window: how many tokens each token attends to, itself included; None: all.
         softcap, logit_softcap: on attention scores, on logits; None for none.
         segments: number of segment embeddings (2 in BERT), 0 for none.
@@ -75,6 +76,7 @@ class ModelConfig:
     attention_bias: bool | None = None
     output_bias: bool | None = None
     tied: bool = True
+    head_norm: bool = False
     window: int | None = None
     softcap: float | None = None
     logit_softcap: float | None = None

@@ -129,7 +129,8 @@ class MultiHeadAttention(nn.Module):
         projection_bias, output_bias: whether the projections have biases; the output's, None: as the others.
         mask: always applied, together with the mask of a call; `Causal()` makes the layer causal.
         bias: always added to the scores (an `Alibi`), together with the bias of a call.
-        rotary: rotates queries and keys by their positions (`Rotary`).
+        head_norm: makes a norm for the features of a head, for each head's query and key (Qwen3); None for none.
+        rotary: rotates queries and keys by their positions (`Rotary`), after the norm.
         scale: factor on the scores; None: 1/sqrt(head_dim), the size of **one** head.
         softcap: bound on the scores; None for none.
         sink: whether each head learns the logit of a sink, which takes weight and gives no value.
@@ -160,6 +161,7 @@ class MultiHeadAttention(nn.Module):
         output_bias: bool | None = None,
         mask: Mask | None = None,
         bias: Bias | None = None,
+        head_norm: Callable[[int], nn.Module] | None = None,
         rotary: Rotary | None = None,
         scale: float | None = None,
         softcap: float | None = None,
@@ -222,6 +224,8 @@ class MultiHeadAttention(nn.Module):
         self.output = (
             nn.Linear(value_dim, dim, bias=projection_bias if output_bias is None else output_bias) if output else None
         )
+        self.query_norm = None if head_norm is None else head_norm(self.head_dim)
+        self.key_norm = None if head_norm is None else head_norm(self.head_dim)
         self.sink = nn.Parameter(torch.zeros(heads)) if sink else None
         self.similarity = nn.Parameter(torch.empty(heads, self.head_dim)) if similarity == "additive" else None
         if self.similarity is not None:
@@ -264,6 +268,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             check_kind("MultiHeadAttention", "cache", cache, LayerCache, "; a model's Cache holds one for each layer")
         q = split(self.query(query), self.heads)
+        q = q if self.query_norm is None else self.query_norm(q)
         if cross and cache is not None:
             if self.rotary is not None:
                 raise ValueError(
@@ -273,6 +278,7 @@ class MultiHeadAttention(nn.Module):
             if cache.length:
                 return Heads(q, *cache.read())
         k, v = split(self.key(key), self.kv_heads), split(self.value(value), self.kv_heads)
+        k = k if self.key_norm is None else self.key_norm(k)
         seen = 0 if cache is None or cross else cache.length
         if self.context_length is not None and seen + k.shape[2] > self.context_length:
             raise ValueError(

@@ -73,6 +73,7 @@ class Stack(nn.Module):
                 output_bias=config.bias if config.output_bias is None else config.output_bias,
                 mask=mask,
                 bias=bias,
+                head_norm=norm if config.head_norm else None,
                 rotary=rotary,
                 softcap=config.softcap,
                 dropout=config.attention_dropout,

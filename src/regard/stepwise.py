@@ -158,6 +158,9 @@ def _attention(
     for (name, _, count, axes), features in zip(parts, projected, strict=True):
         apart = split(features, count)
         yield Step(f"split {name}", f"features into {count} {axes[1]} of {apart.shape[-1]}", axes, apart)
+        norm: nn.Module | None = getattr(layer, f"{name}_norm", None)
+        if norm is not None:
+            yield Step(f"norm {name}", f"{type(norm).__name__}({name}), for each head", axes, norm(apart))
     if layer.rotary is not None:
         for (name, _, _, axes), turned in zip(parts[:2], (heads.query[:, :, cut], heads.key), strict=True):
             yield Step(f"rotate {name}", "each pair of features turned by position * frequency", axes, turned)

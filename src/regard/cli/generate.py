@@ -75,7 +75,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        end_id=loaded.tokenizer.end_id,
+        end_id=loaded.tokenizer.stop_ids,
         generators=generators,
         until=lambda row, token: rows[row].add(token),
     )

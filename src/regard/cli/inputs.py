@@ -89,12 +89,15 @@ def load_model(name: str, *, kind: str | None = None) -> "Loaded[Any]":
     from regard.training.checkpoint import load
     from regard.training.task import describe
 
-    loaded = load(name)
+    with open_console(stderr=True).status("opening the model"):
+        loaded = load(name)
     found = describe(loaded.model)
     if kind not in (None, found):
         raise ValueError(
             f"--model: expected a model of the kind {kind}, {name} is of the kind {found}: {PURPOSES[found]}"
         )
+    if loaded.foreign is not None:
+        tell(open_console(stderr=True), f"{name}: run by transformers, its attention by regard ({loaded.foreign})")
     _tell_unfinished(name, loaded)
     return loaded
 

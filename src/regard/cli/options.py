@@ -9,7 +9,12 @@ TextArgument = Annotated[
 ]
 ModelOption = Annotated[
     str,
-    typer.Option("--model", metavar="NAME|PATH", help="A model in the package, or a folder that regard train wrote."),
+    typer.Option(
+        "--model",
+        metavar="NAME|PATH",
+        help="A model in the package, a folder that regard train wrote, or a model of transformers: its folder, "
+        "or OWNER/NAME of one that was downloaded.",
+    ),
 ]
 LayerOption = Annotated[
     int | None, typer.Option("--layer", help="Layer, 0 for the first. Default: where there is most to see.")

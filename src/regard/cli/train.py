@@ -287,6 +287,7 @@ def _use(header: dict[str, Any], place: str) -> str:
     """What a model can be used for, by what it was trained for."""
     return {
         "text": f"look at it: regard look FILE --model {place}",
+        "translate": f'use it: regard translate "TEXT" --model {place}',
         "masked": f"use it: regard embed --data FILE --nearest TEXT --model {place}",
         "classify": f'use it: regard classify "TEXT" --model {place}',
     }[header["settings"]["task"]]

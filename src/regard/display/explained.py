@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.display.letters import fitted
 from regard.display.page import print_title
@@ -13,7 +13,7 @@ from regard.display.paper import Paper, quoted
 from regard.display.reading import Look
 from regard.layers import MultiHeadAttention
 from regard.models import Decoder
-from regard.stepwise import Step, Steps, format_number, numbers, steps, three_tokens
+from regard.stepwise import Step, Steps, attention_steps, format_number, numbers, steps, three_tokens
 
 SCORES = ("score", "scale", "cap", "bias", "mask", "softmax")
 """The steps that have one number per key."""
@@ -22,8 +22,13 @@ NUMBER = 11
 """Cells of the widest number, and a space."""
 
 
-def explain_token(model: Decoder, view: Look) -> Steps:
-    """The steps of the shown layer's attention for the shown query, with the numbers the model has there."""
+def explain_token(model: nn.Module, view: Look) -> Steps:
+    """The steps of the shown layer's attention for the shown query, with the numbers the model has there.
+
+    Of a model that is not regard's own they are those from query and key on, as its layers made them.
+    """
+    if not isinstance(model, Decoder):
+        return _from_heads(view)
     given: list[Tensor] = []
     attention = model.layers[view.layer].get_submodule("attention")
     assert isinstance(attention, MultiHeadAttention)
@@ -34,6 +39,20 @@ def explain_token(model: Decoder, view: Look) -> Steps:
     finally:
         hook.remove()
     return steps(attention, given[0], query=view.query)
+
+
+def _from_heads(view: Look) -> Steps:
+    seen = view.recording[view.layer]
+    queries = range(view.query, view.query + 1)
+    made = "as the model's layer made it, turned by its position where the model does that"
+    axes = ("batch", "heads", "query_len", "head_dim")
+    return Steps(
+        [
+            Step("split query", made, axes, seen.query[:, :, view.query : view.query + 1]),
+            Step("split key", made, ("batch", "kv_heads", "key_len", "head_dim"), seen.key),
+            *attention_steps(seen.query, seen.key, None, seen.scoring, queries),
+        ]
+    )
 
 
 def of_head(step: Step, head: int, shown: Steps) -> Tensor:
@@ -60,7 +79,8 @@ def print_explained(paper: Paper, view: Look, shown: Steps, *, count: int = 12) 
         elif step not in scores and "query_len" in step.axes:
             _print_formula(paper, step)
             _print_numbers(paper, of_head(step, view.head, shown))
-    paper.quiet("The last vector is the layer's own output for this token: all heads together.")
+    if shown.names[-1] == "project output":
+        paper.quiet("The last vector is the layer's own output for this token: all heads together.")
 
 
 def _print_formula(paper: Paper, step: Step) -> None:

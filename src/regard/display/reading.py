@@ -127,7 +127,8 @@ class Look:
 
     def of_layer(self, layer: int) -> list[HeadSummary]:
         """The heads of a layer in a few numbers each."""
-        return [s for s in self.heads if s.layer == f"layers.{layer}"]
+        name = list(self.recording)[layer]
+        return [s for s in self.heads if s.layer == name]
 
     def weights(self, layer: int) -> Tensor:
         """The weights of the shown query in every head of a layer: [heads, key_len]."""
@@ -224,7 +225,7 @@ def _alone(tokenizer: Tokenizer, token: int) -> str:
     """A token that stands in no text, in one line; part of a character as its bytes."""
     return (
         "end of text"
-        if token == tokenizer.end_id
+        if token in tokenizer.stop_ids
         else tokenizer.pieces([token])[0].replace("\\n", "↵").replace("\\t", "⇥")
     )
 
@@ -297,6 +298,7 @@ def _candidates(
     )
     expected = logits.float().softmax(-1)
     induction = {(s.layer, s.head) for s in heads if s.kind == "induction"}
+    names = list(recording)
     for number in range(len(recording)) if layer is None else [layer]:
         seen = _layer(recording, number)
         top = seen.top(1)
@@ -304,7 +306,7 @@ def _candidates(
             weight, key = top.weights[0, h, :, 0], top.keys[0, h, :, 0]
             aside = (key > 0) & (key < places - 1)
             copies = aside & (tokens[(key - 1).clamp(min=0)] == tokens)
-            if (f"layers.{number}", h) not in induction:
+            if (names[number], h) not in induction:
                 copies = torch.zeros_like(copies)
             copied = 4 + 4 * expected.gather(1, tokens[key, None])[:, 0]
             kind = torch.where(copies, copied, torch.where(aside, 1.0, 0.1))
@@ -324,4 +326,4 @@ def _candidates(
 
 
 def _layer(recording: Recording, number: int) -> Observation:
-    return recording[f"layers.{number}"]
+    return recording[number]

@@ -9,8 +9,8 @@ from regard.shapes import INTEGER_DTYPES, is_plain, kind
 
 
 def check_decoder(owner: str, model: object) -> None:
-    """What generates text is a `Decoder`."""
-    if not isinstance(model, Decoder):
+    """What generates text is a `Decoder`, or a model that reads texts in its own way, with `texts`."""
+    if not isinstance(model, Decoder) and not hasattr(model, "texts"):
         theirs = "; a model of transformers has model.generate()" if hasattr(model, "generate") else ""
         raise TypeError(f"{owner}: model must be a Decoder, got {kind(model)}{theirs}")
 

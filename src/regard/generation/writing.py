@@ -1,9 +1,10 @@
 """Text from a language model, one token at a time, with the cache."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    end_id: int | None = None,
+    end_id: int | Collection[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
     """Tokens that follow a prompt, as they come.
@@ -42,7 +43,7 @@ def generate(
     Args:
         prompt: token ids, at least one: a list, or an int tensor [length].
         count: how many tokens at most.
-        end_id: stop before this token; None: never.
+        end_id: stop before this token, or before any of several; None: never.
         temperature, top_k, top_p, min_p, repetition_penalty, generator: as in `sample`. The penalty is for the tokens
             of the prompt, too.
     Raises:
@@ -54,9 +55,9 @@ def generate(
     )
     check_decoder("generate", model)
     tokens = check_prompt("generate", prompt, model.config.vocab_size)
-    _check("generate", count, end_id, sampling)
+    ends = _check("generate", count, end_id, sampling)
     check_generator("generate", generator)
-    steps = _write(model, [tokens], count, end_id, sampling, [generator], lambda row, token: False)
+    steps = _write(model, [tokens], count, ends, sampling, [generator], lambda row, token: False)
     return _only_row(steps)
 
 
@@ -71,7 +72,7 @@ def generate_batch(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    end_id: int | None = None,
+    end_id: int | Collection[int] | None = None,
     generators: Sequence[torch.Generator] | None = None,
     until: Callable[[int, int], bool] = lambda row, token: False,
 ) -> Iterator[list[int | None]]:
@@ -106,22 +107,22 @@ def generate_batch(
     if not isinstance(given, Sequence | Tensor) or isinstance(given, str) or not len(given):
         raise TypeError(f"{owner}: prompts must be a list of one prompt or more, got {kind(prompts)}")
     texts = [check_prompt(owner, prompt, model.config.vocab_size) for prompt in prompts]
-    _check(owner, count, end_id, sampling)
+    ends = _check(owner, count, end_id, sampling)
     if generators is not None and (not isinstance(generators, Sequence) or len(generators) != len(texts)):
         raise ValueError(f"{owner}: generators must be one for each of {len(texts)} prompts, got {kind(generators)}")
     for generator in generators or ():
         check_generator(owner, generator)
     own: list[torch.Generator | None] = [None] * len(texts)
     own = own if generators is None else list(generators)
-    scaling = model.config.rotary_scaling
+    scaling = getattr(model.config, "rotary_scaling", None)
     if scaling is not None and scaling.get("kind") == "dynamic" and len({len(text) for text in texts}) > 1:
         # the frequencies follow from the length of a text, so texts of other lengths cannot share a call
         def alone(row: int) -> Steps:
             ended = partial(_as_row, until, row)
-            return _write(model, [texts[row]], count, end_id, sampling, [own[row]], ended)
+            return _write(model, [texts[row]], count, ends, sampling, [own[row]], ended)
 
         return _singly([alone(row) for row in range(len(texts))])
-    return _write(model, texts, count, end_id, sampling, own, until)
+    return _write(model, texts, count, ends, sampling, own, until)
 
 
 @torch.inference_mode()
@@ -129,7 +130,7 @@ def _write(
     model: Decoder,
     prompts: list[list[int]],
     count: int,
-    end_id: int | None,
+    ends: frozenset[int],
     sampling: Sampling,
     generators: Sequence[torch.Generator | None],
     until: Callable[[int, int], bool],
@@ -137,32 +138,32 @@ def _write(
     was_training = model.training
     model.eval()
     try:
-        came = None
-        if sampling.repetition_penalty != 1:
-            device = model.embedding.weight.device
-            came = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool, device=device)
-            for row, prompt in enumerate(prompts):
-                came[row, prompt] = True
-        texts: Texts | None = None
+        came: Tensor | None = None
+        texts: Any = None
         alive = list(range(len(prompts)))
         fresh: list[int] = []
         for _ in range(count):
             if texts is None:
-                texts = Texts(model, prompts)
+                own: Any = getattr(model, "texts", None)
+                texts = Texts(model, prompts) if own is None else own(prompts)
+                if sampling.repetition_penalty != 1:
+                    came = torch.zeros_like(texts.logits, dtype=torch.bool)
+                    for row, prompt in enumerate(prompts):
+                        came[row, prompt] = True
             else:
                 texts.add(fresh)
             seen = None if came is None else came[alive]
             drawn = sampling.draw(texts.logits, seen, [generators[row] for row in alive]).tolist()
             step: list[int | None] = [None] * len(prompts)
             for row, token in zip(alive, drawn, strict=True):
-                step[row] = None if token == end_id else token
+                step[row] = None if token in ends else token
             if all(token is None for token in step):
                 return
             yield step
             on = [
                 place
                 for place, (row, token) in enumerate(zip(alive, drawn, strict=True))
-                if token != end_id and not until(row, token)
+                if token not in ends and not until(row, token)
             ]
             if not on:
                 return
@@ -195,8 +196,11 @@ def _as_row(until: Callable[[int, int], bool], row: int, _: int, token: int) -> 
     return until(row, token)
 
 
-def _check(owner: str, count: int, end_id: int | None, sampling: Sampling) -> None:
+def _check(owner: str, count: int, end_id: object, sampling: Sampling) -> frozenset[int]:
+    """The tokens to stop before, if every number is in its range."""
     check_whole(owner, "count", count, least=0)
-    if end_id is not None and (not isinstance(end_id, int) or isinstance(end_id, bool)):
-        raise TypeError(f"{owner}: end_id must be a token number or None, got {kind(end_id)}")
     sampling.check(owner)
+    ends: list[Any] = [] if end_id is None else [*end_id] if isinstance(end_id, Collection) else [end_id]
+    if any(not isinstance(end, int) or isinstance(end, bool) for end in ends):
+        raise TypeError(f"{owner}: end_id must be a token number, several of them, or None, got {kind(end_id)}")
+    return frozenset(ends)

@@ -14,7 +14,7 @@ three, and with matrices transposed or not:
 | `from_annotated` | one attention layer of four linear maps: `linears.0` to `linears.3` |
 | `from_heads` | one attention layer with a matrix per head |
 | `from_gpt` | a whole GPT-2, minGPT or nanoGPT |
-| `from_transformers` | a GPT-2, Llama, Mistral, Qwen2 or BERT of transformers |
+| `from_transformers` | a GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers |
 
 Each library or family of layouts has one file here: a table of names, theirs on the left, regard's on the right, and
 the settings that tensors do not contain. `renaming` does the rest.
@@ -27,7 +27,7 @@ from regard.layouts.gpt import config_of, from_gpt
 from regard.layouts.layers import from_annotated, from_fused, from_heads
 from regard.layouts.renaming import LAYOUTS, LEFT_OUT, Renamed
 from regard.layouts.torch_nn import from_torch
-from regard.layouts.transformers import ARCHITECTURES, Architecture, from_transformers
+from regard.layouts.transformers import ARCHITECTURES, Architecture, from_state_dict, from_transformers
 
 __all__ = [
     "ARCHITECTURES",
@@ -40,6 +40,7 @@ __all__ = [
     "from_fused",
     "from_gpt",
     "from_heads",
+    "from_state_dict",
     "from_torch",
     "from_transformers",
 ]

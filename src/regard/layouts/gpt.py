@@ -83,6 +83,7 @@ def config_of(tensors: Renamed, heads: int, *, inside: str = "", **settings: Any
         "bias": bias,
         "attention_bias": None if attention_bias == bias else attention_bias,
         "output_bias": None if output_bias == bias else output_bias,
+        "head_norm": block + "attention.query_norm.weight" in tensors,
         "tied": logits is None or torch.equal(logits, embedding),
         "segments": 0 if segments is None else len(segments),
     }

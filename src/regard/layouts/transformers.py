@@ -1,11 +1,11 @@
-"""A GPT-2, Llama, Mistral, Qwen2 or BERT of transformers: names of tensors, and settings from its configuration."""
+"""A GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers: names of tensors, and settings from its config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from regard.configuration import ModelConfig
 from regard.feed_forward import Activation
@@ -21,6 +21,9 @@ LLAMA: Names = {
     "layers.*.self_attn.k_proj.*": "layers.*.attention.key.*",
     "layers.*.self_attn.v_proj.*": "layers.*.attention.value.*",
     "layers.*.self_attn.o_proj.*": "layers.*.attention.output.*",
+    "layers.*.self_attn.q_norm.weight": "layers.*.attention.query_norm.weight",
+    "layers.*.self_attn.k_norm.weight": "layers.*.attention.key_norm.weight",
+    "layers.*.self_attn.rotary_emb.inv_freq": LEFT_OUT,
     "layers.*.post_attention_layernorm.weight": "layers.*.feed_forward_norm.weight",
     "layers.*.mlp.gate_proj.*": "layers.*.feed_forward.gate.*",
     "layers.*.mlp.up_proj.*": "layers.*.feed_forward.input.*",
@@ -60,7 +63,7 @@ BERT_CLASSIFIER: Names = {
 }
 Model = Decoder | Encoder | MaskedLanguageModel | Classifier
 
-LAYOUTS["from_transformers"] = "a GPT-2, Llama, Mistral, Qwen2 or BERT of transformers"
+LAYOUTS["from_transformers"] = "a GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers"
 
 
 def from_transformers(model: nn.Module) -> Model:
@@ -68,8 +71,8 @@ def from_transformers(model: nn.Module) -> Model:
 
     | model of transformers | result |
     |---|---|
-    | `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` | `Decoder` |
-    | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model` | `Decoder`; `Decoder.states` returns its states |
+    | `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` | `Decoder` |
+    | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model`, `Qwen3Model` | `Decoder`, for its `states` |
     | `BertModel` | `Encoder`, without the pooler |
     | `BertForMaskedLM` | `MaskedLanguageModel` |
     | `BertForSequenceClassification` | `Classifier` |
@@ -90,15 +93,20 @@ def from_transformers(model: nn.Module) -> Model:
     >>> model = transformers.AutoModelForCausalLM.from_pretrained("openai-community/gpt2")  # doctest: +SKIP
     >>> decoder = from_transformers(model)  # doctest: +SKIP
     """
-    architecture = ARCHITECTURES.get(type(model).__name__)
+    return from_state_dict(type(model).__name__, model.config, model.state_dict()).train(model.training)
+
+
+def from_state_dict(name: str, theirs: Any, state_dict: Mapping[str, Tensor]) -> Model:
+    """`from_transformers` without the model: the name of its class, its configuration, and its tensors.
+
+    Raises:
+        ValueError: another model, or a setting that changes the result and that regard does not have.
+    """
+    architecture = ARCHITECTURES.get(name)
     if architecture is None:
-        raise ValueError(
-            f"from_transformers: model must be one of {', '.join(ARCHITECTURES)}, got {type(model).__name__}"
-        )
-    theirs: Any = model.config
-    tensors = Renamed(
-        "from_transformers", architecture.names, without(upright(model.state_dict()), *architecture.prefixes)
-    )
+        missing = f": regard has no {MISSING_PARTS[name]}" if name in MISSING_PARTS else ""
+        raise ValueError(f"from_transformers: model must be one of {', '.join(ARCHITECTURES)}, got {name}{missing}")
+    tensors = Renamed("from_transformers", architecture.names, without(upright(state_dict), *architecture.prefixes))
     settings = architecture.settings(theirs)
     config = config_of(tensors, theirs.num_attention_heads, inside=architecture.inside, **settings)
     if config.layers != theirs.num_hidden_layers:
@@ -106,7 +114,7 @@ def from_transformers(model: nn.Module) -> Model:
             f"from_transformers: the model holds {config.layers} layers and its num_hidden_layers is "
             f"{theirs.num_hidden_layers}"
         )
-    return tensors.fill(partial(architecture.build, config, tensors)).train(model.training)
+    return tensors.fill(partial(architecture.build, config, tensors))
 
 
 PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
@@ -284,6 +292,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MistralModel": Architecture(LLAMA, _mistral),
     "Qwen2ForCausalLM": Architecture(LLAMA, _qwen2, prefixes=("model.",)),
     "Qwen2Model": Architecture(LLAMA, _qwen2),
+    "Qwen3ForCausalLM": Architecture(LLAMA, _qwen2, prefixes=("model.",)),
+    "Qwen3Model": Architecture(LLAMA, _qwen2),
     "BertModel": Architecture(BERT, _bert, lambda config, _: Encoder(config)),
     "BertForMaskedLM": Architecture(
         BERT_MASKED, _bert, lambda config, _: MaskedLanguageModel(Encoder(config)), ("bert.",), "encoder."
@@ -296,3 +306,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "encoder.",
     ),
 }
+
+MISSING_PARTS: dict[str, str] = {
+    "GemmaForCausalLM": "norm whose weight is counted from 1",
+    "Gemma2ForCausalLM": "norm after a sublayer as well as before it, and no window in every other layer",
+    "Gemma3ForCausalLM": "norm after a sublayer as well as before it, and no second rotation for layers with a window",
+    "GptOssForCausalLM": "choice among several feed-forward networks for each token",
+    "MixtralForCausalLM": "choice among several feed-forward networks for each token",
+    "T5ForConditionalGeneration": "table of biases by distance that all layers of a stack share",
+}
+"""Of models that are often asked for, the part that regard's own models lack."""

@@ -51,12 +51,14 @@ class Loaded(Generic[M]):
 
     Attributes:
         unfinished: of a model whose training is not done, the steps it has had and those it is to have; else None.
+        foreign: of a model that transformers runs, why regard's own parts do not suffice; else None.
     """
 
     model: M
     tokenizer: Tokenizer
     folder: Path
     unfinished: tuple[int, int] | None = None
+    foreign: str | None = None
 
 
 def bundled() -> list[str]:
@@ -68,7 +70,10 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
     """A model and its tokenizer, by name or from a folder.
 
     Args:
-        name: a model in the package (`bundled()` lists them), or the folder that `regard train` wrote.
+        name: a model in the package (`bundled()` lists them), the folder that `regard train` wrote, or a language model
+            of transformers: its folder, or its name where it is in transformers' cache. It becomes a `Decoder` where
+            regard's parts suffice; else transformers runs it, with its attention computed by regard. Code that comes
+            with a model is never run.
     Raises:
         ValueError: there is no such model, or its files are damaged; the message says which.
         ImportError: the package tokenizers is not installed.
@@ -77,6 +82,13 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
     >>> loaded.model.config.layers
     6
     """
+    if _of_transformers(name):
+        from regard.huggingface.models import open_model
+
+        foreign_model, its_tokenizer, why = open_model(os.fspath(name))
+        does_as_decoder: Any = foreign_model
+        does_as_tokenizer: Any = its_tokenizer
+        return Loaded(does_as_decoder, does_as_tokenizer, Path(name), foreign=why)
     folder = find(name)
     need("a model's tokenizer", "cli", "tokenizers")
     path = folder / "model.safetensors"
@@ -116,9 +128,18 @@ def find(name: str | os.PathLike[str]) -> Path:
             return folder
     known = ", ".join(bundled()) or "none"
     raise ValueError(
-        f"model: no model {str(name)!r}; expected a name (in the package: {known}) "
-        "or a folder with model.safetensors and tokenizer.json"
+        f"model: no model {str(name)!r}; expected a name (in the package: {known}) or a folder with model.safetensors "
+        "and tokenizer.json, or a model of transformers: its folder, or OWNER/NAME of one that was downloaded"
     )
+
+
+def _of_transformers(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is that of a folder that transformers wrote, or of a model in its cache: OWNER/NAME."""
+    if Path(name).exists():
+        return (Path(name) / "config.json").is_file()
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return (cache / f"models--{'--'.join(Path(name).parts)}").is_dir()
 
 
 def save_model(

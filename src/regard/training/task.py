@@ -89,4 +89,5 @@ def describe(model: nn.Module) -> str:
         "EncoderDecoder": "encoder-decoder",
         "MaskedLanguageModel": "masked language model",
         "Classifier": "classifier",
+        "ForeignModel": "decoder",
     }[type(model).__name__]

@@ -151,6 +151,7 @@ class Tokenizer:
             raise ValueError(f"model: expected a tokenizer with the token {END}, got one without")
         self.model = model
         self.end_id: int = end_id
+        self.stop_ids = frozenset({end_id})
         self.vocab_size: int = model.get_vocab_size()
         # Text never becomes a special token. The model's file does not store this, and every model passes here.
         self.model.encode_special_tokens = True
