@@ -1,6 +1,6 @@
 """A decoder at work: text from a GPT-2 beside transformers' `generate`, and training beside nanoGPT's loop.
 
-    python benchmarks/decoder.py [--repeats 5] [--quick] [--output benchmarks/results/decoder.json]
+    python benchmarks/decoder.py [--repeats 5] [--rows "generate*"] [--quick] [--output benchmarks/results/decoder.json]
 
 Generation: the shape of GPT-2 (124 million parameters), random weights, float32, greedy. Both sides have the same
 weights and must write the same tokens before anything is timed; they take turns.
@@ -16,6 +16,7 @@ above 1, regard is faster.
 """
 
 import argparse
+import fnmatch
 import json
 import math
 import statistics
@@ -179,6 +180,8 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     told: dict[str, Any] = {"machine": machine(), "rows": {}}
     for name, task in tasks.items():
+        if not fnmatch.fnmatch(name, arguments.rows):
+            continue
         tokens, seconds = task()
         ours, other = seconds["regard"], next(name for name in seconds if name != "regard")
         row = {
@@ -194,6 +197,7 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", default="*", help="which rows, such as 'train' or 'generate*'")
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

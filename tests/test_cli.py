@@ -692,7 +692,7 @@ def test_a_quick_bench_has_every_kind_of_row_once() -> None:
     assert not any(task.sweep for task, _ in few)
 
 
-COMMANDS = ["look", "explain", "generate", "translate", "train", "plan", "bench"]
+COMMANDS = ["look", "explain", "generate", "translate", "train", "embed", "classify", "plan", "bench"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 110])

@@ -22,7 +22,8 @@ def unsafe(source: str) -> list[str]:
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             found += [called] if called in ("torch.load", "eval", "exec", "__import__") else []
-            found += [keyword.arg for keyword in node.keywords if keyword.arg == "trust_remote_code"]
+            allowed = [keyword.arg for keyword in node.keywords if ast.unparse(keyword.value) != "False"]
+            found += [name for name in allowed if name == "trust_remote_code"]
     return found
 
 
@@ -36,6 +37,8 @@ def test_code_that_would_run_what_it_reads_is_noticed():
         "pickle", "dill", "torch.load", "eval",
     ]  # fmt: skip
     assert unsafe("AutoModel.from_pretrained(name, trust_remote_code=True)\nmodel.eval()") == ["trust_remote_code"]
+    assert unsafe("AutoModel.from_pretrained(name, trust_remote_code=wanted)") == ["trust_remote_code"]
+    assert unsafe("AutoModel.from_pretrained(name, trust_remote_code=False)") == []
 
 
 def test_the_citation_is_valid_and_names_the_version():

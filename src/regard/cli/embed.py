@@ -88,6 +88,8 @@ def classify(
 ) -> None:
     """Tell the label of each text, with a model that was trained on labelled ones.
 
+    Before each label stands its probability. A text that is longer than the model's context is read up to there.
+
     [bold]Examples[/bold]
 
       regard train runs/sections --task classify
@@ -100,7 +102,7 @@ def classify(
     if not model:
         raise ValueError("--model: expected a folder that regard train --task classify wrote, got none")
     words = _texts("classify", texts, data, column)
-    loaded = load_model(model, kind="classifier")
+    loaded = load_model(model, "classifier")
     labels = loaded.model.config.labels
     for first in range(0, len(words), 64):
         some = words[first : first + 64]

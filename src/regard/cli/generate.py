@@ -62,7 +62,7 @@ def generate(
     """
     from regard.generation import generate_batch
 
-    loaded = load_model(model, kind="decoder")
+    loaded = load_model(model, "decoder")
     texts = prompts or [""]
     generators = [_seeded(seed) for _ in texts]
     rows = [_Row(loaded, prompt, stop or []) for prompt in texts]

@@ -79,11 +79,11 @@ PURPOSES = {
 """What each kind of model is for."""
 
 
-def load_model(name: str, *, kind: str | None = None) -> "Loaded[Any]":
+def load_model(name: str, *kinds: str) -> "Loaded[Any]":
     """A model and its tokenizer.
 
     Args:
-        kind: the one that a command needs, in words; None: it takes any.
+        kinds: those that a command takes, in words; none: it takes any.
     """
     need("a model's tokenizer", "cli", "tokenizers")
     from regard.training.checkpoint import load
@@ -92,9 +92,10 @@ def load_model(name: str, *, kind: str | None = None) -> "Loaded[Any]":
     with open_console(stderr=True).status("opening the model"):
         loaded = load(name)
     found = describe(loaded.model)
-    if kind not in (None, found):
+    if kinds and found not in kinds:
+        wanted = " or ".join(kinds)
         raise ValueError(
-            f"--model: expected a model of the kind {kind}, {name} is of the kind {found}: {PURPOSES[found]}"
+            f"--model: expected a model of the kind {wanted}, {name} is of the kind {found}: {PURPOSES[found]}"
         )
     if loaded.foreign is not None:
         tell(open_console(stderr=True), f"{name}: run by transformers, its attention by regard ({loaded.foreign})")

@@ -155,7 +155,7 @@ def explain(
         else:
             print_three_tokens(Paper.on(open_console(), theme))
         return
-    loaded = load_model(model, kind="decoder")
+    loaded = load_model(model, "decoder")
     view = _view(text, loaded, layer, head, query, start)
     shown = explain_token(loaded.model, view)
     if as_json:

@@ -51,7 +51,7 @@ def translate(
     from regard.training.translating import translate_texts
 
     sources = _sources(texts or ["-"])
-    loaded = load_model(model, kind="encoder-decoder")
+    loaded = load_model(model, "encoder-decoder")
     found = translate_texts(
         loaded.model, loaded.tokenizer, sources, count=count, beams=beams, length_penalty=length_penalty
     )

@@ -47,8 +47,8 @@ class Masked:
 
     >>> packed = Packed([[5, 6, 7, 8, 9] * 20], context_length=50, vocab_size=10)
     >>> batch = Masked(packed).batch(0, 2)
-    >>> int((batch.targets != IGNORED).sum())
-    15
+    >>> round(int((batch.targets != IGNORED).sum()) / batch.targets.numel(), 2)
+    0.16
     """
 
     def __init__(self, packed: Packed) -> None:
