@@ -292,3 +292,38 @@ def test_a_models_cache_has_one_for_each_layer_and_does_to_all_what_it_is_told()
     assert cache.length == 2
     for number in range(3):
         assert_close(cache[number].read()[0], K[1:, :, :2])
+
+
+def test_a_cache_that_keeps_a_window_holds_no_more_and_does_not_go_back_to_what_it_forgot():
+    cache = LayerCache(keep=4)
+    everything = torch.randn(1, 2, 200, 3)
+    for place in range(200):
+        key, value = cache.append(*everything[None, :, :, place : place + 1].expand(2, -1, -1, -1, -1))
+        assert torch.equal(key, everything[:, :, max(0, place - 4) : place + 1])
+        assert torch.equal(key, value)
+        assert place == 0 or key.untyped_storage().nbytes() <= 64 * 2 * 3 * 4
+    assert (cache.length, cache.held, cache.kept, cache.position) == (200, 5, 4, 200)
+    cache.crop(199)
+    assert torch.equal(cache.read()[0], everything[:, :, 195:199])
+    with pytest.raises(ValueError, match="of the 199 tokens seen the last 4 are held, so that there is no going back"):
+        cache.crop(198)
+    assert LayerCache(keep=0).append(*everything[None].expand(2, -1, -1, -1, -1))[0].shape[2] == 200
+
+
+def test_texts_of_unequal_lengths_share_a_cache_that_is_aligned_at_its_end():
+    texts = torch.randn(2, 1, 5, 3)
+    cache = LayerCache()
+    cache.append(texts, texts)
+    cache.align(torch.tensor([2, 5]))
+    assert cache.position.tolist() == [2, 5]
+    assert torch.equal(cache.read()[0][0, :, 3:], texts[0, :, :2])
+    other = LayerCache()
+    other.append(texts[:1, :, :4], texts[:1, :, :4])
+    cache.join([other])
+    assert cache.position.tolist() == [2, 5, 4]
+    assert torch.equal(cache.read()[0][2, :, 1:], texts[0, :, :4])
+    cache.reorder(torch.tensor([2, 0]))  # the longest goes, and with it the slot that only it had
+    assert (cache.length, cache.position.tolist(), cache.held) == (4, [4, 2], 4)
+    cache.reorder(torch.tensor([1, 1]))
+    assert (cache.position, cache.starts, cache.held) == (2, None, 2)
+    assert torch.equal(cache.read()[0][1], texts[0, :, :2])
