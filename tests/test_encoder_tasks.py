@@ -126,10 +126,11 @@ def test_a_classifier_learns_from_a_table_and_says_how_well(
     assert sum(told[0]["probabilities"].values()) == pytest.approx(1)
     plain = Run(capsys, "classify", "--data", table, "--model", classifier).out.splitlines()
     assert len(plain) == 240
+    wrong = Run(capsys, "generate", "the dog", "--model", classifier)
+    assert wrong.code == 2
+    assert "expected a model of the kind decoder" in " ".join(wrong.err.split())
+    assert "is of the kind classifier: regard classify tells" in " ".join(wrong.err.split())
     assert Run(capsys, "look", "the dog", "--model", classifier).code == 2
-    assert "expected a model of the kind decoder" in " ".join(
-        Run(capsys, "look", "the dog", "--model", classifier).err.split()
-    )
 
 
 def test_a_classifier_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
