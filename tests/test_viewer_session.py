@@ -159,6 +159,7 @@ def test_a_text_is_read_in_windows_and_its_tokens_are_its_characters(session):
     assert meta["state"] == "done", meta["error"]
     run = meta["result"]["run"]
     info, _ = ask(session, "info", run=run)
+    assert info["models"] == ["stdlib"]  # a model that translates does not read one text
     assert (info["source"], info["start"], info["opening"], info["context"]) == ("mine", 0, True, 1024)
     assert info["stop"] == 1023 < info["total"]
     first, _ = ask(session, "tokens", run=run)

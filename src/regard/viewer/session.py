@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from regard.training.checkpoint import bundled
+from regard.models import Decoder
+from regard.training.checkpoint import bundled, kind_of
 from regard.training.text import MAX_TEXT_BYTES
 from regard.viewer.changing import changes_of, expect
 from regard.viewer.export import export
@@ -155,7 +156,8 @@ class Session(Looking):
 
     def _models(self) -> list[str]:
         """Names of the models that can read: those that were given, and those in the package."""
-        return [*dict.fromkeys([*self.readers, *(bundled() if self.readers else [])])]
+        more = [name for name in bundled() if kind_of(name) is Decoder] if self.readers else []
+        return [*dict.fromkeys([*self.readers, *more])]
 
 
 METHODS: dict[str, Callable[[Session, Params], Answer]] = {
