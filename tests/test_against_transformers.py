@@ -38,6 +38,7 @@ from transformers.pytorch_utils import Conv1D
 
 import regard
 from comparing import assert_close, assert_within_budget
+from regard.feed_forward import ACTIVATIONS
 from regard.layouts import from_gpt, from_transformers
 from regard.layouts.transformers import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, rotary
 from regard.masks import Causal, Padding, Window
@@ -255,7 +256,7 @@ def test_dropout_comes_along_for_training():
     assert (ours.config.dropout, ours.config.attention_dropout) == (0.25, 0.5)
     assert (ours.layers[0].attention.dropout, ours.layers[0].attention.output_dropout) == (0.5, 0.25)
     assert ours.layers[0].feed_forward.output_dropout == 0.25
-    with pytest.raises(ValueError, match=r"with embd_pdrop=0.5, only with embd_pdrop=0.25; .* set them equal"):
+    with pytest.raises(ValueError, match=r"embd_pdrop=0.5 is not supported, only embd_pdrop=0.25; .* set them equal"):
         from_transformers(GPT2LMHeadModel(GPT2Config(**GPT2_SIZES, resid_pdrop=0.25, embd_pdrop=0.5)))
 
 
@@ -407,7 +408,7 @@ def test_every_activation_is_the_one_of_that_name(name):
     tables = (PLAIN_ACTIVATIONS, GATED_ACTIVATIONS)
     for activation in (table[name] for table in tables if name in table):
         # one of them writes sqrt(2 / pi) with ten digits
-        assert_close(regard.layers.ACTIVATIONS[activation](x), ACT2FN[name](x), tolerance=1e-9)
+        assert_close(ACTIVATIONS[activation](x), ACT2FN[name](x), tolerance=1e-9)
 
 
 # --- mutants: each of them must be caught -------------------------------------------------------------------------
@@ -539,7 +540,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "a classifier with a dropout of its own": (
         lambda: bert(BertForSequenceClassification, classifier_dropout=0.5),
-        "classifier_dropout=0.5, only with classifier_dropout=0.1; .* set them equal",
+        "classifier_dropout=0.5 is not supported, only classifier_dropout=0.1; .* set them equal",
     ),
     "windows in some layers": (
         lambda: qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
@@ -584,9 +585,9 @@ def test_settings_that_a_configuration_may_hold_besides_are_refused_by_name():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"rope_type": "default", "mrope_section": [1, 2]}, "rotary positions of kind 'default' have no mrope_section"),
-        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, "rotary positions of kind 'dynamic' have no alpha"),
-        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "have no partial_rotary_factor"),
+        ({"rope_type": "default", "mrope_section": [1, 2]}, "rope_type 'default' with mrope_section is not supported"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, "rope_type 'dynamic' with alpha is not supported"),
+        ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "with partial_rotary_factor is not"),
     ],
     ids=str,
 )

@@ -113,4 +113,4 @@ def _write(run: "Run", path: Path) -> None:
         task = bar.add_task("writing the page", total=None)
         html = export(run, None, lambda done, all: bar.update(task, completed=done, total=all))
     save_page(path, html)
-    print_plain(f"\nThe page: {path}, to be opened in a browser", hang=2)
+    print_plain(f"\nThe page: {path}\nOpen it in a browser.", hang=2)
