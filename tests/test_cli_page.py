@@ -30,7 +30,7 @@ def test_without_a_terminal_the_view_is_printed_and_the_page_written(model, fold
         run = Run(capsys, "look", TEXT, "--model", model, "--query", 9, "--layer", 1, "--head", 2)
         assert run.code == 0, run.err
         assert "What token 9" in run.out
-        assert run.out.endswith("\nThe page: regard-look.html, to be opened in a browser\n")
+        assert run.out.endswith("\nThe page: regard-look.html\nOpen it in a browser.\n")
     data = data_of((folder / "regard-look.html").read_text())
     assert data["answers"]["info"]["chosen"] == {"layer": 1, "head": 2, "query": 9}
     assert "".join(data["answers"]["tokens"][0]["texts"]) == TEXT
