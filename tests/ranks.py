@@ -17,7 +17,7 @@ class Ranks:
     A function of a module that the processes can import is called as ``function(group, *arguments)``.
     """
 
-    def __init__(self, count: int, timeout: float = 120.0) -> None:
+    def __init__(self, count: int, timeout: float = 600.0) -> None:
         self.count, self.timeout = count, timeout
         start = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
@@ -80,8 +80,8 @@ class Raised:
 
 def _serve(pipe, rank, count, meeting):
     torch.set_num_threads(1)
-    minute = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=minute)
+    patience = datetime.timedelta(seconds=600)  # with a machine that is busy with other tests
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=patience)
     wanted = [(size, spare) for size in range(2, count + 1) for spare in range(1 + 2 * (size == 3))]
     groups = {(size, spare): dist.new_group(list(range(size))) for size, spare in wanted}
     while True:

@@ -30,7 +30,7 @@ def share(group, tensors, weights, arguments, shards, key_shards=None, exchange=
     if "dropout" in arguments:
         arguments["generator"] = torch.Generator().manual_seed(5 if rank == 0 else 1000 + rank)
     output, lse = attention_with_lse(
-        *mine, **arguments, shards=shards, key_shards=key_shards, group=group, timeout=60, exchange=exchange
+        *mine, **arguments, shards=shards, key_shards=key_shards, group=group, timeout=600, exchange=exchange
     )
     total = (output * of_query.take(weights[0], rank)).sum()
     total = total + (lse * of_query.take(weights[1], rank)).masked_fill(lse.isinf(), 0.0).sum()
@@ -65,7 +65,7 @@ def share_by_table(group, tensors, weights, table, shards, key_shards):
     mine = [of.take(t.detach(), rank) for t, of in zip(tensors, (shards, key_shards, key_shards), strict=True)]
     bias = regard.RelativeBias(table, max_distance=6)
     output, lse = attention_with_lse(
-        *mine, bias=bias, mask=regard.Causal(), shards=shards, key_shards=key_shards, group=group, timeout=60
+        *mine, bias=bias, mask=regard.Causal(), shards=shards, key_shards=key_shards, group=group, timeout=600
     )
     total = (output * shards.take(weights[0], rank)).sum()
     total = total + (lse * shards.take(weights[1], rank)).masked_fill(lse.isinf(), 0.0).sum()

@@ -1,6 +1,9 @@
 """Attention over many processes is attention: forward, backward, and what is sent."""
 
+import importlib.util
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -410,3 +413,33 @@ def test_a_rank_that_dies_is_an_error_on_every_other():  # last: one of the proc
             assert seconds < 15
     finally:
         ranks.close()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """benchmarks/parallel.py as a module, and its committed results."""
+    path = Path(__file__).parents[1] / "benchmarks" / "parallel.py"
+    spec = importlib.util.spec_from_file_location("benchmark_parallel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, json.loads(module.RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_the_one_that_the_committed_results_make(benchmark):
+    module, data = benchmark
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert module.with_tables(page, data) == page, "run: python benchmarks/parallel.py --report"
+
+
+def test_the_bytes_that_were_counted_are_those_that_were_planned(benchmark):
+    module, data = benchmark
+    for ranks, found in data["ranks"].items():
+        assert found.keys() == module.rows(data["length"], int(ranks)).keys()
+        for name, row in found.items():
+            for passes, backward in module.PASSES.items():
+                said = module.planned(data["length"], int(ranks), name, backward)
+                counted, planned = sum(row[passes]), sum(said.bytes_received)
+                assert abs(counted - planned) <= 0.05 * planned, (ranks, name, passes)
