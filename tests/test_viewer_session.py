@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import regard
 from regard import Ablate, Causal, HideKey, MultiHeadAttention, Scale
+from regard.viewer import head as heads
 from regard.viewer import jobs
 from regard.viewer.jobs import Job, Jobs
 from regard.viewer.params import NotFoundError
@@ -139,6 +140,21 @@ def test_while_the_pyramid_is_made_coarse_tiles_are_previews_and_then_exact():
     assert float((row[: len(peaks)][seen] - 65535 - 2048 * peaks[seen].log2()).abs().max()) < 1.5
     meta, _ = ask(session, "series", layer=0, head=0)
     assert meta["ready"]
+
+
+def test_a_preview_shows_what_some_queries_see(monkeypatch):
+    session, exact = observed_session(1000, heads=1, head_dim=8)
+    head, weights = session.runs[0].head(0, 0), exact.weights()[0, 0]
+    for most, several in ((1 << 22, 1), (80_000, 2)):
+        monkeypatch.setattr(heads, "MAX_PREVIEW_WEIGHTS", most)
+        codes = head._sampled(8, range(1000), range(1000), "max").to(torch.int32)
+        assert codes.shape == (125, 125)
+        for row in (0, 7, 60, 124):
+            query = min(999, row // several * several * 8 + several * 4)
+            cells = weights[query].view(125, 8).amax(-1)
+            assert torch.equal(codes[row] > 0, cells > 0)
+            seen = cells > 2.0**-31
+            assert float((codes[row][seen] - 65535 - 2048 * cells[seen].log2()).abs().max()) < 1.5
 
 
 def test_thumbnails_are_exact_where_that_is_cheap_and_say_so_where_they_are_not():

@@ -34,6 +34,9 @@ PYRAMID_STEP = 2 * MAX_DIRECT_STEP
 SAMPLED_QUERIES = 1
 """Queries of every row of cells that a preview looks at."""
 
+MAX_PREVIEW_WEIGHTS = 1 << 22
+"""Weights that a preview looks at: some hundredths of a second."""
+
 MAX_EXACT_THUMB_WEIGHTS = 1 << 22
 """Weights of a head up to which its thumbnail is exact."""
 
@@ -99,9 +102,14 @@ class Head:
         return Cells(peaks, sums, step, len(rows))
 
     def _sampled(self, step: int, rows: range, columns: range, pool: Pool) -> Tensor:
-        """Codes of cells [rows, columns] as the middle query of each row sees them, exact over its keys."""
-        middle = torch.arange(rows.start, rows.stop, step) + step // 2
-        chosen = middle.clamp(max=rows.stop - 1)
+        """Codes of cells [rows, columns] as the middle query of each row, or of several rows, sees them."""
+        count = -(-len(rows) // step)
+        several = -(-count * len(columns) // MAX_PREVIEW_WEIGHTS)
+        middle = torch.arange(rows.start, rows.stop, several * step) + several * step // 2
+        return self._seen_by(middle.clamp(max=rows.stop - 1), step, columns, pool).repeat_interleave(several, 0)[:count]
+
+    def _seen_by(self, chosen: Tensor, step: int, columns: range, pool: Pool) -> Tensor:
+        """Codes of rows of cells of which each is seen by one query: [len(chosen), columns]."""
         lse, keys = self.call.lse, columns if self.call.lse is not None else range(self.key_len)
         scores = self._scores(chosen, keys)
         lse = softmax(scores, self.call.scoring.sink)[1] if lse is None else lse[:, :, chosen]
