@@ -11,6 +11,7 @@ import argparse
 import html
 import importlib.util
 import io
+import json
 import os
 import pty
 import re
@@ -361,6 +362,22 @@ def page_phone(path: Path) -> None:
     photograph(path, "layer=5&head=3&query=150&key=90", "dark", (390, 844), ".map-panel")
 
 
+def lengths(path: Path) -> None:
+    """Three models that translate dates: texts written exactly, by their length."""
+    run = json.loads((ROOT / "benchmarks" / "results" / "recurrent.json").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for (name, model), colour in zip(run["models"].items(), ("#d95f02", "#7a9a01", INK), strict=True):
+        characters = [row["characters"] for row in model["rows"]]
+        axes.plot(characters, [row["exact"] for row in model["rows"]], "o-", color=colour, ms=4, lw=1.4, label=name)
+    trained = characters[len(run["trained_on"]) - 1]
+    axes.axvspan(trained + 3, characters[-1] + 3, color="0.94", zorder=0)
+    axes.text(characters[-1] + 2, 0.98, "longer than any in training", ha="right", va="top", color="0.4")
+    axes.set(xlabel="characters read", ylabel="texts written exactly", ylim=(-0.02, 1.02), xlim=(0, characters[-1] + 3))
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.02, 0.4))
+    save(figure, path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "look.svg": look,
     "heads.png": heads,
@@ -377,6 +394,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "guide/positions.svg": positions,
     "guide/block.svg": block,
     "guide/alignment.png": alignment,
+    "guide/lengths.svg": lengths,
     **FIGURES,
 }
 
