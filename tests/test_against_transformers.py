@@ -600,7 +600,7 @@ def test_rotary_parameters_that_are_not_understood_are_refused_by_name(parameter
 def test_a_model_that_holds_something_else_besides_is_refused():
     theirs = llama()
     theirs.model.layers[1].self_attn.q_norm = nn.LayerNorm(HEAD_DIM)
-    with pytest.raises(ValueError, match=r"\n  unexpected layers.1.self_attn.q_norm.weight, layers.1.self_attn.q_norm"):
+    with pytest.raises(ValueError, match=r"\n  unexpected layers.1.self_attn.q_norm.bias, layers.1.self_attn.q_norm"):
         from_transformers(theirs)
     theirs = llama()
     theirs.config.num_hidden_layers = 1  # the second is there, and not used

@@ -99,7 +99,17 @@ def test_a_shell_can_complete_the_commands() -> None:
     environment = os.environ | {"_REGARD_COMPLETE": "complete_bash", "COMP_WORDS": "regard ", "COMP_CWORD": "1"}
     code = "import sys; sys.argv = ['regard']\nfrom regard.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.split() == ["look", "explain", "generate", "train", "plan", "bench"]
+    assert done.stdout.split() == [
+        "look",
+        "explain",
+        "generate",
+        "translate",
+        "train",
+        "embed",
+        "classify",
+        "plan",
+        "bench",
+    ]
     assert "--install-completion" in run("--help").stdout
 
 

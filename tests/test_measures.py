@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from regard.configuration import ModelConfig
 from regard.models import Decoder
 from regard.training.card import card
 from regard.training.corpus import Corpus, TextFile, xz_bits_per_byte
-from regard.training.data import Packed
+from regard.training.language import Language
 from regard.training.measures import Measures, bits_per_byte, copying_loss, measure
 from regard.training.settings import Recipe, settings_alone
 from regard.training.text import Tokenizer, train_tokenizer
@@ -152,17 +153,19 @@ def test_measures_are_those_of_the_held_out_files(tokenizer):
 def test_a_card_says_what_was_trained_on_what_how_and_how_good_it_is():
     model, data = model_of(), rows()
     measures = Measures(1.5, 3.0, 2.0, 3.4, 0.5)
-    text = card(measures, model, data, RECIPE, corpus(), command="regard train runs/mine", seconds=90.0)
+    task = Language.__new__(Language)
+    task.recipe, task.corpus = SimpleNamespace(repeats=0.25), corpus()
+    text = card(measures, model, data, RECIPE, task, command="regard train runs/mine", seconds=90.0)
     config = json.loads(text.split("| configuration | `")[1].split("`")[0])
     assert ModelConfig.from_dict(config) == model.config
     assert json.loads(text.split("| settings | `")[1].split("`")[0]) == settings_alone(RECIPE)
     assert "/home/me" not in text
     for line in (
-        f"A decoder of {sum(p.numel() for p in model.parameters()):,} parameters.",
-        "| data | 2 files, 33 bytes, 91 tokens; 25% of the rows are random tokens, repeated, which teach copying |",
+        f"Decoder of {sum(p.numel() for p in model.parameters()):,} parameters.",
+        "| data | 2 files, 33 bytes; 25% of the rows are random tokens, repeated, which teach copying |",
         f"| digest of the data | `{corpus().digest()}`",
         "| command | `regard train runs/mine` |",
-        "| trained on | 192 tokens, 2.11 epochs |",
+        "| trained on | 192 tokens, 2.11 epochs of 91 |",
         "| held-out bits per byte | 1.5000 |",
         "| xz -9e on the same files | 3.0000 each by itself (the model needs 0.500 of that), 2.0000 joined (0.750) |",
         "| random tokens, then again | loss 3.400, then 0.500 nats |",
@@ -170,6 +173,5 @@ def test_a_card_says_what_was_trained_on_what_how_and_how_good_it_is():
         "- e.txt (106 bytes)",
     ):
         assert line in text
-    assert "| data | 2 files, 33 bytes, 91 tokens |" in card(
-        measures, model, Packed([[1] * 90], context_length=16, vocab_size=31), RECIPE, corpus(), command="", seconds=0
-    )
+    task.recipe = SimpleNamespace(repeats=0.0)
+    assert "| data | 2 files, 33 bytes |" in card(measures, model, data, RECIPE, task, command="", seconds=0)

@@ -196,7 +196,7 @@ def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_a
         monkeypatch.setattr(processor, name, value)
     assert found() == ("strips", 9 / 16)
     assert found(heads=4) == ("sdpa", 1)
-    assert found(length=1024) == ("sdpa", 1)
+    assert found(length=1024) == ("sdpa", 3 / 4)  # torch leaves out blocks of 512 keys that its 256 queries do not see
     assert found(length=1024, dtype=torch.bfloat16) == ("strips", 17 / 32)
     assert found(dtype=torch.float64) == ("sdpa", 1)
     monkeypatch.setattr(processor, "MKL", False)

@@ -202,7 +202,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_is_written(table, tmp
         with pytest.raises(ValueError, match=says):
             begin(tmp_path / "run", Recipe.of("translate", **{**SMALL, **given}))
         assert not (tmp_path / "run" / "progress.safetensors").exists()
-    with pytest.raises(ValueError, match="task must be one of text, translate, got 'dance'"):
+    with pytest.raises(ValueError, match="task must be one of text, translate, masked, classify, got 'dance'"):
         Recipe.of("dance")
 
 

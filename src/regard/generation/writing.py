@@ -200,7 +200,9 @@ def _check(owner: str, count: int, end_id: object, sampling: Sampling) -> frozen
     """The tokens to stop before, if every number is in its range."""
     check_whole(owner, "count", count, least=0)
     sampling.check(owner)
-    ends: list[Any] = [] if end_id is None else [*end_id] if isinstance(end_id, Collection) else [end_id]
+    ends: list[Any] = [] if end_id is None else [end_id]
+    if isinstance(end_id, Collection) and not isinstance(end_id, Tensor):
+        ends = [*end_id]
     if any(not isinstance(end, int) or isinstance(end, bool) for end in ends):
         raise TypeError(f"{owner}: end_id must be a token number, several of them, or None, got {kind(end_id)}")
     return frozenset(ends)

@@ -93,7 +93,8 @@ def from_transformers(model: nn.Module) -> Model:
     >>> model = transformers.AutoModelForCausalLM.from_pretrained("openai-community/gpt2")  # doctest: +SKIP
     >>> decoder = from_transformers(model)  # doctest: +SKIP
     """
-    return from_state_dict(type(model).__name__, model.config, model.state_dict()).train(model.training)
+    theirs = getattr(model, "config", None)
+    return from_state_dict(type(model).__name__, theirs, model.state_dict()).train(model.training)
 
 
 def from_state_dict(name: str, theirs: Any, state_dict: Mapping[str, Tensor]) -> Model:
