@@ -175,7 +175,9 @@ def measure(
     for other in theirs:
         if dtype == torch.float32:
             torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)
-        elif row.does != "generates":  # where one rounding may choose another token
+        elif (
+            row.does != "generates" and "num_local_experts" not in row.settings
+        ):  # a rounding may choose another of them
             difference = (ours.double() - other.double()).norm() / other.double().norm()
             assert difference < 0.03, f"{row.name}: {dtype} differs by {difference:.3f}"
     times: dict[str, list[float]] = {name: [] for name in row.names}
