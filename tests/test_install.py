@@ -1,9 +1,10 @@
 """The package as a user installs it: a wheel, bare and with each extra alone, in environments that hold nothing else.
 
 What the README tells to type and to write runs there. An environment is a fresh one of venv's, into which pip installs
-the wheel under constraints.txt. torch, which is large, is not installed again: it is linked in from the environment of
-the tests, with what it requires and nothing more. Environments are kept in .clean until pyproject.toml or
-constraints.txt changes; the wheel in them is of the source as it is now.
+the wheel under constraints.txt. What the environment of the tests holds of its requirements, torch above all, is not
+downloaded and unpacked again but linked in, with what it requires in turn and nothing more; pip checks that, and
+installs what is missing. Environments are kept in .clean until pyproject.toml or constraints.txt changes; the wheel in
+them is of the source as it is now.
 """
 
 import doctest
@@ -113,17 +114,21 @@ def pip(*arguments: str | Path) -> None:
         pytest.fail(f"pip {shlex.join(map(str, arguments))}\n{done.stdout}{done.stderr}")
 
 
-def required(name: str, found: set[str]) -> set[str]:
-    """A distribution and what it requires, as installed here."""
-    try:
-        requires = distribution(name).requires or []
-    except PackageNotFoundError:
-        return found  # of another platform
-    found.add(name)
-    for requirement in map(Requirement, requires):
-        if requirement.name not in found and (not requirement.marker or requirement.marker.evaluate({"extra": ""})):
-            required(requirement.name, found)
-    return found
+def required(name: str, extras: frozenset[str]) -> set[str]:
+    """What is installed here of a distribution with some extras and of all that it requires."""
+    found, ahead = set(), {(name, extras)}
+    while ahead - found:
+        name, extras = one = (ahead - found).pop()
+        found.add(one)
+        try:
+            requires = map(Requirement, distribution(name).requires or [])
+        except PackageNotFoundError:
+            ahead.discard(one)  # of another platform, or of an extra that the tests do without
+            continue
+        for asked in requires:
+            if not asked.marker or any(asked.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+                ahead.add((asked.name, frozenset(asked.extras)))
+    return {name for name, _ in ahead}
 
 
 def link(name: str, site: Path) -> None:
@@ -161,7 +166,7 @@ def environment(wheel: Path, extras: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, symlinks=True)
         site = next((folder / "lib").glob("python*/site-packages"))
-        for name in required("torch", set()):
+        for name in required("regard", frozenset(extras.split(","))) - {"regard"}:
             link(name, site)
         pip(*install, f"{wheel}[{extras}]" if extras else wheel)
         (folder / "whole").touch()

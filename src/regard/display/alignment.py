@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.display.letters import fitted, joined, units, visible
 from regard.display.palette import MIN_DRAWN_WEIGHT
 from regard.display.paper import Paper, quoted
-from regard.display.reading import OPENING, Place
+from regard.display.reading import OPENING, Place, check_numbers
 from regard.display.script import Script
 from regard.generation import translate
 from regard.models import EncoderDecoder
@@ -89,14 +89,7 @@ def align(
     read = [end, *script.ids]
     if len(read) > config.context_length:
         raise ValueError(f"{source}: {len(read)} tokens, more than the {config.context_length} that the model can read")
-    for option, value, count in (("layer", layer, config.layers), ("head", head, config.heads)):
-        if value is not None and not 0 <= value < count:
-            raise ValueError(f"--{option} must be 0 to {count - 1}, got {value}")
-    for place in without:
-        if not (0 <= place.layer < config.layers and 0 <= place.head < config.heads):
-            raise ValueError(
-                f"--without must be a head from 0.0 to {config.layers - 1}.{config.heads - 1}, LAYER.HEAD, got {place}"
-            )
+    check_numbers(config, without, layer=(layer, config.layers), head=(head, config.heads))
     best = translate(model, [read], end_id=end)[0][0]
     written = list(best.tokens)
     target = torch.tensor([[end, *written][: config.context_length]])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from regard.configuration import ModelConfig
 from regard.display.script import Script, find_token
 from regard.models import Decoder
 from regard.observation import Observation
@@ -166,18 +167,7 @@ def look(
     shown = [script.tokenizer.end_id, *script.ids[start : start + config.context_length - 1]]
     if isinstance(query, str):
         query = find_token(script, start, len(shown), query)
-    for option, value, count in (
-        ("query", query, len(shown)),
-        ("layer", layer, config.layers),
-        ("head", head, config.heads),
-    ):
-        if value is not None and not 0 <= value < count:
-            raise ValueError(f"--{option} must be 0 to {count - 1}, got {value}")
-    for place in without:
-        if not (0 <= place.layer < config.layers and 0 <= place.head < config.heads):
-            raise ValueError(
-                f"--without must be a head from 0.0 to {config.layers - 1}.{config.heads - 1}, LAYER.HEAD, got {place}"
-            )
+    check_numbers(config, without, query=(query, len(shown)), layer=(layer, config.layers), head=(head, config.heads))
     tokens = torch.tensor([shown])
     with torch.inference_mode(), record(model) as recording:
         logits = model(tokens)[0]
@@ -188,6 +178,24 @@ def look(
         name, source, script, start, tokens, recording, heads, *best.place, chosen=best.why, expected=expected,
         without=_without(model, script, start, best.place[0], tokens, tuple(without)), windows=tuple(windows),
     )  # fmt: skip
+
+
+def check_numbers(config: ModelConfig, without: Sequence[Place], **numbers: tuple[int | None, int]) -> None:
+    """Refuses heads that a model does not have, and numbers of options that are out of range.
+
+    Args:
+        numbers: by the name of the option, the number, or None, and how many there are.
+    Raises:
+        ValueError: one sentence that names the option.
+    """
+    for option, (value, count) in numbers.items():
+        if value is not None and not 0 <= value < count:
+            raise ValueError(f"--{option} must be 0 to {count - 1}, got {value}")
+    for place in without:
+        if not (0 <= place.layer < config.layers and 0 <= place.head < config.heads):
+            raise ValueError(
+                f"--without must be a head from 0.0 to {config.layers - 1}.{config.heads - 1}, LAYER.HEAD, got {place}"
+            )
 
 
 def _without(

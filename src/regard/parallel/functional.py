@@ -80,7 +80,7 @@ def attention(
     """
     found: AttentionOutput = _attend(
         "parallel.attention", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, shards,
-        key_shards, group, timeout, exchange, False,
+        key_shards, group, timeout, exchange=exchange, wants_lse=False,
     )  # fmt: skip
     return found.output
 
@@ -114,7 +114,7 @@ def attention_with_lse(
     """
     found: AttentionOutput = _attend(
         "parallel.attention_with_lse", query, key, value, mask, bias, scale, softcap, sink, additive, dropout,
-        generator, shards, key_shards, group, timeout, exchange, True,
+        generator, shards, key_shards, group, timeout, exchange=exchange, wants_lse=True,
     )  # fmt: skip
     return found
 
@@ -233,29 +233,10 @@ def agree_on_call(
 
 
 def _attend(
-    function: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | None,
-    bias: Bias | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    additive: Additive | None,
-    dropout: float,
-    generator: torch.Generator | None,
-    shards: Shards | None,
-    key_shards: Shards | None,
-    group: object,
-    timeout: float,
-    exchange: str,
-    wants_lse: bool,
+    function: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, exchange: str, wants_lse: bool
 ) -> AttentionOutput:
-    channel, tag, call, queries, keys = agree_on_call(
-        function, query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, shards,
-        key_shards, group, timeout, exchange,
-    )  # fmt: skip
+    """The call, with `others` as `agree_on_call` takes them."""
+    channel, tag, call, queries, keys = agree_on_call(function, query, key, value, *others, exchange)
     three = query, key, value
     sizes = key.shape[1], query.shape[3], value.shape[3]
     if exchange == "heads" or (exchange == "auto" and heads_pay(call.scoring, queries, keys, *sizes)):
@@ -271,7 +252,7 @@ def _attend(
         plan_exchange(call.scoring.mask_or_everything, queries, keys, channel.rank),
         learns_keys=torch.is_grad_enabled() and (key.requires_grad or value.requires_grad),
     )
-    output, lse = _Sharded.apply(sharded, *three, sink, *call.scoring.learned())  # type: ignore[no-untyped-call]
+    output, lse = _Sharded.apply(sharded, *three, call.scoring.sink, *call.scoring.learned())  # type: ignore[no-untyped-call]
     return AttentionOutput(output.to(query.dtype), lse)
 
 
