@@ -151,6 +151,7 @@ def agree_on_call(
     key_shards: Shards | None,
     group: object,
     timeout: float,
+    *,
     exchange: str = "keys",
     more: str = "",
 ) -> AgreedCall:
@@ -236,7 +237,7 @@ def _attend(
     function: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, exchange: str, wants_lse: bool
 ) -> AttentionOutput:
     """The call, with `others` as `agree_on_call` takes them."""
-    channel, tag, call, queries, keys = agree_on_call(function, query, key, value, *others, exchange)
+    channel, tag, call, queries, keys = agree_on_call(function, query, key, value, *others, exchange=exchange)
     three = query, key, value
     sizes = key.shape[1], query.shape[3], value.shape[3]
     if exchange == "heads" or (exchange == "auto" and heads_pay(call.scoring, queries, keys, *sizes)):
