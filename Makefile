@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# most of what is installed is never imported, and what is, Python compiles then
+# most of what is installed is never imported, and what is, Python compiles then, once
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 FILE   ?= examples/library_desk.py
 
@@ -31,6 +31,8 @@ look: $(VENV)/.installed ## what each head attends to in FILE=...
 	$(BIN)/regard look $(FILE)
 
 WORKERS ?= 2
+
+unexport PYTHONDONTWRITEBYTECODE  # what one process compiled is read by the next
 
 test: $(VENV)/.installed-dev ## style, types, tests, in WORKERS=2 processes
 	$(MAKE) --no-print-directory --jobs 2 check tests

@@ -60,7 +60,10 @@ CALLS = {
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
-@pytest.fixture(params=["at once", "in whole rows", "in tiles"])
+TILINGS = ["at once", "in whole rows", "in tiles"]
+
+
+@pytest.fixture(params=TILINGS)
 def _tiles(request, monkeypatch):
     """All 7 x 11 scores at once; 3 rows of some heads; and 4 x 4 of all heads, where 2 keys may make a tile."""
     if request.param != "at once":
@@ -73,6 +76,10 @@ def _tiles(request, monkeypatch):
 
 
 in_tiles = pytest.mark.usefixtures("_tiles")
+# what is slow and is computed by the same tiles as the statistics: each call in one way, each way for a third of them
+every_call_in_tiles_of_some_kind = pytest.mark.parametrize(
+    ("name", "_tiles"), [(name, TILINGS[n % 3]) for n, name in enumerate(CALLS)], indirect=["_tiles"]
+)
 
 
 def seen(name, **more):
@@ -214,8 +221,8 @@ def test_weights_times_value_are_the_output_of_attention(name):
     assert_close(weights @ value, attention(QUERY, KEY, VALUE, **CALLS[name]).detach())
 
 
-@in_tiles
-@every_call
+@every_call_in_tiles_of_some_kind
+@pytest.mark.usefixtures("_tiles")
 def test_one_head_is_cut_out_of_all(name, dense):
     observation = seen(name)
     whole = {
@@ -322,8 +329,8 @@ def pooled(weights, rows, columns, pool):
     return torch.stack(pixels, dim=-2)
 
 
-@in_tiles
-@every_call
+@every_call_in_tiles_of_some_kind
+@pytest.mark.usefixtures("_tiles")
 def test_pictures(name, dense):
     weights, _, _ = dense(name)
     for pool in ("max", "mean"):
@@ -405,8 +412,8 @@ def flat(result):
     return [result] if isinstance(result, torch.Tensor) else [tensor for part in result for tensor in flat(part)]
 
 
-@in_tiles
-@every_call
+@every_call_in_tiles_of_some_kind
+@pytest.mark.usefixtures("_tiles")
 def test_statistics_asked_together_equal_those_asked_alone(name):
     statistics, reports = all_statistics(), []
     with torch.no_grad():
