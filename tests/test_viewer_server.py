@@ -202,6 +202,19 @@ def test_questions_whose_asker_has_gone_are_never_computed():
         first.close()
 
 
+def test_a_small_answer_does_not_wait_for_its_first_half_to_be_acknowledged():
+    with served(Counted(0.0)) as address, connected(address) as connection:
+        times = []
+        for n in range(10):
+            start = time.monotonic()
+            post(connection, address, {"n": n})
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert parts(answer.read())[0] == {"n": n}
+            times.append(time.monotonic() - start)
+    assert min(times[1:]) < 0.03  # a delayed acknowledgement comes after 0.04 s
+
+
 def test_slow_clients_hold_up_nobody():
     counted = Counted(0.0)
     with served(counted) as address:

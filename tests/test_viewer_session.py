@@ -313,6 +313,28 @@ def test_a_job_can_be_stopped_fails_in_words_and_is_forgotten_by_nobody_who_asks
         works.find(10**6)
 
 
+def test_what_heads_do_is_worked_out_when_nobody_waits_for_anything_else():
+    session, _ = observed_session(4000, heads=1, head_dim=4)
+    wanted = threading.Event()
+
+    def urgent(job: Job):
+        while not wanted.is_set():
+            job.progress(0)
+        return {}, b""
+
+    first = session.jobs.start("urgent", urgent)
+    heads, _ = ask(session, "heads")
+    assert not heads["complete"]
+    summary = session.jobs.find(heads["job"])
+    assert summary.seen(None)["state"] == summary.seen(summary.tick)["state"] == "running"
+    assert summary.done == 0
+    wanted.set()
+    while summary.seen(summary.tick)["state"] == "running":
+        pass
+    assert (first.state, summary.state, summary.done) == ("done", "done", 1)
+    assert ask(session, "heads")[0]["complete"]
+
+
 def test_only_the_first_and_the_last_texts_are_kept():
     session = Session()
     seen = regard.observe(*torch.randn(2, 1, 1, 4, 4))

@@ -63,11 +63,11 @@ class Band(Positioned):
         self.before, self.after = before, after
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        ahead = key - self.position(batch, query)
+        at = self.position(batch, query)
         if self.before is None:
-            return ahead == ahead if self.after is None else ahead <= self.after
-        near = ahead >= -self.before
-        return near if self.after is None else near & (ahead <= self.after)
+            return key - at == key - at if self.after is None else key <= at + self.after
+        near = key >= at - self.before
+        return near if self.after is None else near & (key <= at + self.after)
 
     def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
         # in the rectangle, key_position - query_position takes every value from `least` to `most`

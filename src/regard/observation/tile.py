@@ -122,8 +122,8 @@ class ScoreTile(ABC):
     def num_allowed(self, dim: int) -> Tensor:
         """The number of allowed cells along keys (-1) or queries (-2), as int."""
         shape = [self._query.shape[0], self._query.shape[1], len(self.queries), len(self.keys)]
-        if self.allowed is not None:
-            return self.allowed.expand(shape).sum(dim)
+        if self.allowed is not None:  # bytes into int32: a sum of bools into int64 takes three times as long
+            return self.allowed.view(torch.uint8).expand(shape).sum(dim, dtype=torch.int32)
         length = shape.pop(dim)
         return torch.full(shape, length, device=self._query.device)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from regard.masks import Document
 from regard.observation import Distance, Entropy, Observation, Share, Visible
+from regard.observation.streaming import Progress, silent
 from regard.recording.kinds import LOCAL_DISTANCE, Kinds, another, beyond_even, image, sequence
 from regard.recording.texts import Recorded
 from regard.shapes import ShapeError
@@ -103,12 +104,20 @@ class Summary(list[HeadSummary]):
 
 
 def summarise(
-    name: str, seen: Observation, tokens: Tensor | None = None, documents: Tensor | None = None
+    name: str,
+    seen: Observation,
+    tokens: Tensor | None = None,
+    documents: Tensor | None = None,
+    progress: Progress = silent,
 ) -> list[HeadSummary]:
-    """A summary of every head of one layer; tokens None: with kinds that need no tokens."""
+    """A summary of every head of one layer; tokens None: with kinds that need no tokens.
+
+    Args:
+        progress: called now and then, each pass with its own numbers; may raise to stop.
+    """
     if tokens is None:
-        return _by_place(name, seen, kinds_of(seen))
-    return _by_token(name, seen, tokens, documents)
+        return _by_place(name, seen, kinds_of(seen), progress)
+    return _by_token(name, seen, tokens, documents, progress)
 
 
 def kinds_of(seen: Observation) -> Kinds:
@@ -122,15 +131,15 @@ def kinds_of(seen: Observation) -> Kinds:
     return sequence()
 
 
-def _by_place(name: str, seen: Observation, kinds: Kinds) -> list[HeadSummary]:
+def _by_place(name: str, seen: Observation, kinds: Kinds, progress: Progress) -> list[HeadSummary]:
     batch, heads, query_len, key_len, device = seen.grid
     assert seen.lse is not None  # known first, so that entropy is made in the same way each time
     rules = [Share(rule) for rule in kinds.rules.values()]
     away = Share(lambda query, key: (key - kinds.place(query)).abs())
-    entropy, distance, visible, *shared = seen.gather(Entropy(), away, Visible(), *rules)
+    entropy, distance, visible, *shared = seen.gather(Entropy(), away, Visible(), *rules, progress=progress)
     nothing = torch.zeros(batch, heads, max(query_len, key_len), 1, dtype=shared[0].dtype, device=device)
     same = replace(seen.scoring, scale=1.0, softcap=None, bias=None, sink=None, additive=None)
-    even = Observation(nothing[:, :, :query_len], nothing[:, :, :key_len], same).gather(*rules)
+    even = Observation(nothing[:, :, :query_len], nothing[:, :, :key_len], same).gather(*rules, progress=progress)
     described = (torch.arange(query_len, device=device) >= kinds.first).expand(batch, heads, -1)
     shares = {
         kind: beyond_even(weight, by_even, described & (by_even > 0) & (by_even < 1))
@@ -154,7 +163,9 @@ def _by_head(
     return summaries
 
 
-def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | None = None) -> list[HeadSummary]:
+def _by_token(
+    name: str, seen: Observation, tokens: Tensor, documents: Tensor | None, progress: Progress
+) -> list[HeadSummary]:
     batch, _, query_len, key_len, device = seen.grid
     for what, given in (("tokens", tokens), ("documents", documents)):
         if given is not None and (given.shape != (batch, query_len) or query_len != key_len):
@@ -183,7 +194,9 @@ def _by_token(name: str, seen: Observation, tokens: Tensor, documents: Tensor | 
         ids = documents.to(device)
         chosen.append(lambda query, key: ids[:, None, query[:, 0], None] == ids[:, None, None, key[0]])
     assert seen.lse is not None  # known first, so that entropy is made in the same way each time
-    entropy, distance, visible, *shared = seen.gather(Entropy(), Distance(), Visible(), *map(Share, chosen))
+    entropy, distance, visible, *shared = seen.gather(
+        Entropy(), Distance(), Visible(), *map(Share, chosen), progress=progress
+    )
     later = torch.arange(query_len, device=device) > 0
     repeated = seen_before(tokens)[:, None]
     kinds = ("previous token", "first token", "same token", "induction", "local")

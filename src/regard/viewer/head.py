@@ -7,19 +7,19 @@ larger ones from a pyramid that one pass over the head makes.
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.numerics import LOG2_E, finite_lse, softmax
-from regard.observation import Entropy, Observation, Received, Statistic, Viewers, Visible
+from regard.observation import Entropy, Observation, Viewers, Visible
 from regard.observation.lse import streamed_lse
 from regard.observation.observed import ObservedCall
 from regard.observation.passes import gather
 from regard.observation.streaming import Progress, silent
-from regard.viewer.cells import SMALLEST_MASS, Cells, Peaks, Pool, Sums
+from regard.viewer.cells import SMALLEST_MASS, Cells, Filling, Pool
 from regard.viewer.codes import encode
 
 SIDE = 256
@@ -86,7 +86,7 @@ class Head:
             for at, length in ((row, self.query_len), (column, self.key_len))
         )
         if self.is_direct(level):
-            return Tile(self.cells(step, rows, columns).codes(pool)[0, 0], None)
+            return Tile(self.cells(step, rows, columns, sums=pool == "mean").codes(pool)[0, 0], None)
         if self.pyramid is not None and (cells := self.pyramid.cells(step, rows, columns)) is not None:
             return Tile(cells.codes(pool)[0, 0], None)
         return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
@@ -95,11 +95,12 @@ class Head:
         """Whether tiles of a level need no pyramid."""
         return 1 << level <= MAX_DIRECT_STEP
 
-    def cells(self, step: int, rows: range, columns: range) -> Cells:
+    def cells(self, step: int, rows: range, columns: range, *, sums: bool = True) -> Cells:
         """The cells of a rectangle, straight from query and key."""
         call = self._with_lse(rows)
-        peaks, sums = gather(call, [Peaks(step, rows, columns), Sums(step, rows, columns)])[0]
-        return Cells(peaks, sums, step, len(rows))
+        cells = Cells.blank(call, step, rows, columns, sums=sums and step > 1)
+        gather(call, [Filling(cells, rows, columns)])
+        return cells
 
     def _sampled(self, step: int, rows: range, columns: range, pool: Pool) -> Tensor:
         """Codes of cells [rows, columns] as the middle query of each row, or of several rows, sees them."""
@@ -127,7 +128,7 @@ class Head:
         rows, columns = range(self.query_len), range(self.key_len)
         step = max(1, -(-max(self.query_len, self.key_len) // size))
         if self.query_len * self.key_len <= MAX_EXACT_THUMB_WEIGHTS:
-            return Tile(self.cells(step, rows, columns).codes(pool)[0, 0], None)
+            return Tile(self.cells(step, rows, columns, sums=pool == "mean").codes(pool)[0, 0], None)
         return Tile(self._sampled(step, rows, columns, pool), SAMPLED_QUERIES)
 
     # --- numbers ---
@@ -213,25 +214,21 @@ class Head:
             progress: called with the queries done and all of them; may raise to stop.
         """
         call = self.settled(lambda done, all: progress(0, all))
-        pyramid = None
-        asked: list[Statistic[Any]] = [Entropy(), Visible(), Received(), Viewers()]
-        if not self.is_direct(self.levels - 1):
-            self.pyramid = pyramid = Pyramid(self.query_len, self.key_len, call.dtype)
-            asked = [*pyramid.statistics(), *asked]
+        self.pyramid = pyramid = Pyramid(call)
 
         def told(done: int, all: int) -> None:
-            if pyramid is not None:
-                pyramid.done = done
+            pyramid.done = done
             progress(done, all)
 
         try:
-            found = gather(call, asked, told)[0]
+            entropy, visible, received, viewers = gather(
+                call, [Entropy(), Visible(), pyramid.filling(), Viewers()], told
+            )[0]
         except BaseException:
             self.pyramid = None
             raise
-        if pyramid is not None:
-            pyramid.settle()
-        self.series = Series(*(numbers[0, 0].float() for numbers in found[-4:]))
+        pyramid.settle()
+        self.series = Series(*(numbers[0, 0].float() for numbers in (entropy, visible, received, viewers)))
 
 
 class Pyramid:
@@ -241,19 +238,17 @@ class Pyramid:
         done: how many queries the pass has gone through, from the first on: their cells are there already.
     """
 
-    def __init__(self, query_len: int, key_len: int, dtype: torch.dtype) -> None:
-        self.query_len, self.done = query_len, 0
-        shape = 1, 1, -(-query_len // PYRAMID_STEP), -(-key_len // PYRAMID_STEP)
-        self.levels = [Cells(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype), PYRAMID_STEP, query_len)]
+    def __init__(self, call: ObservedCall) -> None:
+        self.done, self.all = 0, (range(call.grid.query_len), range(call.grid.key_len))
+        self.levels = [Cells.blank(call, PYRAMID_STEP, *self.all, sums=True)]
 
-    def statistics(self) -> list[Peaks | Sums]:
+    def filling(self) -> Filling:
         """What the pass has to gather."""
-        finest = self.levels[0]
-        return [Peaks(PYRAMID_STEP, into=finest.peaks), Sums(PYRAMID_STEP, into=finest.sums)]
+        return Filling(self.levels[0], *self.all)
 
     def settle(self) -> None:
         """After the pass: all levels."""
-        self.done = self.query_len
+        self.done = len(self.all[0])
         while max(self.levels[-1].peaks.shape[-2:]) > SIDE:
             self.levels.append(self.levels[-1].coarser())
 

@@ -1,7 +1,8 @@
 """Work that takes longer than a question may: in a thread of its own, with progress, to be asked about and stopped.
 
 A job tells how far it is through `Job.progress`, and ends there when it is to stop: because somebody says so, because
-nobody has asked about it for a while (its page was closed), or because everything ends.
+nobody has asked about it for a while (its page was closed), or because everything ends. A patient job, of which nobody
+waits for the result, also rests there while another runs: the cores are that one's.
 """
 
 import threading
@@ -21,6 +22,9 @@ MAX_SECONDS_UNASKED = 300.0
 WAIT_SECONDS = 1.0
 """How long a question about a job waits for news."""
 
+REST_SECONDS = 0.05
+"""How long a patient job rests before it looks again whether others run."""
+
 Result = tuple[dict[str, Any], bytes]
 
 
@@ -31,14 +35,16 @@ class StoppedError(Exception):
 class Job:
     """One piece of work.
 
+    Args:
+        rests: of a patient one, whether it has to wait for others now.
     Attributes:
         state: "running", "done", "failed" or "stopped". done, total: how far it is; total None: not known.
         note: what there is to read meanwhile. result, data: what it came to; a result may be there before the end.
         tick: rises with every change.
     """
 
-    def __init__(self, number: int, what: str) -> None:
-        self.number, self.what = number, what
+    def __init__(self, number: int, what: str, rests: Callable[[], bool] | None = None) -> None:
+        self.number, self.what, self._rests, self.patient = number, what, rests, rests is not None
         self.state, self.note = "running", ""
         self.done, self.total = 0, None
         self.error: str | None = None
@@ -53,14 +59,18 @@ class Job:
     total: int | None
 
     def progress(self, done: int, total: int | None = None) -> None:
-        """Tells how far it is.
+        """Tells how far it is, and rests where it has to.
 
         Raises:
             StoppedError: it has to end.
         """
-        if self._stop or time.monotonic() - self._asked > MAX_SECONDS_UNASKED:
-            raise StoppedError
         self.tell(done=done, total=total)
+        while True:
+            if self._stop or time.monotonic() - self._asked > MAX_SECONDS_UNASKED:
+                raise StoppedError
+            if self._rests is None or not self._rests():
+                return
+            time.sleep(REST_SECONDS)
 
     def tell(self, **changes: Any) -> None:
         """Sets attributes, and wakes who waits for news."""
@@ -94,11 +104,12 @@ class Jobs:
         self._lock = threading.Lock()
         self._count = 0
 
-    def start(self, what: str, work: Callable[[Job], Result], key: object = None) -> Job:
+    def start(self, what: str, work: Callable[[Job], Result], key: object = None, *, patient: bool = False) -> Job:
         """Starts work in a thread.
 
         Args:
             key: what is being done; while a job with an equal one runs, that one is returned. None: always a new job.
+            patient: whether it rests while any other runs that is not.
         Raises:
             RuntimeError: there are `MAX_RUNNING_JOBS` already.
         """
@@ -109,7 +120,7 @@ class Jobs:
             running = sum(job.state == "running" for job in self._jobs.values())
             if running >= MAX_RUNNING_JOBS:
                 raise RuntimeError(f"start: {running} jobs are running already; stop one, or wait")
-            job = Job(self._count, what)
+            job = Job(self._count, what, self._others_run if patient else None)
             self._count += 1
             self._jobs[job.number] = job
             if key is not None:
@@ -123,6 +134,9 @@ class Jobs:
             self._threads.append(thread)
         thread.start()
         return job
+
+    def _others_run(self) -> bool:
+        return any(job.state == "running" and not job.patient for job in [*self._jobs.values()])
 
     def find(self, number: int) -> Job:
         """A job by number."""

@@ -287,7 +287,7 @@ class Looking:
         return {"heads": [place for place, _ in heads], "rows": len(queries), "columns": len(keys)}, raw(found)
 
     def _summary(self, run: Run) -> Job:
-        return self.jobs.start("summary", _quiet(run.summarise), ("summary", run.number, run.length))
+        return self.jobs.start("summary", _quiet(run.summarise), ("summary", run.number, run.length), patient=True)
 
     def _pyramid(self, run: Run, head: Head) -> Job:
         return self.jobs.start("pyramid", _quiet(head.make_pyramid), ("pyramid", head))

@@ -142,10 +142,11 @@ class Run:
     def summarise(self, progress: Progress = silent) -> list[HeadSummary]:
         """Every head in a few numbers; kept."""
         found: list[HeadSummary] = []
-        for number, (name, seen) in enumerate(self.layers.items(), start=1):
+        for number, (name, seen) in enumerate(self.layers.items()):
             of_text = not (seen.cross or seen.patches) and seen.grid.query_len == seen.grid.key_len
-            found += summarise(name, seen, seen.tokens if of_text else None)
-            progress(number, len(self.layers))
+            tokens = seen.tokens if of_text else None
+            found += summarise(name, seen, tokens, progress=lambda *_, done=number: progress(done, len(self.layers)))
+            progress(number + 1, len(self.layers))
         self.summary = found
         return found
 

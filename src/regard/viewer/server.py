@@ -173,7 +173,8 @@ class Server:
 
     def __init__(self, session: Session, port: int = 0) -> None:
         self.session = session
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # named TCP in so many words, or asyncio leaves Nagle's algorithm on: small answers then wait 40 ms
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((HOST, port))
         self._socket.listen()  # who comes before the server runs waits for it
