@@ -2,9 +2,12 @@
 
 import datetime
 import multiprocessing
+import os
 import pickle
+import sys
 import tempfile
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ class Ranks:
 
     def __init__(self, count: int, timeout: float = 600.0) -> None:
         self.count, self.timeout = count, timeout
-        start = multiprocessing.get_context("spawn")
+        start = _server()
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name, "meeting").as_uri()
         self._pipes, self._processes = [], []
@@ -76,6 +79,21 @@ class Raised:
 
     def __repr__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+def _server():
+    """Processes are forked from one that has imported what they need, and computed nothing."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["ranks", "sharded", "launched"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return server
 
 
 def _serve(pipe, rank, count, meeting):

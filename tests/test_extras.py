@@ -42,7 +42,7 @@ def run(*arguments: str, missing: tuple[str, ...] = (), cwd: Path | None = None)
         (("--help",), "rich", "cli"),
         (("look", "the cat sat"), "tokenizers", "cli"),
         (("generate", "the cat sat"), "tokenizers", "cli"),
-        (("train", "runs/mine", "--data", "letters.txt"), "accelerate", "train"),
+        (("train", "runs/mine", "--data", "letters.txt"), "tokenizers", "train"),
     ],
 )
 def test_a_command_without_its_extra_says_so_in_one_line_before_any_work(

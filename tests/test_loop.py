@@ -231,6 +231,10 @@ def test_settings_that_cannot_be_are_refused():
         ({"learning_rate": 0.0}, "learning_rate must be between 0 and 1, got 0.0"),
         ({"learning_rate": 1.0}, "learning_rate must be between 0 and 1, got 1.0"),
         ({"save_minutes": 0.0}, "save_minutes must be more than 0, got 0.0"),
+        ({"schedule": "step"}, "schedule must be linear, cosine, constant, got 'step'"),
+        ({"warmup": 1.5}, "warmup must be a share of the steps, 0 to 1, got 1.5"),
+        ({"clip": 0.0}, "clip must be more than 0, got 0.0"),
+        ({"accumulate": 0}, "accumulate must be 1 or more, got 0"),
         ({"precision": "fp16"}, "precision must be auto, bf16 or no, got 'fp16'"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -248,6 +252,34 @@ def test_the_learning_rate_climbs_and_falls():
     )
     assert Settings(steps=10, learning_rate=0.1, warmup=0.0).rate(0) == pytest.approx(0.1)
     assert Settings(steps=1000, warmup=0.03).rate(0) == pytest.approx(3e-3 / 30)
+
+
+def test_schedules_fall_as_they_are_named():
+    def rates(schedule, warmup=0.0):
+        return [Settings(steps=4, learning_rate=0.1, schedule=schedule, warmup=warmup).rate(step) for step in range(4)]
+
+    root = math.sqrt(0.5)
+    assert rates("linear") == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    assert rates("cosine") == pytest.approx([0.1, 0.05 * (1 + root), 0.05, 0.05 * (1 - root)])
+    assert rates("constant") == pytest.approx([0.1] * 4)
+    assert rates("constant", warmup=1.0) == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    assert rates("cosine", warmup=0.5) == pytest.approx([0.05, 0.05 * (1 + root), 0.05, 0.05 * (1 - root)])
+
+
+def test_a_gradient_longer_than_the_clip_is_scaled_down_to_it_and_a_shorter_one_is_not(data, tmp_path):
+    def first_step(clip):
+        folder, reports = tmp_path / str(clip), []
+        train(model_of(), data, replace(SETTINGS, steps=1, clip=clip), folder, report=reports.append)
+        found = read(folder / "progress.safetensors")[1]
+        kept = {"momentum_buffer": 0.05, "exp_avg": 0.1}  # of a gradient, after one step
+        parts = [t.double() / kept[name.split(".")[-1]] for name, t in found.items() if name.split(".")[-1] in kept]
+        return reports[0].gradient_norm, math.sqrt(sum(float(part.square().sum()) for part in parts))
+
+    told, norm = first_step(1e6)
+    assert norm == pytest.approx(told, rel=1e-5)
+    short = first_step(told / 3)
+    assert short[0] == told  # what is told is the length before
+    assert short[1] == pytest.approx(told / 3, rel=1e-4)
 
 
 def test_the_rate_that_is_told_is_the_rate_that_is_used(data, tmp_path, monkeypatch):

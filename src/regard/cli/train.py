@@ -3,22 +3,17 @@
 import contextlib
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from regard.cli.console import open_console, progress_bar, tell
+from regard.cli.console import open_console, tell
+from regard.cli.screen import Screen
 from regard.extras import need
-from regard.training.report import Listener, Report
 from regard.training.settings import Recipe
 
 DATA, MODEL, TRAINING, RUNNING = "What to learn from", "Size of the model", "How to train", "Saving and going on"
-
-LINE_EVERY = 30
-"""Seconds between two lines where there is no terminal, and so no bar."""
 
 
 def train(
@@ -156,7 +151,18 @@ def train(
             metavar="N",
             min=1,
             rich_help_panel=TRAINING,
-            help="Sequences of --context-length tokens in each step. Default: 8.",
+            help="Sequences of --context-length tokens in each step, of all processes together. Default: 8.",
+        ),
+    ] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(
+            "--accumulate",
+            metavar="N",
+            min=1,
+            rich_help_panel=TRAINING,
+            help="Compute the sequences of a step in N parts, one after another: the same step in less memory. "
+            "Default: 1.",
         ),
     ] = None,
     learning_rate: Annotated[
@@ -165,7 +171,35 @@ def train(
             "--learning-rate",
             metavar="RATE",
             rich_help_panel=TRAINING,
-            help="Peak learning rate; it rises over the first 3% of the steps, then falls to 0. Default: 0.003.",
+            help="Peak learning rate. Default: 0.003.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        Literal["linear", "cosine", "constant"] | None,
+        typer.Option(
+            "--schedule",
+            metavar="linear|cosine|constant",
+            rich_help_panel=TRAINING,
+            help="How the learning rate falls: linear and cosine to 0 at the last step, constant not at all. "
+            "Default: linear.",
+        ),
+    ] = None,
+    warmup: Annotated[
+        float | None,
+        typer.Option(
+            "--warmup",
+            metavar="SHARE",
+            rich_help_panel=TRAINING,
+            help="Share of the steps, 0 to 1, over which the learning rate rises to its peak. Default: 0.03.",
+        ),
+    ] = None,
+    clip: Annotated[
+        float | None,
+        typer.Option(
+            "--clip",
+            metavar="NORM",
+            rich_help_panel=TRAINING,
+            help="A gradient longer than this is scaled down to it. Default: 1.",
         ),
     ] = None,
     seed: Annotated[
@@ -190,6 +224,14 @@ def train(
         int | None,
         typer.Option(
             "--threads", metavar="N", min=1, rich_help_panel=TRAINING, help="CPU threads. Default: one for each core."
+        ),
+    ] = None,
+    shard: Annotated[
+        bool | None,
+        typer.Option(
+            "--shard",
+            rich_help_panel=TRAINING,
+            help="With several processes: each holds a part of the weights (FSDP2) instead of all of them (DDP).",
         ),
     ] = None,
     save_every: Annotated[
@@ -228,6 +270,9 @@ def train(
     file), in bits per byte; what xz -9e needs for the same texts stands beside it. Loss, learning rate and speed of
     every step are in FOLDER/metrics.jsonl.
 
+    Several processes, started by torchrun or accelerate launch, share the sequences of each step and end with the
+    weights that one process ends with, up to rounding. A run may go on with another number of them.
+
     [bold]Examples[/bold]
 
       regard train runs/mine --steps 200
@@ -235,9 +280,11 @@ def train(
       regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
       regard train runs/sections --task classify --steps 300
       regard train runs/more --from stdlib --data docs --steps 100
+      torchrun --nproc-per-node 2 --no-python regard train runs/two --steps 200
+      torchrun --nproc-per-node 2 --no-python regard train runs/two --resume --shard
       regard look README.md --model runs/mine
     """
-    need("regard train", "train", "accelerate", "tokenizers")
+    need("regard train", "train", "tokenizers")
     given = {name: value for name, value in context.params.items() if value is not None}
     del given["folder"], given["resume"]
     recipe = None if resume else Recipe.of(**given)
@@ -245,11 +292,13 @@ def train(
     from regard.training import run
     from regard.training.checkpoint import progress_header
     from regard.training.loop import PROGRESS
+    from regard.training.processes import join, known, leave
     from regard.training.stopping import exits_on_signals
 
     console = open_console(stderr=True)
     command = shlex.join(["regard", *sys.argv[1:]])
     with exits_on_signals():
+        here = join()
         try:
             with Screen(console) as screen:
                 if recipe is None:
@@ -257,9 +306,16 @@ def train(
                 else:
                     measures = run.begin(folder, recipe, command=command, listener=screen)
         except (KeyboardInterrupt, SystemExit):
-            with contextlib.suppress(OSError):  # the terminal has gone
-                tell(console, _how_to_go_on(folder))
+            if here.main:
+                with contextlib.suppress(OSError):  # the terminal has gone
+                    tell(console, _how_to_go_on(folder))
             raise
+        except Exception as error:
+            if known(error) and not here.main:  # the first process tells it
+                raise typer.Exit(2) from error
+            raise
+        finally:
+            leave()
     if measures is None:
         return
     tell(console, str(measures))
@@ -291,74 +347,3 @@ def _use(header: dict[str, Any], place: str) -> str:
         "masked": f"use it: regard embed --data FILE --nearest TEXT --model {place}",
         "classify": f'use it: regard classify "TEXT" --model {place}',
     }[header["settings"]["task"]]
-
-
-class Screen(Listener):
-    """Bars in a terminal, plain lines elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._bar: Any = None
-        self._task: Any = None
-        self._work = ""
-        self._smooth = Smooth()
-        self._first: tuple[int, float] | None = None  # step and seconds where this process began
-        self._line = time.monotonic()
-
-    def __enter__(self) -> "Screen":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def note(self, text: str) -> None:
-        self._close()
-        tell(self.console, text)
-
-    def progress(self, work: str, done: int, total: int) -> None:
-        self._show(work, done, total, "")
-
-    def step(self, report: Report, settings: Recipe) -> None:
-        loss = self._smooth(report.loss)
-        speed = f"loss {loss:.3f}  {report.tokens_per_second:,.0f} tokens/s"
-        self._show("training", report.step, settings.steps, speed)
-        step, seconds = self._first = self._first or (report.step, report.seconds)
-        if not self.console.is_terminal:
-            waited = time.monotonic() - self._line
-            if waited > LINE_EVERY or report.step in (step, settings.steps):
-                self._line = time.monotonic()
-                pace = (report.seconds - seconds) / max(1, report.step - step)
-                left = f"  {_time((settings.steps - report.step) * pace)} left" if pace else ""
-                self.console.print(f"step {report.step:,} of {settings.steps:,}  {speed}{left}", soft_wrap=True)
-
-    def _show(self, work: str, done: int, total: int, words: str) -> None:
-        if not self.console.is_terminal:
-            return
-        if work != self._work:
-            self._close()
-            self._work, self._bar = work, progress_bar(self.console, "{task.fields[words]}")
-            self._bar.start()
-            self._task = self._bar.add_task(work, total=total, completed=done, words=words)
-        self._bar.update(self._task, completed=done, total=total, words=words)
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._work, self._bar = "", None
-
-
-def _time(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-class Smooth:
-    """A running mean of the loss, over about fifty steps."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def __call__(self, loss: float) -> float:
-        self.value = loss if self.value is None else 0.98 * self.value + 0.02 * loss
-        return self.value

@@ -26,6 +26,7 @@ from regard.configuration import ModelConfig
 from regard.extras import need
 from regard.models import Classifier, Decoder, EncoderDecoder, MaskedLanguageModel
 from regard.storage import save
+from regard.training.spreading import like, whole
 from regard.training.text import Tokenizer
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
@@ -143,29 +144,34 @@ def _of_transformers(name: str | os.PathLike[str]) -> bool:
 
 
 def save_model(
-    folder: Path, model: Model, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
+    folder: Path | None, model: Model, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
 ) -> None:
     """Writes model.safetensors.
 
     Args:
+        folder: where; None, here and below: nowhere, but take part in putting together what lies in shards.
         dtype: of the stored weights; None keeps their own.
         steps: of a model in training, the steps it has had and those it is to have.
     """
-    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _weights(model).items()}
+    weights = _whole(_weights(model), folder is not None)
+    if folder is None:
+        return
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}
     metadata = {"format": format_of(model), "config": json.dumps(model.config.to_dict())}
     if steps is not None:
         metadata["steps"] = json.dumps(steps)
     save(folder / "model.safetensors", tensors, metadata)
 
 
-def save_batch(path: Path, model: Model, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+def save_batch(path: Path | None, model: Model, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Writes a batch, the weights that met it (`model.` before their names) and `note`, to find out what went wrong."""
-    weights = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
-    save(path, {**weights, **batch}, {"config": json.dumps(model.config.to_dict()), "note": json.dumps(dict(note))})
+    weights = _whole({f"model.{name}": tensor for name, tensor in _weights(model).items()}, path is not None)
+    if path is not None:
+        save(path, {**weights, **batch}, {"config": json.dumps(model.config.to_dict()), "note": json.dumps(dict(note))})
 
 
 def save_progress(
-    path: Path, model: Model, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
+    path: Path | None, model: Model, optimizers: Iterable[torch.optim.Optimizer], header: Mapping[str, Any]
 ) -> None:
     """Writes everything that going on needs: weights, the optimizers' state, and `header` (plain data)."""
     tensors = {f"model.{name}": tensor for name, tensor in _weights(model).items()}
@@ -178,7 +184,9 @@ def save_progress(
                     tensors[place] = entry
                 else:
                     numbers[place] = entry
-    save(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
+    tensors = _whole(tensors, path is not None)
+    if path is not None:
+        save(path, tensors, {"header": json.dumps(dict(header)), "numbers": json.dumps(numbers)})
 
 
 def load_progress(path: Path, model: Model, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -191,11 +199,14 @@ def load_progress(path: Path, model: Model, optimizers: Iterable[torch.optim.Opt
     _put(path, {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}, model)
     entries = {**tensors, **json.loads(metadata["numbers"])}
     for number, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, dict[str, Any]] = {}
         for place, entry in entries.items():
             if place.startswith(f"optimizer.{number}."):
                 _, _, index, name = place.split(".", 3)
-                state.setdefault(int(index), {})[name] = entry
+                parameter = parameters[int(index)]
+                per_weight = isinstance(entry, Tensor) and entry.shape == parameter.shape
+                state.setdefault(int(index), {})[name] = like(entry, parameter) if per_weight else entry
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -222,12 +233,22 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 def format_of(model: Model) -> str:
     """What a file's header calls this kind of model."""
-    return next(name for name, made in FORMATS.items() if type(model) is made)
+    return next(name for name, made in FORMATS.items() if isinstance(model, made))
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
     """What is stored of a model: of weights that are shared (a tied output layer is the embedding) the first name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _whole(tensors: Mapping[str, Tensor], kept: bool) -> dict[str, Tensor]:
+    """Tensors with the rows of all processes; what is not to be kept is put together for the others alone."""
+    found = {}
+    for name, tensor in tensors.items():
+        every = whole(tensor)
+        if kept:
+            found[name] = every
+    return found
 
 
 def _put(path: Path, weights: Mapping[str, Tensor], model: Model) -> None:
@@ -238,4 +259,5 @@ def _put(path: Path, weights: Mapping[str, Tensor], model: Model) -> None:
     if wrong:
         some = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         raise ValueError(f"{path}: its weights are not this model's; missing, too many or of another size: {some}")
-    model.load_state_dict(weights, strict=False)  # strict but for what shares the weights of another
+    placed = {name: like(weights[name], parameter) for name, parameter in model.named_parameters()}
+    model.load_state_dict(placed, strict=False)  # strict but for what shares the weights of another

@@ -28,7 +28,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ from regard.training.text import Tokenizer
 
 IGNORED = -100
 """The target that counts for nothing: what torch's `cross_entropy` ignores by default."""
+
+T = TypeVar("T", bound=Any)
 
 ENCODED_AT_ONCE = 2**20
 """Characters: enough to keep every core busy, few enough for memory and to show that it moves."""
@@ -63,6 +65,9 @@ class Examples(Protocol):
 
     def tokens(self, batch: Any) -> int:
         """How many tokens of a batch are no padding."""
+
+    def counted(self, batch: Any) -> int:
+        """How many answers the loss is the mean over."""
 
     def epochs(self, rows: int) -> float:
         """How often everything has been seen after so many rows."""
@@ -207,6 +212,10 @@ class Packed:
         """Tokens of a batch: all of its rows are full."""
         return batch.tokens.numel()
 
+    def counted(self, batch: Batch) -> int:
+        """Tokens that are foretold: all that have a next one."""
+        return int((batch.targets != IGNORED).sum())
+
     def epochs(self, rows: int) -> float:
         """How often every token has been seen after so many rows."""
         return rows * self.context_length / self.size
@@ -285,6 +294,16 @@ class Packed:
         tokens = torch.randint(self.vocab_size - 1, (period,), generator=generator)
         tokens += tokens >= self.end_id  # every token but <|end|>
         return tokens.repeat(-(-length // period))[:length], torch.zeros(length, dtype=torch.int64)
+
+
+def rows_of(batch: T, first: int, count: int) -> T:
+    """Some rows of a batch.
+
+    >>> rows_of(Batch(*torch.arange(12).view(3, 4, 1)), 1, 2).targets.tolist()
+    [[5], [6]]
+    """
+    rows: T = batch._make(part[first : first + count] for part in batch)
+    return rows
 
 
 def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:

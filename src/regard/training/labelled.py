@@ -80,6 +80,9 @@ class Labelled:
     def tokens(self, batch: LabelledBatch) -> int:
         return int(batch.lengths.sum())
 
+    def counted(self, batch: LabelledBatch) -> int:
+        return len(batch.labels)
+
     def epochs(self, rows: int) -> float:
         return rows / self.rows
 

@@ -8,6 +8,10 @@ A step follows from the weights, the optimizers' state and its number alone: the
 rate and the seed of what is dropped. So a run that goes on from a save ends, on the same machine with as many threads,
 with the weights, bit for bit, of one that was never stopped.
 
+The rows of a step may be dealt out: to several processes, and in each to parts that are computed one after another. The
+loss of each part is weighted by its share of what is foretold, so that the sum of their gradients is that of the whole,
+whatever the parts, but for rounding.
+
 References:
     [1] Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     [2] Liu et al. 2025, "Muon is Scalable for LLM Training".
@@ -20,7 +24,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,14 +32,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.extras import need
 from regard.layers import Block
 from regard.training.checkpoint import Model, load_progress, progress_header, save_batch, save_model, save_progress
-from regard.training.data import Examples
+from regard.training.data import Examples, rows_of
 from regard.training.lock import hold
 from regard.training.metrics import Metrics
+from regard.training.processes import Processes, join
 from regard.training.report import Report
 from regard.training.settings import Settings, contradictions
+from regard.training.spreading import ShardedMuon, exchanging, sharded, spread, whole
 from regard.training.stopping import Stopping
 
 PROGRESS = "progress.safetensors"
@@ -62,38 +67,45 @@ def train(
     the last save stands. `resume` goes on from the last save with exactly the batches that were to come. It may be
     given more steps than before: the learning rate then follows the longer schedule from there on.
 
+    Where a launcher such as torchrun has started several processes, all of them call this alike; the first one writes.
+
     Args:
+        model: holds the trained weights afterwards; of several processes with `shard`, its part of them.
         folder: where model.safetensors, progress.safetensors and metrics.jsonl are written; one training at a time.
         notes: plain data to be kept with the progress.
-        report: called after every step; if it raises KeyboardInterrupt the run ends as with Ctrl-C.
+        report: called after every step, in the first process; if it raises KeyboardInterrupt the run ends as with
+            Ctrl-C.
     Returns:
         Seconds of training in all, those before a resume included.
     Raises:
         ValueError: another training is running in the folder; or there is nothing to resume, or it was begun with other
-            settings, another model or other data.
+            settings, another model or other data; or the rows of a step cannot be dealt out evenly.
         DivergedError: loss or gradient is nan or infinite; the batch is saved, and the last save stands.
         OSError: a file cannot be written, as on a full disk; the last save stands.
-        RuntimeError: there is too little memory for a step.
+        RuntimeError: there is too little memory for a step; or another process has failed (`ElsewhereError`).
         SystemExit: the run was ended by a signal other than Ctrl-C; the code is 128 + its number.
-        ImportError: the package accelerate is not installed.
     """
-    need("training", "train", "accelerate")
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(mixed_precision="no")  # whose own is one for the whole process, for all runs in it
-    main, world, rank = accelerator.is_main_process, accelerator.num_processes, accelerator.process_index
-    optimizers = make_optimizers(model, settings)
+    here = join()
     progress = folder / PROGRESS
     facts = facts_of(settings, data)
     first, before, precision = 0, 0.0, _precision(settings.precision)
-    with hold(folder) if main else nullcontext():
+    at_once = settings.rows_at_once(here.count)
+    parts = here.count * settings.accumulate
+    here.check_same("data", facts)
+    with here.connected(), ExitStack() as stack:
+        with here.together():
+            if here.main:
+                stack.enter_context(hold(folder))
+            if resume:
+                header = progress_header(progress)
+                check_facts(progress, header, facts)
+                first, before = header["step"], header["seconds"]
+                precision = header.get("precision", precision)  # what "auto" was when the run began
+        spread_model = spread(model.to(here.device), here, shards=settings.shard)
+        optimizers = make_optimizers(model, settings)
         if resume:
-            header = progress_header(progress)
-            check_facts(progress, header, facts)
-            load_progress(progress, model, optimizers)
-            first, before = header["step"], header["seconds"]
-            precision = header.get("precision", precision)  # what "auto" was when the run began
-        wrapped, *prepared = accelerator.prepare(model, *optimizers)
+            with here.together():
+                load_progress(progress, model, optimizers)
         start = saved = time.perf_counter()
 
         def elapsed() -> float:
@@ -101,62 +113,74 @@ def train(
 
         def save(step: int) -> None:
             nonlocal saved
-            if main:
-                kept = {"config": model.config.to_dict(), "precision": precision, "notes": dict(notes or {})}
-                header = {"step": step, "seconds": elapsed(), **facts, **kept}
-                save_progress(progress, model, optimizers, header)
-                save_model(folder, model, steps=(step, settings.steps))
+            kept = {"config": model.config.to_dict(), "precision": precision, "notes": dict(notes or {})}
+            header = {"step": step, "seconds": elapsed(), **facts, **kept}
+            with here.together():
+                save_progress(progress if here.main else None, model, optimizers, header)
+                save_model(folder if here.main else None, model, steps=(step, settings.steps))
             saved = time.perf_counter()
 
         def due(step: int) -> bool:
             by_steps = settings.save_every is not None and step % settings.save_every == 0
-            by_time = settings.save_minutes is not None and time.perf_counter() - saved >= 60 * settings.save_minutes
-            return by_steps or by_time
+            minutes = settings.save_minutes
+            return by_steps or (minutes is not None and here.any(time.perf_counter() - saved >= 60 * minutes))
+
+        def gradient(step: int) -> tuple[float, float, Any]:
+            """The loss of a step, the norm of its gradient before clipping, and its batch."""
+            batch = data.batch(step * settings.batch_size, settings.batch_size)
+            counted, loss = data.counted(batch), 0.0
+            model.zero_grad()
+            for number in range(settings.accumulate):
+                part = here.rank * settings.accumulate + number
+                torch.manual_seed(_seed(settings.seed, step * parts + part))  # dropout follows from step and part alone
+                rows = rows_of(batch, part * at_once, at_once)
+                share = data.counted(rows) / counted
+                tokens = f"{at_once} rows, {data.tokens(rows):,} tokens"
+                rows = rows._make(tensor.to(here.device) for tensor in rows)
+                last = number == settings.accumulate - 1
+                with enough_memory(f"step {step + 1}, {tokens}"), exchanging(spread_model, last):
+                    with torch.autocast(here.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                        of_rows = data.loss(spread_model, rows)
+                    (of_rows * (share * here.count)).backward()  # processes average their gradients
+                loss += share * float(of_rows.detach())
+            norm = whole(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
+            return here.sum(loss), float(norm), batch
 
         step = first
         if not resume:
             save(step)
         model.train()
-        try:
-            with Metrics(folder, step) if main else nullcontext() as metrics, Stopping() as stopping:
-                while step < settings.steps and not _asked(stopping, accelerator):
-                    began = time.perf_counter()
-                    torch.manual_seed(_seed(settings.seed, step * world + rank))  # dropout follows from the step alone
+        with here.together():
+            metrics = stack.enter_context(Metrics(folder, step)) if here.main else None
+        with Stopping(here.count > 1) as stopping:
+            while step < settings.steps and not _asked(stopping, here):
+                began = time.perf_counter()
+                for optimizer in optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = settings.rate(step)
+                loss, norm, batch = gradient(step)
+                if not math.isfinite(loss) or not math.isfinite(norm):
+                    with here.together():
+                        raise _diverged(folder if here.main else None, model, batch, step, loss, norm, settings)
+                with enough_memory(f"step {step + 1}, the optimizers' averages"):
                     for optimizer in optimizers:
-                        for group in optimizer.param_groups:
-                            group["lr"] = settings.rate(step)
-                    batch = data.batch((step * world + rank) * settings.batch_size, settings.batch_size)
-                    batch = batch._make(part.to(accelerator.device) for part in batch)
-                    tokens = data.tokens(batch)
-                    with enough_memory(f"step {step + 1}, {settings.batch_size} rows, {tokens:,} tokens"):
-                        with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                            loss = data.loss(wrapped, batch)
-                        model.zero_grad()
-                        accelerator.backward(loss)
-                        norm = accelerator.clip_grad_norm_(model.parameters(), settings.clip)
-                        value, length = float(loss.detach()), float(norm)
-                        if not math.isfinite(value) or not math.isfinite(length):
-                            raise _diverged(folder, rank, model, batch, step, value, length, settings)
-                        for optimizer in prepared:
-                            optimizer.step()
-                    step += 1
-                    seconds = time.perf_counter() - began
-                    speed = world * tokens / seconds
-                    told = Report(step, value, settings.rate(step - 1), length, speed, elapsed())
+                        optimizer.step()
+                step += 1
+                seconds = time.perf_counter() - began
+                told = Report(step, loss, settings.rate(step - 1), norm, data.tokens(batch) / seconds, elapsed())
+                with here.together():
                     if metrics is not None:
                         metrics.write(asdict(told))
-                    if due(step) and step < settings.steps:
-                        save(step)
-                    if main and stopping.asked is None:  # a terminal that closed would let nothing be told
-                        try:
-                            report(told)
-                        except KeyboardInterrupt:
-                            stopping.ask(signal.SIGINT)
-                save(step)
-                if stopping.asked is not None:
-                    stopping.end()
-        finally:
-            accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)  # the model is as it was, but for its weights
+                if due(step) and step < settings.steps:
+                    save(step)
+                if here.main and stopping.asked is None:  # a terminal that closed would let nothing be told
+                    try:
+                        report(told)
+                    except KeyboardInterrupt:
+                        stopping.ask(signal.SIGINT)
+            save(step)
+            if stopping.asked is not None:
+                stopping.end()
     return elapsed()
 
 
@@ -184,10 +208,10 @@ def check_facts(progress: Path, header: Mapping[str, Any], facts: Mapping[str, M
 
 
 def _diverged(
-    folder: Path, rank: int, model: Model, batch: Any, step: int, loss: float, norm: float, settings: Settings
+    folder: Path | None, model: Model, batch: Any, step: int, loss: float, norm: float, settings: Settings
 ) -> DivergedError:
     """Saves the batch on which training diverged, and returns the error to raise."""
-    path = folder / ("diverged.safetensors" if rank == 0 else f"diverged-{rank}.safetensors")
+    path = None if folder is None else folder / "diverged.safetensors"
     note = {"step": step + 1, "loss": str(loss), "gradient_norm": str(norm), "learning_rate": settings.rate(step)}
     try:
         save_batch(path, model, batch._asdict(), note)
@@ -217,18 +241,16 @@ def enough_memory(what: str) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"training: out of memory ({what})\n"
-            "  hint: a smaller batch_size, context_length or model; earlier saves are intact"
+            "  hint: a smaller batch_size, context_length or model, or a larger accumulate; earlier saves are intact"
         ) from error
 
 
-def _asked(stopping: Stopping, accelerator: Any) -> bool:
+def _asked(stopping: Stopping, here: Processes) -> bool:
     """Whether to stop before the next step; all processes stop together."""
-    if accelerator.num_processes > 1:
-        asked = torch.tensor([float(stopping.asked is not None)], device=accelerator.device)
-        anywhere = float(accelerator.reduce(asked, "sum")) > 0
-        if anywhere and stopping.asked is None:
-            stopping.ask(signal.SIGTERM)
-    return stopping.asked is not None
+    asked = here.largest(stopping.asked or 0)
+    if asked:
+        stopping.ask(asked)
+    return asked > 0
 
 
 def make_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -237,10 +259,9 @@ def make_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Op
     matrices = [p for block in blocks for p in block.parameters() if p.dim() == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
+    muon = ShardedMuon if any(sharded(p) for p in matrices) else torch.optim.Muon
     return [
-        torch.optim.Muon(
-            matrices, lr=settings.learning_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
+        muon(matrices, lr=settings.learning_rate, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

@@ -83,6 +83,9 @@ class Masked:
     def tokens(self, batch: MaskedBatch) -> int:
         return batch.tokens.numel()
 
+    def counted(self, batch: MaskedBatch) -> int:
+        return int((batch.targets != IGNORED).sum())
+
     def epochs(self, rows: int) -> float:
         return self.packed.epochs(rows)
 

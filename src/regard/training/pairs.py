@@ -86,6 +86,10 @@ class Pairs:
         """Tokens of a batch, sources and targets, without padding."""
         return int(batch.source_lengths.sum() + (batch.wanted != IGNORED).sum())
 
+    def counted(self, batch: PairBatch) -> int:
+        """Tokens to be written."""
+        return int((batch.wanted != IGNORED).sum())
+
     def epochs(self, rows: int) -> float:
         """How often every pair has been seen after so many."""
         return rows / self.rows

@@ -11,6 +11,7 @@ This is what `regard train` does. The parts (`corpus`, `text`, `data`, `loop`, `
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from regard.training.lock import hold
 from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
 from regard.training.masked import Masking
 from regard.training.memory import check_memory
+from regard.training.processes import Processes, join
 from regard.training.report import Listener
 from regard.training.settings import MAY_CHANGE, Recipe
 from regard.training.task import Measured, Task, describe
@@ -51,53 +53,65 @@ CARD = "card.md"
 
 def begin(
     folder: str | os.PathLike[str], recipe: Recipe, *, command: str | None = None, listener: Listener | None = None
-) -> Measured:
+) -> Measured | None:
     """Begins a run and brings it to its end.
+
+    Where a launcher such as torchrun has started several processes, all of them call this alike; the first one writes
+    and tells.
 
     Args:
         folder: where everything is written; made if need be.
         command: what the card says that the run was begun with.
     Returns:
-        How good the model is.
+        How good the model is; None in all processes but the first.
     Raises:
         ValueError: the folder holds a run or a model, or another training is running there; or the recipe does not fit
             the texts, or the model that it starts from.
-        DivergedError, OSError, RuntimeError, SystemExit, ImportError: as `loop.train`.
+        DivergedError, OSError, RuntimeError, SystemExit: as `loop.train`. ImportError: a package is not installed.
     """
-    listener, folder = listener or Listener(), Path(folder)
-    need("a training run", "train", "accelerate", "tokenizers")
+    folder, here = Path(folder), join()
+    listener = listener if listener is not None and here.main else Listener()
     written = command or f"begin({str(folder)!r}, {recipe!r})"
-    recipe = _placed(recipe)
-    with hold(folder):
-        if (folder / PROGRESS).exists():
-            raise ValueError(f"{folder}: holds a run already; --resume goes on with it, another folder begins anew")
-        if (folder / "model.safetensors").exists():
-            raise ValueError(f"{folder}: holds a model already, which would be lost; give another folder")
-        _use_threads(recipe)
-        kind = TASKS[recipe.task]
-        first = None if recipe.start_from is None else _first(recipe.start_from, kind)
-        config = _config(recipe, kind, first)
-        fewest = min(config.vocab_size, LEAST_VOCABULARY) if first is None else config.vocab_size
-        _check_memory(replace(config, vocab_size=fewest), recipe)
-        task = kind(recipe, listener)
-        config = task.config(config)
+    with ExitStack() as stack:
+        with here.together():
+            need("a training run", "train", "tokenizers")
+            recipe = _placed(recipe)
+            recipe.rows_at_once(here.count)
+            if here.main:
+                stack.enter_context(hold(folder))
+                if (folder / PROGRESS).exists():
+                    raise ValueError(
+                        f"{folder}: holds a run already; --resume goes on with it, another folder begins anew"
+                    )
+                if (folder / "model.safetensors").exists():
+                    raise ValueError(f"{folder}: holds a model already, which would be lost; give another folder")
+            _use_threads(recipe)
+            kind = TASKS[recipe.task]
+            first = None if recipe.start_from is None else _first(recipe.start_from, kind)
+            config = _config(recipe, kind, first)
+            fewest = min(config.vocab_size, LEAST_VOCABULARY) if first is None else config.vocab_size
+            _check_memory(replace(config, vocab_size=fewest), recipe, here)
+            task = kind(recipe, listener)
+            config = task.config(config)
         if first is None:
             listener.progress("learning the vocabulary", 0, 1)
-            tokenizer = task.tokenizer(config.vocab_size)
+            tokenizer = Tokenizer.of(here.first(lambda: task.tokenizer(config.vocab_size).model.to_str()))
             listener.progress("learning the vocabulary", 1, 1)
             if tokenizer.vocab_size < config.vocab_size:
                 listener.note(f"{tokenizer.vocab_size:,} tokens in the vocabulary: the texts give no more")
             config = replace(config, vocab_size=tokenizer.vocab_size)
-            _check_memory(config, recipe)
         else:
             tokenizer = first.tokenizer
-        data = task.examples(tokenizer, config.context_length)
-        torch.manual_seed(recipe.seed)
-        model = _model(kind, config)
-        if first is not None:
-            task.start_from(model, first.model)
-        tokenizer.save(folder / "tokenizer.json")
-        return _finish(folder, recipe, model, tokenizer, task, data, [written], listener, resumed=False)
+        with here.together():
+            _check_memory(config, recipe, here)
+            data = task.examples(tokenizer, config.context_length)
+            torch.manual_seed(recipe.seed)
+            model = _model(kind, config)
+            if first is not None:
+                task.start_from(model, first.model)
+            if here.main:
+                tokenizer.save(folder / "tokenizer.json")
+        return _finish(folder, recipe, model, tokenizer, task, data, [written], listener, here, resumed=False)
 
 
 def resume(
@@ -109,34 +123,41 @@ def resume(
         changes: fields of `Recipe`. More `steps` lengthen the run; `threads` and how often it is saved may change, and
             `data` says where the same texts lie now. Anything else has to be as it was.
     Returns:
-        How good the model is; None where all steps were done, and measured, before.
+        How good the model is; None where all steps were done, and measured, before, and in all processes but the first.
     Raises:
         ValueError: there is no run, or another training is running there; or a change contradicts the run, or its texts
             have changed.
-        DivergedError, OSError, RuntimeError, SystemExit, ImportError: as `loop.train`.
+        DivergedError, OSError, RuntimeError, SystemExit: as `loop.train`. ImportError: a package is not installed.
     """
-    listener, folder = listener or Listener(), Path(folder)
+    folder, here = Path(folder), join()
+    listener = listener if listener is not None and here.main else Listener()
     progress = folder / PROGRESS
-    if not progress.is_file():
-        raise ValueError(f"--resume: there is no {progress}; without --resume a new run begins")
-    need("a training run", "train", "accelerate", "tokenizers")
-    with hold(folder):
-        header = progress_header(progress)
-        recipe = _continued(folder, header, changes)
-        _use_threads(recipe)
-        if header["step"] >= recipe.steps and (folder / CARD).exists():
+    with ExitStack() as stack:
+        with here.together():
+            if not progress.is_file():
+                raise ValueError(f"--resume: there is no {progress}; without --resume a new run begins")
+            need("a training run", "train", "tokenizers")
+            if here.main:
+                stack.enter_context(hold(folder))
+            header = progress_header(progress)
+            recipe = _continued(folder, header, changes)
+            recipe.rows_at_once(here.count)
+            _use_threads(recipe)
+            done = header["step"] >= recipe.steps and (folder / CARD).exists()
+        if done:
             listener.note(f"{folder}: all {recipe.steps:,} steps are done; more --steps go further")
             return None
-        task = TASKS[recipe.task](recipe, listener)
-        config = ModelConfig.from_dict(header["config"])
-        _check_memory(config, recipe)
-        tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        data = task.examples(tokenizer, config.context_length)
-        check_facts(progress, header, facts_of(recipe, data))
-        listener.note(f"going on after step {header['step']:,}")
-        commands = [*header["notes"]["commands"], command or f"resume({str(folder)!r}, **{changes!r})"]
-        model = _model(TASKS[recipe.task], config)
-        return _finish(folder, recipe, model, tokenizer, task, data, commands, listener, resumed=True)
+        with here.together():
+            task = TASKS[recipe.task](recipe, listener)
+            config = ModelConfig.from_dict(header["config"])
+            _check_memory(config, recipe, here)
+            tokenizer = Tokenizer.load(folder / "tokenizer.json")
+            data = task.examples(tokenizer, config.context_length)
+            check_facts(progress, header, facts_of(recipe, data))
+            listener.note(f"going on after step {header['step']:,}")
+            commands = [*header["notes"]["commands"], command or f"resume({str(folder)!r}, **{changes!r})"]
+            model = _model(TASKS[recipe.task], config)
+        return _finish(folder, recipe, model, tokenizer, task, data, commands, listener, here, resumed=True)
 
 
 def _finish(
@@ -148,16 +169,21 @@ def _finish(
     data: Examples,
     commands: Sequence[str],
     listener: Listener,
+    here: Processes,
     *,
     resumed: bool,
-) -> Measured:
-    """Trains, stores the model in half precision, measures it as stored, and writes its card."""
+) -> Measured | None:
+    """Trains; then the first process stores the model in half precision, measures it as stored, and writes its card."""
     epochs = data.epochs(recipe.steps * recipe.batch_size)
     listener.note(
         f"{sum(p.numel() for p in model.parameters()):,} parameters; {data.size:,} tokens in an epoch; "
         f"{recipe.steps:,} steps of {round(epochs * data.size / recipe.steps):,} tokens are {epochs:.2f} epochs"
     )
-    (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
+    if here.count > 1:
+        listener.note(f"{here.count} processes, {recipe.batch_size // here.count} rows of each step in each")
+    with here.together():
+        if here.main:
+            (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
     seconds = train(
         model,
         data,
@@ -167,7 +193,9 @@ def _finish(
         notes={"commands": list(commands)},
         report=lambda report: listener.step(report, recipe),
     )
-    save_model(folder, model, dtype=torch.float16)
+    if not here.main:
+        return None
+    save_model(folder, load(folder).model, dtype=torch.float16)
     model = load(folder).model
     measures = task.measure(
         model, tokenizer, lambda done, total: listener.progress("measuring on held-out texts", done, total)
@@ -267,10 +295,10 @@ def _config(recipe: Recipe, kind: type[Task], first: Loaded[Any] | None) -> Mode
     return replace(config, context_length=context_length)
 
 
-def _check_memory(config: ModelConfig, recipe: Recipe) -> None:
+def _check_memory(config: ModelConfig, recipe: Recipe, here: Processes) -> None:
     kind = TASKS[recipe.task]
     usual = {**kind.sizes, "hidden_dim": _hidden_dim(config.dim), "batch_size": Recipe().batch_size}
-    check_memory(config, recipe.batch_size, usual, kind.model)
+    check_memory(config, recipe.rows_at_once(here.count), usual, kind.model)
 
 
 def _model(kind: type[Task], config: ModelConfig) -> Model:

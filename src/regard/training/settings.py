@@ -1,12 +1,20 @@
 """How a model is trained, as plain data; nothing here needs torch."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern"}
+MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern", "accumulate", "shard"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done: 1.0,
+}
+"""What the learning rate is multiplied by when a share of the steps, 0 to 1, is done."""
 
 TASKS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -26,14 +34,17 @@ class Settings:
 
     Args:
         steps: number of optimizer steps.
-        batch_size: rows of context_length tokens per step.
+        batch_size: rows of context_length tokens per step, of all processes together.
+        accumulate: parts in which a process computes its rows of a step, one after another, which takes less memory.
         learning_rate: the peak of the schedule.
-        warmup: share of the steps over which the learning rate climbs to its peak.
+        schedule: how the learning rate falls: "linear" and "cosine" to 0 at the last step, "constant" not at all.
+        warmup: share of the steps, 0 to 1, over which the learning rate climbs to its peak.
         weight_decay: of matrices.
-        clip: largest norm of a step's gradient.
+        clip: largest norm of a step's gradient; a longer one is scaled down to it.
         seed: for dropout; in a `Recipe` also for the initial weights and the order of the data.
         precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
             where the processor or GPU has instructions for it.
+        shard: of several processes, whether each keeps a part of the weights (FSDP2), not all of them.
         save_every: steps between two saves; None: not by steps.
         save_minutes: minutes between two saves; None: not by time.
     Raises:
@@ -42,22 +53,31 @@ class Settings:
 
     steps: int
     batch_size: int = 8
+    accumulate: int = 1
     learning_rate: float = 3e-3
+    schedule: str = "linear"
     warmup: float = 0.03
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
     precision: str = "auto"
+    shard: bool = False
     save_every: int | None = 200
     save_minutes: float | None = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "save_every"):
+        for name in ("steps", "batch_size", "accumulate", "save_every"):
             value = getattr(self, name)
             if not (value is None and name == "save_every") and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup must be a share of the steps, 0 to 1, got {self.warmup}")
+        if not self.clip > 0:
+            raise ValueError(f"clip must be more than 0, got {self.clip}")
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision must be auto, bf16 or no, got {self.precision!r}")
         if self.save_minutes is not None and not self.save_minutes > 0:
@@ -66,8 +86,23 @@ class Settings:
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
         climbing = (step + 1) / max(1.0, self.warmup * self.steps)
-        falling = (self.steps - step) / self.steps
-        return self.learning_rate * min(1.0, climbing) * falling
+        return self.learning_rate * min(1.0, climbing) * SCHEDULES[self.schedule](step / self.steps)
+
+    def rows_at_once(self, processes: int) -> int:
+        """Rows that a process computes at once.
+
+        Raises:
+            ValueError: the rows of a step cannot be dealt out evenly.
+        """
+        parts = processes * self.accumulate
+        if self.batch_size % parts:
+            among = f"{processes} processes" + (f" in {self.accumulate} parts each" if self.accumulate > 1 else "")
+            if processes == 1:
+                among = f"{self.accumulate} parts"
+            raise ValueError(
+                f"batch_size: {self.batch_size} rows cannot be dealt out evenly to {among}; give a multiple of {parts}"
+            )
+        return self.batch_size // parts
 
 
 @dataclass(frozen=True, kw_only=True)

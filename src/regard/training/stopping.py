@@ -35,12 +35,17 @@ class Stopping:
     As a context it stands in for the handlers there are. A signal that the process ignores goes on being ignored. Only
     the main thread can receive signals; in another one nothing is noted.
 
+    Args:
+        launched: whether a launcher watches this process: it passes on a Ctrl-C that the terminal has sent already, and
+            ends with SIGKILL what takes too long, so a second signal is no wish to stop at once.
+
     Attributes:
         asked: the signal that came, None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launched: bool = False) -> None:
         self.asked: int | None = None
+        self.launched = launched
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopping":
@@ -67,7 +72,8 @@ class Stopping:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.ask(number)
-        self._restore()
+        if not self.launched:
+            self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -204,11 +204,16 @@ class Tokenizer:
         """
         text = read_text(path)
         try:
-            return cls(_tokenizers().Tokenizer.from_str(text))
+            return cls.of(text)
         except ImportError:
             raise
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path}: not a tokenizer: {error}") from error
+
+    @classmethod
+    def of(cls, text: str) -> "Tokenizer":
+        """A tokenizer from the text of its file."""
+        return cls(_tokenizers().Tokenizer.from_str(text))
 
     def _encodings(self, texts: Sequence[str]) -> "list[tokenizers.Encoding]":
         for text in texts:
