@@ -84,7 +84,7 @@ class Raised:
 def _server():
     """Processes are forked from one that has imported what they need, and computed nothing."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["ranks", "sharded", "launched"])
+    server.set_forkserver_preload(["ranks", "sharded", "sharded_models", "launched"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:

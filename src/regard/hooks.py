@@ -13,6 +13,8 @@ function and returns a wrapped one.
             return 2 * output, lse
         return doubled
 
+A block may also say that the process holds a share of the text only (`Share`): what counts positions asks `share_of`.
+
 A block applies to calls in its own thread (its own context, see `contextvars`). Layers are identified by object
 identity and are not modified, so a copy of a model is a different model. While a block is open in the process, compiled
 models run uncompiled, since compiled code would skip the hooks.
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 
 from regard.functional import attention, attention_and_perhaps_lse
 from regard.scores import ScoringArguments as ScoringArguments
+from regard.shapes import ShapeError
 
 
 class Heads(NamedTuple):
@@ -88,6 +91,30 @@ def _alone(heads: Heads, scoring: ScoringArguments, dropout: float, compute: Com
     return attention(*heads, **scoring, dropout=dropout) if compute is None else compute(heads, scoring)[0]
 
 
+class Share(NamedTuple):
+    """The tokens that this process holds of a text, where other processes hold the rest.
+
+    Attributes:
+        length: tokens of the whole text. ranges: positions of those held, in order.
+    """
+
+    length: int
+    ranges: tuple[range, ...]
+
+    def check(self, owner: str, length: int) -> None:
+        """Raises where a model does not get as many tokens as this process holds."""
+        held = sum(map(len, self.ranges))
+        if length != held:
+            raise ShapeError(
+                f"{owner}: this rank holds {held} of the {self.length} tokens, got {length}; cut what the model reads: "
+                "shards.take(tokens, rank, dim=1)"
+            )
+
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """The positions of the tokens held: int64 [tokens]."""
+        return torch.cat([torch.arange(0), *(torch.arange(part.start, part.stop) for part in self.ranges)]).to(device)
+
+
 class Block:
     """An open ``with hooked(...)``.
 
@@ -95,15 +122,22 @@ class Block:
         elsewhere: whether one of the layers was called in another thread, where the block is not open.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], hook: Hook, again: Hook | None, innermost: bool) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], hook: Hook, again: Hook | None, innermost: bool, share: Share | None
+    ) -> None:
         self.layers = {id(layer): layer for layer in layers}  # held, so that their ids are not reused
-        self.hook, self.again, self.innermost = hook, again, innermost
+        self.hook, self.again, self.innermost, self.share = hook, again, innermost, share
         self.open, self.elsewhere = True, False
 
 
 @contextmanager
 def hooked(
-    layers: Iterable[nn.Module], hook: Hook, *, again: Hook | None = None, innermost: bool = False
+    layers: Iterable[nn.Module],
+    hook: Hook,
+    *,
+    again: Hook | None = None,
+    innermost: bool = False,
+    share: Share | None = None,
 ) -> Iterator[Block]:
     """Puts a hook around the attention of some layers while the ``with`` block runs, in this thread.
 
@@ -113,6 +147,8 @@ def hooked(
     Args:
         again: the hook for calls that activation checkpointing repeats in the backward pass; it must compute the same
             as `hook`, and keep nothing. None: attention is repeated without a hook.
+        share: the tokens that these modules (not only attention layers) get of a longer text. No other block may then
+            apply to the same layers: heads are those of the share, the mask is that of the whole.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(8, 2, output=False)
@@ -123,7 +159,7 @@ def hooked(
     >>> bool(output.any())
     False
     """
-    block = Block(layers, hook, again, innermost)
+    block = Block(layers, hook, again, innermost, share)
     try:
         _blocks.set((*(other for other in _blocks.get() if other.open), block))
         _opened(block)
@@ -180,22 +216,17 @@ def _settle() -> None:
 def _through_hooks(
     layer: nn.Module, heads: Heads, scoring: ScoringArguments, dropout: float, compute: Compute | None
 ) -> Tensor:
-    forward, repeated = checkpoints()
-    if repeated is None:
-        blocks = tuple(block for block in _blocks.get() if block.open)
-        if len(_everywhere) > len(blocks):
-            for other in list(_everywhere):
-                other.elsewhere |= other not in blocks and id(layer) in other.layers
-    else:
-        _, blocks = _repeats.get(id(repeated), (None, ()))
-    for checkpoint in forward:
-        _remember(checkpoint, tuple(block for block in blocks if block.again is not None))
-    here = [block for block in blocks if id(layer) in block.layers]
+    here, repeated = _around(layer)
     if not here:
         return _alone(heads, scoring, dropout, compute)
+    if len(here) > 1 and any(block.share is not None for block in here):
+        raise ValueError(
+            "regard.parallel.sharded: record, gather, intervene and another sharded block cannot be combined with it: "
+            "they would see one rank's tokens as if they were all; open one of the blocks at a time"
+        )
     call: Attend = compute or Compute(dropout)
     for block in [b for b in reversed(here) if b.innermost] + [b for b in here if not b.innermost]:
-        hook = block.hook if repeated is None else block.again
+        hook = block.again if repeated else block.hook
         call = call if hook is None else hook(layer, call)
     if isinstance(call, Compute):  # no hook wraps this layer
         return _alone(heads, scoring, dropout, compute)
@@ -206,6 +237,33 @@ _through_hooks._torchdynamo_disable = True  # type: ignore[attr-defined]
 _through_hooks._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "regard's hooks (record, gather, intervene) run uncompiled; call torch.compile before the with block"
 )
+
+
+def _around(module: nn.Module) -> tuple[list[Block], bool]:
+    """The blocks that apply to a module's call, outer ones first, and whether a checkpoint repeats the call."""
+    forward, repeated = checkpoints()
+    if repeated is None:
+        blocks = tuple(block for block in _blocks.get() if block.open)
+        if len(_everywhere) > len(blocks):
+            for other in list(_everywhere):
+                other.elsewhere |= other not in blocks and id(module) in other.layers
+    else:
+        _, blocks = _repeats.get(id(repeated), (None, ()))
+    for checkpoint in forward:
+        _remember(checkpoint, tuple(block for block in blocks if block.again is not None))
+    return [block for block in blocks if id(module) in block.layers], repeated is not None
+
+
+def share_of(module: nn.Module) -> Share | None:
+    """The share of the text that a module gets in this process; None for all of it."""
+    return _share_of(module) if _active else None
+
+
+def _share_of(module: nn.Module) -> Share | None:
+    return next((block.share for block in reversed(_around(module)[0]) if block.share is not None), None)
+
+
+_share_of._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------

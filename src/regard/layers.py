@@ -23,7 +23,7 @@ from regard.biases import Bias, as_bias
 from regard.cache import LayerCache
 from regard.graphs import tracing
 from regard.hints import hinted
-from regard.hooks import Heads, ScoringArguments, attend
+from regard.hooks import Heads, ScoringArguments, Share, attend, share_of
 from regard.masks import Mask, check_mask
 from regard.positions import Rotary
 from regard.scores import Additive
@@ -261,7 +261,8 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, cache: LayerCache | None = None
     ) -> Heads:
         """Projects the inputs, splits them into heads, turns them by position and puts the cache's tokens in front."""
-        cross = key is not None
+        cross, share = key is not None, share_of(self)
+        check_no_cache("MultiHeadAttention", share, cache)
         key = query if key is None else key
         value = key if value is None else value
         self._check(query, key, value)
@@ -280,9 +281,10 @@ class MultiHeadAttention(nn.Module):
         k, v = split(self.key(key), self.kv_heads), split(self.value(value), self.kv_heads)
         k = k if self.key_norm is None else self.key_norm(k)
         seen = 0 if cache is None or cross else cache.length
-        if self.context_length is not None and seen + k.shape[2] > self.context_length:
+        length = k.shape[2] if share is None else share.length
+        if self.context_length is not None and seen + length > self.context_length:
             raise ValueError(
-                f"MultiHeadAttention: {seen + k.shape[2]} tokens are more than context_length={self.context_length}"
+                f"MultiHeadAttention: {seen + length} tokens are more than context_length={self.context_length}"
             )
         if self.rotary is not None:
             position = 0 if cache is None or cross else cache.position
@@ -422,6 +424,15 @@ def make_norm(kind: NormKind, dim: int, *, eps: float | None = None, bias: bool 
     if kind == "rms":
         return nn.RMSNorm(dim, eps=1e-6 if eps is None else eps)
     raise ValueError(f"norm must be 'layer' or 'rms', got {kind!r}")
+
+
+def check_no_cache(owner: str, share: Share | None, cache: object) -> None:
+    """Raises for a cache where other processes hold other tokens of the text."""
+    if share is not None and cache is not None:
+        raise ValueError(
+            f"{owner}: a cache would hold one rank's tokens as if they were all; generate outside "
+            "regard.parallel.sharded"
+        )
 
 
 def check_tokens(function: str, tokens: Tensor, vocab_size: int) -> None:

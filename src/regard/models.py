@@ -21,7 +21,8 @@ from regard.cache import Cache
 from regard.configuration import ModelConfig, check_config
 from regard.feed_forward import ACTIVATIONS, FeedForward
 from regard.hints import hinted
-from regard.layers import Block, MultiHeadAttention, TokenEmbedding, check_tokens, make_norm
+from regard.hooks import share_of
+from regard.layers import Block, MultiHeadAttention, TokenEmbedding, check_no_cache, check_tokens, make_norm
 from regard.masks import Causal, Mask, Window
 from regard.positions import (
     DynamicScaling,
@@ -117,12 +118,17 @@ class Stack(nn.Module):
         if cache is not None:
             check_kind(type(self).__name__, "cache", cache, Cache, "; make one: model.cache()")
         seen, position = (0, 0) if cache is None else (cache.longest, cache.position)
-        length = tokens.shape[1]
+        length, share = tokens.shape[1], share_of(self)
+        whole = length
+        if share is not None:
+            check_no_cache(type(self).__name__, share, cache if cache is not None else context_cache)
+            share.check(type(self).__name__, length)
+            whole = share.length
         without_end = config.endless and cache is not None and cache.keep is not None
-        if length > config.context_length or (seen + length > config.context_length and not without_end):
+        if whole > config.context_length or (seen + whole > config.context_length and not without_end):
             before = f" after {seen} in the cache" if seen else ""
             raise ValueError(
-                f"{type(self).__name__}: {length} tokens{before} are more than context_length={config.context_length}; "
+                f"{type(self).__name__}: {whole} tokens{before} are more than context_length={config.context_length}; "
                 "shorten the text or read it in pieces"
             )
         x = self.embedding(tokens)

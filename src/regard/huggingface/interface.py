@@ -85,7 +85,9 @@ def attend(
     mask, bias = _given(attention_mask, query, key)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = _without_mask(query.shape[2], key.shape[2], causal, sliding_window)
+        share = hooks.share_of(module)
+        lengths = (query.shape[2], key.shape[2]) if share is None else (share.length, share.length)
+        mask = _without_mask(*lengths, causal, sliding_window)
     if bounds != (None, None):
         mask = _joined(mask, _packed(*bounds, query, key))
     if position_bias is not None:

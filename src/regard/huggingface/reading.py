@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from regard.graphs import exporting, tracing
 from regard.huggingface.masks import LazyMask
+from regard.huggingface.sharing import Whole, whole_text
 from regard.huggingface.symbols import GraphMask, rule_of
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
+from regard.rules import Rule, serialise
 from regard.shapes import Grid
 
 
@@ -48,6 +50,11 @@ def mask_for_transformers(
         )
     _learn()
     device = torch.device(device)
+    whole = whole_text.get()
+    if whole is not None:
+        place = Place(0, 0, whole.length, whole.length, batch_size, device, use_vmap)
+        mask = _of_whole(whole, mask_function, place, attention_mask is not None)
+        return LazyMask(mask, (batch_size, q_length, kv_length), device)
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     if attention_mask is not None:
@@ -131,6 +138,32 @@ def read(function: Callable[..., Any], place: Place) -> Mask:
     known = _KNOWN.get(_maker(function))
     mask = None if known is None else known.reading(_inside(function), place)
     return _asked(function, place) if mask is None else mask
+
+
+def _of_whole(whole: Whole, function: Callable[..., Any] | None, place: Place, padded: bool) -> Mask:
+    """The mask of a text of which this process holds a share: the model has seen only that, so its function may
+    depend on nothing but positions."""
+    mask = Causal(place.offset) if function is None else read(function, place)
+    tensors: list[Tensor] = []
+    if serialise(mask, tensors) is None or tensors:
+        name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+        raise ValueError(
+            f"parallel.sharded: the model's mask ({name}) depends on more than positions, padding and packed texts, "
+            "and the model knows that of one rank's tokens only"
+        )
+    some = (whole.real is not None and padded) or whole.documents is not None
+    if some and _has_chunks(mask):
+        raise ValueError(
+            "parallel.sharded: the model's mask has chunks, which begin with each text: padding and packed texts are "
+            "not supported with them"
+        )
+    if whole.real is not None and padded:
+        mask = mask & Padding(whole.real)
+    return mask if whole.documents is None else mask & Document(whole.documents)
+
+
+def _has_chunks(mask: Rule) -> bool:
+    return isinstance(mask, Chunk) or any(map(_has_chunks, mask.parts()))
 
 
 def _maker(function: object) -> str:

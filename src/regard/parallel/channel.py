@@ -65,13 +65,16 @@ class Channel:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Equally many numbers from every rank."""
-        given = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return torch.stack(self.collect(torch.tensor(numbers, dtype=torch.int64, device=self.device))).tolist()
+
+    def collect(self, given: Tensor) -> list[Tensor]:
+        """A tensor of the same shape from every rank."""
         found = [torch.empty_like(given) for _ in range(self.ranks)]
         with self._in_words("agree on the call"):
             work = dist.all_gather(found, given, group=self.group, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=self.timeout))
-        return torch.stack(found).tolist()
+        return found
 
     def reduce(self, tensor: Tensor, way: Any) -> None:
         """Sums, or what `way` says, over the ranks, in place."""

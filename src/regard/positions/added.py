@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.positions.angles import MIN_GROWTH_ROWS, angles_between, inverse_frequencies, positions_from, span
+from regard.hooks import share_of
+from regard.positions.angles import (
+    MIN_GROWTH_ROWS,
+    angles_between,
+    inverse_frequencies,
+    positions_from,
+    positions_of,
+    span,
+)
 from regard.shapes import check_whole
 
 
@@ -52,10 +60,13 @@ class Sinusoidal(nn.Module):
             length: how many positions.
             offset: the first of them; an int, or an int tensor [batch] for rows that start at different places.
         """
-        _, end = span("Sinusoidal", offset, length)
+        share, device = share_of(self), self.table.device
+        end = span("Sinusoidal", offset, length)[1] if share is None else share.length
         if end > len(self.table):
             self._grow(max(end, len(self.table) + len(self.table) // 4 + MIN_GROWTH_ROWS))
-        return F.embedding(positions_from(offset, length, self.table.device), self.table)
+        if share is not None:
+            return F.embedding(positions_of("Sinusoidal", share, offset, length, device), self.table)
+        return F.embedding(positions_from(offset, length, device), self.table)
 
     def _grow(self, rows: int) -> None:
         # a buffer created in inference_mode cannot be updated in place, as data-parallel training does
@@ -117,6 +128,10 @@ class Learned(nn.Module):
             length: how many positions.
             offset: the first of them; an int, or an int tensor [batch] for rows that start at different places.
         """
+        share, device = share_of(self), self.weight.device
+        if share is not None:
+            positions = positions_of("Learned", share, offset, length, device)
+            offset, length = 0, share.length  # of the whole text
         _, end = span("Learned", offset, length)
         if end > self.context_length:
             raise ValueError(
@@ -124,7 +139,9 @@ class Learned(nn.Module):
                 f"offset={end - length} plus length={length} ends at {end}\n"
                 "  hint: shorten the input, or use Sinusoidal or Rotary, which have no last position"
             )
-        return F.embedding(positions_from(offset, length, self.weight.device), self.weight)
+        if share is None:
+            positions = positions_from(offset, length, device)
+        return F.embedding(positions, self.weight)
 
     def extra_repr(self) -> str:
         return f"context_length={self.context_length}, dim={self.dim}"

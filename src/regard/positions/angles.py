@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from regard.hooks import Share
 from regard.shapes import INTEGER_DTYPES, check_whole
 
 MIN_GROWTH_ROWS = 64
@@ -41,6 +42,14 @@ def positions_from(offset: int | Tensor, length: int, device: torch.device) -> T
     if not isinstance(offset, Tensor):
         return torch.arange(offset, offset + length, device=device)
     return offset.to(device=device, dtype=torch.int64)[:, None] + torch.arange(length, device=device)
+
+
+def positions_of(owner: str, share: Share, offset: int | Tensor, length: int, device: torch.device) -> Tensor:
+    """The positions of the tokens that this process holds of a longer text: int64 [length]."""
+    if isinstance(offset, Tensor) or offset != 0:
+        raise ValueError(f"{owner}: in regard.parallel.sharded a text begins at offset 0, got {offset}")
+    share.check(owner, length)
+    return share.positions(device)
 
 
 def span(owner: str, offset: int | Tensor, length: int, batch: int | None = None) -> tuple[int, int]:

@@ -7,7 +7,15 @@ from torch import Tensor, nn
 
 from regard import hints
 from regard.hints import hinted
-from regard.positions.angles import MAX_PAST_ROWS, MIN_GROWTH_ROWS, angles_between, positions_from, span
+from regard.hooks import Share, share_of
+from regard.positions.angles import (
+    MAX_PAST_ROWS,
+    MIN_GROWTH_ROWS,
+    angles_between,
+    positions_from,
+    positions_of,
+    span,
+)
 from regard.positions.scaling import Scaling, Unscaled
 from regard.shapes import check_real, check_whole, is_plain, kind
 
@@ -107,6 +115,7 @@ class Rotary(nn.Module):
             raise TypeError(f"Rotary: scaling must be a Scaling such as LinearScaling(2.0), got {scaling!r}")
         self._scaling = Unscaled() if scaling is None else scaling
         self._turns = _Turns(torch.empty(2, 0, self.rotary_dim, device="cpu"), first=0, end=0, deciding_length=-1)
+        self._shared: tuple[Share | None, Tensor] = None, self._turns.table
 
     def forward(self, x: Tensor, *, offset: int | Tensor = 0) -> Tensor:
         """Rotates a query or key whose first token has position `offset`.
@@ -124,12 +133,15 @@ class Rotary(nn.Module):
             raise ValueError(f"Rotary: x must be [batch, heads, length, head_dim={self.head_dim}], got {list(x.shape)}")
         if not x.is_floating_point():
             raise TypeError(f"Rotary: x must be floating point, got {x.dtype}")
-        length = x.shape[2]
-        first, end = span("Rotary", offset, length, batch=x.shape[0])
-        turns = self._turns_for(first, end, x)
-        if not isinstance(offset, Tensor):
+        length, share = x.shape[2], share_of(self)
+        if share is not None:
+            cosine, sine = self._turns_of(share, offset, x).unbind()
+        elif not isinstance(offset, Tensor):
+            first, end = span("Rotary", offset, length)
+            turns = self._turns_for(first, end, x)
             cosine, sine = turns.table[:, first - turns.first : end - turns.first].unbind()
         else:
+            turns = self._turns_for(*span("Rotary", offset, length, batch=x.shape[0]), x)
             rows = positions_from(offset, length, x.device) - turns.first
             cosine, sine = turns.table[:, rows].unsqueeze(2).unbind()  # [batch, 1, length, rotary_dim]
 
@@ -163,10 +175,7 @@ class Rotary(nn.Module):
 
         def make(first: int, end: int) -> Tensor:
             angles = angles_between(first, end, frequencies)
-            cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
-            pair_axis = -2 if self.layout == "half" else -1
-            signed = torch.stack((torch.stack((cosine, cosine), pair_axis), torch.stack((-sine, sine), pair_axis)))
-            return signed.flatten(-2).to(device=x.device, dtype=dtype)
+            return self._signed(angles, attention_factor).to(device=x.device, dtype=dtype)
 
         # a table created in inference_mode could not be used in training later
         with torch.inference_mode(False):
@@ -185,6 +194,26 @@ class Rotary(nn.Module):
         # a single assignment, so that at worst two threads both do the work
         self._turns = _Turns(table, first, end, deciding_length)
         return self._turns
+
+    def _turns_of(self, share: Share, offset: int | Tensor, x: Tensor) -> Tensor:
+        """Cosines and sines for the tokens that this process holds of a longer text: [2, length, rotary_dim]."""
+        positions = positions_of("Rotary", share, offset, x.shape[2], torch.device("cpu"))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        known, table = self._shared
+        if known != share or table.dtype != dtype or table.device != x.device:
+            with torch.inference_mode(False):
+                frequencies, attention_factor = self.frequencies(share.length)
+                angles = torch.outer(positions.double(), frequencies)
+                table = self._signed(angles, attention_factor).to(device=x.device, dtype=dtype)
+            self._shared = share, table
+        return table
+
+    def _signed(self, angles: Tensor, attention_factor: float) -> Tensor:
+        """The table of `_Turns` for angles [rows, rotary_dim // 2]."""
+        cosine, sine = angles.cos() * attention_factor, angles.sin() * attention_factor
+        pair_axis = -2 if self.layout == "half" else -1
+        signed = torch.stack((torch.stack((cosine, cosine), pair_axis), torch.stack((-sine, sine), pair_axis)))
+        return signed.flatten(-2)
 
     def extra_repr(self) -> str:
         parts = [str(self.head_dim), f"theta={self.theta}"]
