@@ -45,6 +45,21 @@ def test_a_call_like_the_one_before_is_checked_once_and_computed_anew(checks, ma
     assert len(checks) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"kernel": "strips"}, {"kernel": "reference"}], ids=repr)
+def test_one_query_that_sees_every_key_is_checked_once_for_lengths_of_one_magnitude(checks, parts, dtype):
+    query, key, value = heads(length=130, dtype=dtype)
+    for length in range(64, 130):
+        given = query[:, :, :1], key[:, :, :length], value[:, :, :length]
+        expected = attention_with_lse(*given, **{**parts, "kernel": "reference"})
+        assert_close(attention(*given, **parts), expected.output)
+        assert_close(attention_with_lse(*given, **parts).lse, expected.lse)
+    functions = 2 if parts.get("kernel") == "reference" else 3  # what is expected comes from one that is asked as well
+    assert len(checks) == 2 * functions  # 64 to 127, and from 128 on
+    with pytest.raises(ShapeError):
+        attention(query[:, :, :1], key[:, :, :65], value[:, :, :64], **parts)
+
+
 def test_masks_that_are_made_for_each_call_are_one_by_what_they_are(checks):
     for _ in range(3):
         attention(*heads(), mask=Causal() & Window(3))

@@ -413,34 +413,30 @@ def test_a_plan_prints_as_a_report():
     )
 
 
-@pytest.mark.parametrize("parts", [{}, {"mask": Causal()}, {"softcap": 2.0}, {"dropout": 0.5}, {"kernel": "reference"}])
-def test_a_plan_names_the_kernel_that_would_run(parts, monkeypatch):
-    ran = []
-
-    def spy(kernel):
-        return kernel._replace(run=lambda call: ran.append(kernel.name) or kernel.run(call))
-
-    planned = [plan(QUERY, KEY, VALUE, lse=lse, **parts).kernel for lse in (False, True)]
-    monkeypatch.setattr(choice, "KERNELS", tuple(map(spy, KERNELS)))
-    table = tuple(row._replace(kernel=spy(row.kernel)) for row in choice.PREFERENCES)
-    monkeypatch.setattr(choice, "PREFERENCES", table)
-    attention(QUERY, KEY, VALUE, **parts)
-    attention_with_lse(QUERY, KEY, VALUE, **parts)
-    assert ran == planned
-
-
 @pytest.fixture
 def ran(monkeypatch):
     """The kernels that ran, by name."""
     found = []
 
     def spy(kernel):
-        return kernel._replace(run=lambda call: found.append(kernel.name) or kernel.run(call))
+        def prepare(call):
+            prepared = kernel.prepare(call)
+            return prepared and (lambda *tensors: found.append(kernel.name) or prepared(*tensors))
+
+        return kernel._replace(run=lambda call: found.append(kernel.name) or kernel.run(call), prepare=prepare)
 
     monkeypatch.setattr(choice, "KERNELS", tuple(map(spy, KERNELS)))
     table = tuple(row._replace(kernel=spy(row.kernel)) for row in choice.PREFERENCES)
     monkeypatch.setattr(choice, "PREFERENCES", table)
     return found
+
+
+@pytest.mark.parametrize("parts", [{}, {"mask": Causal()}, {"softcap": 2.0}, {"dropout": 0.5}, {"kernel": "reference"}])
+def test_a_plan_names_the_kernel_that_would_run(parts, ran):
+    planned = [plan(QUERY, KEY, VALUE, lse=lse, **parts).kernel for lse in (False, True)]
+    attention(QUERY, KEY, VALUE, **parts)
+    attention_with_lse(QUERY, KEY, VALUE, **parts)
+    assert ran == planned
 
 
 def random_call(draw):

@@ -7,7 +7,7 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
 from regard.rules import serialise
-from regard.scores import Additive, Scoring
+from regard.scores import Additive
 from regard.shapes import MAX_HEADS
 
 Form = tuple[Hashable, ...]
@@ -34,16 +34,23 @@ _KNOWN: dict[Form, "Checked"] = {}
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
 class Checked:
     """A call that was validated and has its kernel, for other tensors of the same form."""
 
-    scoring: Scoring
-    kernel: Kernel
-    wants_lse: bool
+    __slots__ = ("_kernel", "_key_len", "_prepared", "_scoring", "_wants_lse")
+
+    def __init__(self, call: Call, kernel: Kernel) -> None:
+        self._scoring, self._kernel, self._wants_lse = call.scoring, kernel, call.wants_lse
+        self._key_len = call.scoring.grid.key_len
+        self._prepared = kernel.prepare(call)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.kernel.compute(Call(query, key, value, self.scoring, None, self.wants_lse))
+        if self._prepared is not None and not torch._C._is_any_autocast_enabled():
+            return self._prepared(query, key, value)
+        scoring = self._scoring
+        if key.shape[2] != self._key_len:
+            scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
+        return self._kernel.compute(Call(query, key, value, scoring, None, self._wants_lse))
 
 
 def form_of(
@@ -63,6 +70,7 @@ def form_of(
 ) -> Form | None:
     """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
 
+    One query without a mask, as in writing token by token, has the same form at every key_len of the same magnitude.
     None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
     masks without a `structure`, such as functions. Calls with bias, sink, additive similarity or dropout have none
     either.
@@ -84,13 +92,19 @@ def form_of(
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(kernel) is not str:
         return None
+    key_shape: Hashable = key.shape
+    value_shape: Hashable = value.shape
     structure = None
     if mask is not None:
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
             return None
+    elif query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
+        batch, kv_heads, key_len, head_dim = key.shape
+        if value.shape[:3] == (batch, kv_heads, key_len):
+            key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
     return (
-        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
+        query.shape, key_shape, value_shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
         structure, scale, softcap, wants_lse, kernel,
@@ -116,7 +130,7 @@ def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> 
     with _lock:
         while len(known) >= MAX_FORMS:
             del known[next(iter(known))]
-        known[form] = Checked(call.scoring, kernel, call.wants_lse)
+        known[form] = Checked(call, kernel)
 
 
 def forget() -> None:

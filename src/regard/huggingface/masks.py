@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from regard.checked import Checked, Form, form_of, keep
-from regard.functional import check_call, compute
+from regard.functional import attention, check_call, compute
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
-from regard.masks import Mask
+from regard.masks import Mask, Tile
 from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
@@ -32,6 +32,7 @@ class LazyMask(Lazy):
     bias: Tensor | None
     _made_for: tuple[int, int, int, torch.device]
     _checked: dict[Form, Checked]
+    _sees_all: bool | None
 
     def __new__(
         cls, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
@@ -42,7 +43,7 @@ class LazyMask(Lazy):
             whole = torch.broadcast_shapes(whole, bias.shape)
         made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
         made.mask, made.bias, made._made_for = mask, bias, (batch, query_len, key_len, device)
-        made._checked = {}
+        made._checked, made._sees_all = {}, None
         return made
 
     def __init__(
@@ -65,6 +66,11 @@ class LazyMask(Lazy):
 
         The mask is made for one step and never modified, so its structure is not part of the form.
         """
+        if self._sees_all is None:
+            _, queries, keys, _ = self._made_for
+            self._sees_all = queries == 1 and self.mask.tile(range(1), range(keys)) is Tile.FULL
+        if self._sees_all:  # which does not need a step of its own to be validated
+            return attention(query, key, value, scale=scale, softcap=softcap)
         form = form_of(query, key, value, None, None, scale, softcap, None, None, 0.0, None, False, "auto")
         checked = None if form is None else self._checked.get(form)
         if checked is not None:

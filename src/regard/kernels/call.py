@@ -33,6 +33,13 @@ class Call(NamedTuple):
             return False
         return any(map(learns, (self.query, self.key, self.value, self.scoring.sink, *self.scoring.learned())))
 
+    @property
+    def inspectable(self) -> bool:
+        """Whether the result can be inspected as soon as it is computed, and no gradient is needed."""
+        if self.query.device.type != "cpu" or self.learns or tracing():
+            return False
+        return not torch._C._are_functorch_transforms_active()
+
 
 def learns(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
@@ -42,6 +49,10 @@ def all_scores(call: Call) -> int:
     """Number of scores of a call, masked ones included."""
     grid = call.scoring.grid
     return grid.batch * grid.heads * grid.query_len * grid.key_len
+
+
+Prepared = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""A call that waits for its query, key and value: returns output and lse."""
 
 
 class Kernel(NamedTuple):
@@ -58,6 +69,10 @@ class Kernel(NamedTuple):
     """Numbers it holds at once in quadratic tensors (query_len x key_len); 0 if it needs none."""
     peak_bytes: Callable[[Call], int]
     """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""
+    prepare: Callable[[Call], Prepared | None] = lambda call: None
+    """`run` for other tensors of the same form, of any key_len if there is one query and no mask, with what does not
+    depend on their numbers computed once; None where there is nothing of that kind. It must not keep the call's tensors
+    alive."""
 
     def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""

@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.graphs import tracing
+
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
 """From which query_len on the operator takes how many queries together."""
 
 KEYS_AT_A_TIME = 512
 """Keys that the operator takes together."""
+
+HALF = torch.bfloat16, torch.float16
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: Any) -> tuple[Tensor, Tensor]:
@@ -63,23 +67,48 @@ FLASH = is_as_expected()
 """If false, plain products replace the operator everywhere."""
 
 
-def full_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, is_causal: bool = False) -> Tensor:
-    """torch's function for calls without a mask tensor, with grouped heads too.
+def full_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """torch's function, with grouped heads too.
 
-    Without a causal mask, the query heads that share a kv head are stacked along the queries, so that keys and values
-    are read once and not once per head.
+    Where the mask allows it, the query heads that share a kv head are stacked along the queries, so that keys and
+    values are read once and not once per head. In half precision on a CPU a single row is computed twice: torch has
+    fast products for two rows and slow ones for one.
+
+    Args:
+        attn_mask: as torch takes it, broadcastable to [batch, heads, query_len, key_len].
     """
     # torch's fused operator needs contiguous features; without them it falls back to computing all scores
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    shape, kv_heads = query.shape, key.shape[1]
-    if shape[1] == kv_heads:
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, is_causal, scale=scale)
-    if is_causal:
-        return F.scaled_dot_product_attention(query, key, value, None, 0.0, True, scale=scale, enable_gqa=True)
-    query = query.reshape(shape[0], kv_heads, shape[1] // kv_heads * shape[2], shape[3])
-    output = F.scaled_dot_product_attention(query, key, value, None, 0.0, False, scale=scale)
-    return output.view(*shape[:3], value.shape[3])
+    (batch, heads, rows, size), kv_heads, key_len = query.shape, key.shape[1], key.shape[2]
+    group = heads // kv_heads
+    grouped = bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
+    alike = attn_mask is None or (not tracing() and rows == 1 and attn_mask.shape[1] == 1)  # for all heads
+    if is_causal or not alike:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(-1, -1, rows, key_len)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
+        )
+    if grouped:
+        query = query.reshape(batch, kv_heads, group * rows, size)
+    twice = not tracing() and query.shape[2] == 1 and query.dtype in HALF and query.device.type == "cpu"
+    if twice:
+        query = query.expand(-1, -1, 2, -1)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(-1, -1, query.shape[2], key_len)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=scale)
+    if twice:
+        output = output[:, :, :1]
+    return output.reshape(batch, heads, rows, value.shape[3]) if grouped else output
 
 
 def causal_scores(query_len: int, key_len: int) -> int:

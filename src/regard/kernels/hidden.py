@@ -1,10 +1,16 @@
 """What a mask hides in a rectangle of scores, in the forms that kernels need: computed once, used in every call.
 
-NaN and inf in a fully masked key or value must not reach any result. A weight of exactly 0 cancels any moderate number,
-so it suffices to inspect the hidden keys and to zero them only if one holds something larger. The result depends on the
-mask alone: it is cached by mask structure and shared by all layers of a step.
+NaN and inf in a fully masked key or value must not reach any result. Two ways to see to that cost little:
+
+    inspect the result   the score of a hidden key is -inf or NaN, whatever the key holds, and its value is multiplied
+                         by 0, which gives 0 or NaN: if the result is not NaN, it did not contribute (`has_nan`)
+    inspect the keys     a weight of exactly 0 cancels any moderate number, so hidden keys are zeroed only if one holds
+                         something larger (`Hidden.seen`): for gradients, which offer nothing to inspect
+
+What is hidden depends on the mask alone: it is cached by mask structure and shared by all layers of a step.
 """
 
+import math
 from functools import cached_property
 
 import torch
@@ -99,6 +105,11 @@ class Hidden:
             with torch.inference_mode(False):
                 self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads, query_len)
         return self._folded[key]
+
+
+def has_nan(result: Tensor) -> bool:
+    """Whether there is NaN in it, or inf of both signs: then something hidden may have contributed."""
+    return math.isnan(result.sum().item())
 
 
 def harmless(*tensors: Tensor) -> bool:

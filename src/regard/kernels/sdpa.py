@@ -8,14 +8,12 @@ bias is never rounded to a lower precision.
 
 import math
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.call import Call, Kernel, all_scores
-from regard.kernels.fused import FLASH, causal_scores, full_attention
-from regard.kernels.hidden import hidden_in_call
+from regard.kernels.call import Call, Kernel, Prepared, all_scores
+from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
+from regard.kernels.hidden import has_nan, hidden_in, hidden_in_call
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 
@@ -33,46 +31,54 @@ def cannot(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
         return "torch's dropout cannot be reproduced from a seed and indices"
-    if scoring.bias is not None and call.query.dtype in (torch.bfloat16, torch.float16):
+    if scoring.bias is not None and call.query.dtype in HALF:
         return f"the bias would be rounded to {call.query.dtype}"
     return None
 
 
-def run(call: Call) -> tuple[Tensor, None]:
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
-    scoring = call.scoring
-    query, key, value = call.query, call.key, call.value
-    mask, bias = scoring.mask, scoring.bias
-    causal, attn_mask, allowed = False, None, None
-    if bias is None and (mask is None or mask is EVERYTHING):
-        pass
-    elif bias is None and is_top_left_causal(mask):
-        causal = True
-        if scoring.grid.key_len > scoring.grid.query_len:  # no query sees later keys
-            key, value = key[:, :, : scoring.grid.query_len], value[:, :, : scoring.grid.query_len]
-    else:
-        hidden = hidden_in_call(scoring)
-        if hidden is not None:
-            allowed = hidden.allowed
-            query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-            attn_mask = allowed if tracing() else hidden.numbers(query.dtype)
-        if bias is not None:
-            queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
-            attn_mask = scoring.biases(queries, keys, query.dtype)
-            if allowed is not None:
-                attn_mask = attn_mask.masked_fill(~allowed, -math.inf)
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(-1, -1, scoring.grid.query_len, scoring.grid.key_len)
-    if attn_mask is None:
-        return full_attention(query, key, value, scale=scoring.scale, is_causal=causal), None
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask, 0.0, False, scale=scoring.scale, enable_gqa=grouped
-    )
-    if exporting() and allowed is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
-        output = output.masked_fill(~allowed.any(dim=-1)[..., None], 0.0)
+    prepared = prepare(call)
+    if prepared is not None:
+        return prepared(call.query, call.key, call.value)
+    scoring, (query, key, value) = call.scoring, call[:3]
+    if scoring.bias is None and is_top_left_causal(scoring.mask):
+        seen = slice(min(scoring.grid.query_len, scoring.grid.key_len))  # no query sees later keys
+        return full_attention(query, key[:, :, seen], value[:, :, seen], scale=scoring.scale, is_causal=True), None
+    hidden, added = hidden_in_call(scoring), None
+    if scoring.bias is not None:
+        queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
+        added = scoring.biases(queries, keys, query.dtype)
+    if hidden is not None:
+        query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+        if added is None:
+            added = hidden.allowed if tracing() else hidden.numbers(query.dtype)
+        else:
+            added = added.masked_fill(~hidden.allowed, -math.inf)
+    output = full_attention(query, key, value, scale=scoring.scale, attn_mask=added)
+    if exporting() and hidden is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
+        output = output.masked_fill(~hidden.allowed.any(dim=-1)[..., None], 0.0)
     return output, None
+
+
+def prepare(call: Call) -> Prepared | None:
+    """What a mask adds is computed once, and what it hides is zeroed only if the result is NaN."""
+    scoring, dtype = call.scoring, call.query.dtype
+    if scoring.bias is not None or is_top_left_causal(scoring.mask):
+        return None
+    if scoring.mask_or_everything is not EVERYTHING and not call.inspectable:
+        return None
+    hidden = hidden_in(scoring.mask, scoring.grid)
+    scale, added = scoring.scale, None if hidden is None else hidden.numbers(dtype)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        output = full_attention(query, key, value, scale=scale, attn_mask=added)
+        if hidden is not None and has_nan(output):
+            zeroed = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+            output = full_attention(*zeroed, scale=scale, attn_mask=added)
+        return output, None
+
+    return attend
 
 
 def num_scores(call: Call) -> int:
@@ -108,4 +114,4 @@ def peak_bytes(call: Call) -> int:
     return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 
 
-KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes)
+KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes, prepare)
