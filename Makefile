@@ -49,7 +49,7 @@ docs: $(VENV)/.installed-dev ## the documentation as a site, into build/site
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --conf-dir docs . build/site
 	@echo "build/site/README.html"
 
-bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into benchmarks/results and docs/performance.md
+bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into benchmarks/results and docs
 	$(BIN)/python benchmarks/small_calls.py
 	$(BIN)/python benchmarks/observation.py
 	$(BIN)/python benchmarks/recording.py
@@ -59,10 +59,13 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/cost.py
 	$(BIN)/python benchmarks/cost.py --memory
 	$(BIN)/python benchmarks/first_run.py
+	$(BIN)/python benchmarks/viewer.py
+	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 	$(BIN)/python benchmarks/features.py --report
 	$(BIN)/python benchmarks/models.py --report
+	$(BIN)/python benchmarks/page.py --report
 
 gpu: $(VENV)/.installed-bench ## tests and benchmarks that need an NVIDIA GPU, into benchmarks/results and docs/performance-gpu.md
 	$(BIN)/python benchmarks/gpu.py
