@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -431,6 +432,56 @@ def test_the_course_of_a_run_stands_in_its_folder_with_every_step_once(data, tmp
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert read_metrics(tmp_path / "nowhere") == []
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def other_rows():
+    return Packed(
+        [[9, 8, 7, 6, 5] * 20], context_length=CONTEXT, vocab_size=31
+    )  # of which the training rows tell nothing
+
+
+def test_an_evaluation_is_the_loss_on_held_out_rows_as_the_model_is_used(data, tmp_path):
+    model, held_out, reports = model_of(dropout=0.3), other_rows(), []
+    settings = replace(SETTINGS, evaluate_every=3)
+    train(model, data, settings, tmp_path, held_out=held_out, report=reports.append)
+    assert [r.held_out is None for r in reports] == [True, True, False] * 2
+    whole = islice(held_out.batches(2), -(-held_out.rows // 2))
+    losses = [next_token_loss(model.eval(), batch).detach() for batch in whole]
+    assert reports[-1].held_out == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    assert [line["held_out"] for line in read_metrics(tmp_path)] == [r.held_out for r in reports]
+    plain = model_of(dropout=0.3)
+    train(plain, data, SETTINGS, tmp_path / "plain")  # and changes nothing
+    assert_equal(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("stopped", [None, 7], ids=["", "and a run that was stopped likewise"])
+def test_early_stopping_ends_after_so_many_evaluations_without_a_lower_loss_and_keeps_the_best(stopped, data, tmp_path):
+    settings = replace(SETTINGS, steps=200, evaluate_every=2, patience=3, learning_rate=0.05)
+    reports = []
+    if stopped is not None:
+        with pytest.raises(KeyboardInterrupt):
+            train(model_of(), data, settings, tmp_path, held_out=other_rows(), report=stop_at(stopped, reports))
+    train(model_of(), data, settings, tmp_path, held_out=other_rows(), resume=bool(reports), report=reports.append)
+    losses = [r.held_out for r in reports if r.held_out is not None]
+    best = losses.index(min(losses))
+    assert len(losses) - 1 - best == 3  # three evaluations after the best one, and no fourth
+    assert reports[-1].step == 2 * len(losses) < 200
+    assert progress_header(tmp_path / "progress.safetensors")["course"]["step"] == 2 * (best + 1)
+    kept = model_of()
+    kept.load_state_dict(read(tmp_path / "best.safetensors")[1], strict=False)
+    exact = [next_token_loss(kept.eval(), batch).detach() for batch in islice(other_rows().batches(2), 4)]
+    assert float(torch.stack(exact).mean()) == pytest.approx(min(losses), rel=1e-5)
+    more = []
+    train(model_of(), data, settings, tmp_path, held_out=other_rows(), resume=True, report=more.append)
+    assert more == []
+
+
+def test_patience_without_evaluations_is_refused():
+    with pytest.raises(ValueError, match="patience: 3 evaluations need evaluate_every"):
+        replace(SETTINGS, patience=3)
 
 
 def test_two_trainings_in_one_folder_refuse_each_other(data, tmp_path):

@@ -173,6 +173,72 @@ def test_a_run_of_another_kind_cannot_be_gone_on_with(texts: Path, tmp_path: Pat
         resume(tmp_path)
 
 
+def test_evaluations_show_what_the_model_writes_and_early_stopping_keeps_the_best_model(
+    texts: Path, tmp_path: Path
+) -> None:
+    class Sampled(Told):
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples: dict[int, str] = {}
+            self.held_out: dict[int, float] = {}
+
+        def sample(self, step: int, text: str) -> None:
+            self.samples[step] = text
+
+        def step(self, report: Report, settings: Settings) -> None:
+            super().step(report, settings)
+            if report.held_out is not None:
+                self.held_out[report.step] = report.held_out
+
+    run, told = tmp_path / "run", Sampled()
+    recipe = Recipe(
+        data=str(texts), steps=400, learning_rate=0.2, evaluate_every=5, patience=2, tensorboard=True, **SMALL
+    )
+    assert begin(run, recipe, listener=told) is not None
+    assert list(told.samples) == list(told.held_out) == list(range(5, told.steps[-1] + 1, 5))
+    best = min(told.held_out, key=lambda step: told.held_out[step])
+    assert told.steps[-1] == best + 10 < 400
+    assert f"the model is that of step {best}, the best on held-out texts" in told.notes
+    half = {name: tensor.half() for name, tensor in read(run / "best.safetensors")[1].items()}
+    assert all(torch.equal(half[name], tensor) for name, tensor in read(run / "model.safetensors")[1].items())
+    assert load(run).unfinished is None
+    again = Told()
+    assert resume(run, listener=again) is None
+    ended = f"ended after step {told.steps[-1]}, after 2 evaluations without a lower loss on held-out texts"
+    assert again.notes == [f"{run}: {ended}"]
+    # what TensorBoard reads
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert {event.step: event.value for event in events.Scalars("held_out")} == pytest.approx(told.held_out)
+    losses = {line["step"]: line["loss"] for line in read_metrics(run)}
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(losses)
+    texts_of = {
+        event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("sample/text_summary")
+    }
+    assert all(told.samples[step] in text for step, text in texts_of.items())
+    assert set(texts_of) == set(told.samples)
+
+
+def test_the_plot_at_the_end_shows_the_metrics(texts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from regard.plots import training_course
+
+    begin(tmp_path, Recipe(data=str(texts), steps=6, evaluate_every=2, **SMALL))
+    assert (tmp_path / "training.svg").read_text().startswith("<?xml")
+    lines = read_metrics(tmp_path)
+    above, below = training_course(lines).axes
+    (raw, mean, evaluated), (rate,) = above.lines, below.lines
+    assert raw.get_ydata().tolist() == mean.get_ydata().tolist() == [line["loss"] for line in lines]
+    assert evaluated.get_xydata().tolist() == [[line["step"], line["held_out"]] for line in lines[1::2]]
+    assert rate.get_ydata().tolist() == [line["learning_rate"] for line in lines]
+    many = [{"step": step, "loss": float(step % 2), "learning_rate": 0.1} for step in range(1, 101)]
+    assert training_course(many).axes[0].lines[1].get_ydata().tolist() == [1.0] + [0.5] * 99
+    with pytest.raises(ValueError, match=r"plots\.training_course: lines must have a step or more, got none"):
+        training_course([])
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 

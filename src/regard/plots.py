@@ -1,4 +1,4 @@
-"""Figures of attention, drawn with matplotlib (the extra ``[plot]``).
+"""Figures of attention, and of a training, drawn with matplotlib (the extra ``[plot]``).
 
     regard.plots.heat_map(recording["layers.3"].head(5), labels=pieces)
     regard.plots.head_grid(recording).savefig("heads.png")
@@ -250,6 +250,34 @@ def _numbers(seen: Observation) -> Sequence[int]:
     """The heads' numbers in their layer."""
     numbers: Sequence[int] = getattr(seen, "heads", range(seen.grid.heads))
     return numbers
+
+
+def training_course(lines: Sequence[Mapping[str, Any]]) -> "Figure":
+    """The loss of every step of a training, on its texts and on held-out ones, above the learning rate.
+
+    Args:
+        lines: of a run's metrics.jsonl, each with step, loss and learning_rate, and held_out where it was evaluated.
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: there is no line.
+    """
+    if not lines:
+        raise ValueError("plots.training_course: lines must have a step or more, got none")
+    figure: Figure = _matplotlib("figure").Figure(figsize=(7.0, 4.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
+    above.plot(steps, losses, lw=0.6, alpha=0.35, color="C0")
+    near = max(1, len(losses) // 50)
+    means = [sum(part) / len(part) for part in (losses[max(0, at + 1 - near) : at + 1] for at in range(len(losses)))]
+    above.plot(steps, means, color="C0", label="training")
+    evaluated = [(line["step"], line["held_out"]) for line in lines if line.get("held_out") is not None]
+    if evaluated:
+        above.plot(*zip(*evaluated, strict=True), "o-", ms=3, color="C1", label="held out")
+    above.set_ylabel("loss")
+    above.legend()
+    below.plot(steps, [line["learning_rate"] for line in lines], color="C2")
+    below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    return figure
 
 
 def _check(function: str, seen: Observation, row: int, *, one_head: bool = False) -> None:

@@ -38,9 +38,15 @@ class Screen(Listener):
     def progress(self, work: str, done: int, total: int) -> None:
         self._show(work, done, total, "")
 
+    def sample(self, step: int, text: str) -> None:
+        self._close()
+        tell(self.console, f"after step {step:,}, the model writes:\n{text}")
+
     def step(self, report: Report, settings: Recipe) -> None:
         loss = self._smooth(report.loss)
         speed = f"loss {loss:.3f}  {report.tokens_per_second:,.0f} tokens/s"
+        if report.held_out is not None:
+            self.note(f"after step {report.step:,}, the loss on held-out texts is {report.held_out:.3f}")
         self._show("training", report.step, settings.steps, speed)
         step, seconds = self._first = self._first or (report.step, report.seconds)
         if not self.console.is_terminal:

@@ -234,6 +234,34 @@ def train(
             help="With several processes: each holds a part of the weights (FSDP2) instead of all of them (DDP).",
         ),
     ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            "--evaluate-every",
+            metavar="STEPS",
+            min=1,
+            rich_help_panel=RUNNING,
+            help="Evaluate on held-out texts, and show what the model writes, after this many steps. Default: only at "
+            "the end.",
+        ),
+    ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            "--patience",
+            metavar="N",
+            min=1,
+            rich_help_panel=RUNNING,
+            help="Stop early, after N evaluations without a lower loss on held-out texts, and keep the model that had "
+            "the lowest. Default: do all steps.",
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--tensorboard", rich_help_panel=RUNNING, help="Write the run for TensorBoard, into FOLDER/tensorboard."
+        ),
+    ] = None,
     save_every: Annotated[
         int | None,
         typer.Option(
@@ -268,7 +296,7 @@ def train(
 
     At the end the model is measured on texts held out from training (about one file in twenty, or the end of a single
     file), in bits per byte; what xz -9e needs for the same texts stands beside it. Loss, learning rate and speed of
-    every step are in FOLDER/metrics.jsonl.
+    every step are in FOLDER/metrics.jsonl, and drawn in FOLDER/training.svg.
 
     Several processes, started by torchrun or accelerate launch, share the sequences of each step and end with the
     weights that one process ends with, up to rounding. A run may go on with another number of them.
@@ -279,6 +307,7 @@ def train(
       regard train runs/mine --resume --steps 400
       regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
       regard train runs/sections --task classify --steps 300
+      regard train runs/mine2 --steps 2000 --evaluate-every 100 --patience 3 --tensorboard
       regard train runs/more --from stdlib --data docs --steps 100
       torchrun --nproc-per-node 2 --no-python regard train runs/two --steps 200
       torchrun --nproc-per-node 2 --no-python regard train runs/two --resume --shard

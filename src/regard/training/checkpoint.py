@@ -1,10 +1,11 @@
-"""A model on disk: a folder of three files, and two more where it was trained.
+"""A model on disk: a folder of three files, and more where it was trained.
 
     model.safetensors      the weights; the configuration is in its header, as JSON
     tokenizer.json         what cuts text into the model's tokens
     card.md                what it was trained on, how, and how good it is (written by `regard train`)
     progress.safetensors   the optimizers' state and the place in the data, to go on from
     metrics.jsonl          loss, learning rate and speed of every step
+    best.safetensors       with early stopping, the weights that did best on held-out texts
 
 The first two are there from the first step on, so that a model can be used while it is being trained. Nothing is
 pickled. Every file is written beside its place and moved there when it is whole, so that an interruption, or a full
@@ -31,6 +32,7 @@ from regard.training.text import Tokenizer
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 DEFAULT_MODEL = "stdlib"
+WEIGHTS = "model.safetensors"
 
 Model = Decoder | EncoderDecoder | MaskedLanguageModel | Classifier
 """What training makes: each is made from a `ModelConfig` alone."""
@@ -67,7 +69,7 @@ def bundled() -> list[str]:
     return sorted(folder.name for folder in PRETRAINED.glob("*") if (folder / "model.safetensors").is_file())
 
 
-def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
+def load(name: str | os.PathLike[str] = DEFAULT_MODEL, *, weights: str = WEIGHTS) -> Loaded[Any]:
     """A model and its tokenizer, by name or from a folder.
 
     Args:
@@ -75,6 +77,7 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
             of transformers: its folder, or its name where it is in transformers' cache. It becomes a `Decoder` where
             regard's parts suffice; else transformers runs it, with its attention computed by regard. Code that comes
             with a model is never run.
+        weights: the file of its weights; a training with early stopping also keeps best.safetensors.
     Raises:
         ValueError: there is no such model, or its files are damaged; the message says which.
         ImportError: the package tokenizers is not installed.
@@ -92,7 +95,7 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL) -> Loaded[Any]:
         return Loaded(does_as_decoder, does_as_tokenizer, Path(name), foreign=why)
     folder = find(name)
     need("a model's tokenizer", "cli", "tokenizers")
-    path = folder / "model.safetensors"
+    path = folder / weights
     metadata, tensors = read(path)
     made = FORMATS.get(metadata.get("format", ""))
     if made is None:
@@ -144,9 +147,14 @@ def _of_transformers(name: str | os.PathLike[str]) -> bool:
 
 
 def save_model(
-    folder: Path | None, model: Model, *, dtype: torch.dtype | None = None, steps: tuple[int, int] | None = None
+    folder: Path | None,
+    model: Model,
+    *,
+    dtype: torch.dtype | None = None,
+    steps: tuple[int, int] | None = None,
+    name: str = WEIGHTS,
 ) -> None:
-    """Writes model.safetensors.
+    """Writes model.safetensors, or a file of another `name`.
 
     Args:
         folder: where; None, here and below: nowhere, but take part in putting together what lies in shards.
@@ -160,7 +168,7 @@ def save_model(
     metadata = {"format": format_of(model), "config": json.dumps(model.config.to_dict())}
     if steps is not None:
         metadata["steps"] = json.dumps(steps)
-    save(folder / "model.safetensors", tensors, metadata)
+    save(folder / name, tensors, metadata)
 
 
 def save_batch(path: Path | None, model: Model, batch: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:

@@ -35,6 +35,9 @@ MAX_SHOWN_LABELS = 12
 SECTIONS = 8
 """Packages of the standard library whose docstrings are told apart: those with the most."""
 
+SAMPLED = 3
+"""Texts of a sample."""
+
 
 @dataclass(frozen=True)
 class Confusion:
@@ -135,13 +138,7 @@ class Classifying(Task):
 
     def examples(self, tokenizer: Tokenizer, context_length: int) -> Labelled:
         self.listener.progress("cutting into tokens", 0, 1)
-        data = Labelled(
-            tokenizer.encode_batch([text for text, _ in self.training]),
-            [self.labels.index(label) for _, label in self.training],
-            context_length=context_length,
-            end_id=tokenizer.end_id,
-            seed=self.recipe.seed,
-        )
+        data = self._labelled(self.training, tokenizer, context_length)
         self.listener.progress("cutting into tokens", 1, 1)
         if data.cut:
             self.listener.note(
@@ -149,6 +146,26 @@ class Classifying(Task):
                 "--context-length takes longer ones"
             )
         return data
+
+    def held_out_examples(self, tokenizer: Tokenizer, context_length: int) -> Labelled:
+        return self._labelled(self.held_out, tokenizer, context_length)
+
+    def _labelled(self, texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, context_length: int) -> Labelled:
+        return Labelled(
+            tokenizer.encode_batch([text for text, _ in texts]),
+            [self.labels.index(label) for _, label in texts],
+            context_length=context_length,
+            end_id=tokenizer.end_id,
+            seed=self.recipe.seed,
+        )
+
+    def sample(self, model: Classifier, tokenizer: Tokenizer) -> str:
+        texts = [text for text, _ in self.held_out[:SAMPLED]]
+        told = probabilities(model, tokenizer, texts).max(-1)
+        return "\n".join(
+            f"{' '.join(text.split())[:60]} → {self.labels[number]}, {share:.2f}"
+            for text, number, share in zip(texts, told.indices.tolist(), told.values.tolist(), strict=True)
+        )
 
     def measure(self, model: Classifier, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> Confusion:
         counts = torch.zeros(len(self.labels), len(self.labels), dtype=torch.int64)

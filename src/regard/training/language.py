@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
+from regard.generation import generate
 from regard.models import Decoder
 from regard.training import corpus as sources
 from regard.training.corpus import Corpus
@@ -13,6 +16,9 @@ from regard.training.report import Listener
 from regard.training.settings import Recipe
 from regard.training.task import Task
 from regard.training.text import Tokenizer, train_tokenizer
+
+SAMPLED = 60
+"""Tokens of a sample text: a line or a few."""
 
 
 class Language(Task):
@@ -45,6 +51,15 @@ class Language(Task):
             repeats=self.recipe.repeats,
             progress=lambda done, total: self.listener.progress("cutting into tokens", done, total),
         )
+
+    def held_out_examples(self, tokenizer: Tokenizer, context_length: int) -> Packed:
+        texts = [file.text for file in self.corpus.held_out]
+        return Packed.from_texts(texts, tokenizer, context_length=context_length)
+
+    def sample(self, model: Decoder, tokenizer: Tokenizer) -> str:
+        generator, end = torch.Generator().manual_seed(self.recipe.seed), tokenizer.end_id
+        written = generate(model, [end], SAMPLED, temperature=0.8, end_id=end, generator=generator)
+        return tokenizer.decode(list(written)).rstrip()
 
     def measure(self, model: Decoder, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> Measures:
         return measure(model, tokenizer, self.corpus, progress=progress)

@@ -35,6 +35,7 @@ from torch import nn
 from regard.layers import Block
 from regard.training.checkpoint import Model, load_progress, progress_header, save_batch, save_model, save_progress
 from regard.training.data import Examples, rows_of
+from regard.training.evaluating import Course, held_out_loss
 from regard.training.lock import hold
 from regard.training.metrics import Metrics
 from regard.training.processes import Processes, join
@@ -44,6 +45,8 @@ from regard.training.spreading import ShardedMuon, exchanging, sharded, spread, 
 from regard.training.stopping import Stopping
 
 PROGRESS = "progress.safetensors"
+BEST = "best.safetensors"
+"""The model of the lowest loss on held-out texts."""
 
 
 class DivergedError(RuntimeError):
@@ -56,6 +59,7 @@ def train(
     settings: Settings,
     folder: Path,
     *,
+    held_out: Examples | None = None,
     resume: bool = False,
     notes: Mapping[str, Any] | None = None,
     report: Callable[[Report], None] = lambda report: None,
@@ -71,7 +75,9 @@ def train(
 
     Args:
         model: holds the trained weights afterwards; of several processes with `shard`, its part of them.
-        folder: where model.safetensors, progress.safetensors and metrics.jsonl are written; one training at a time.
+        held_out: what the model is evaluated on, every `evaluate_every` steps; each evaluation is followed by a save.
+        folder: where model.safetensors, progress.safetensors and metrics.jsonl are written, and best.safetensors where
+            there is `patience`; one training at a time.
         notes: plain data to be kept with the progress.
         report: called after every step, in the first process; if it raises KeyboardInterrupt the run ends as with
             Ctrl-C.
@@ -88,7 +94,7 @@ def train(
     here = join()
     progress = folder / PROGRESS
     facts = facts_of(settings, data)
-    first, before, precision = 0, 0.0, _precision(settings.precision)
+    first, before, precision, course = 0, 0.0, _precision(settings.precision), Course()
     at_once = settings.rows_at_once(here.count)
     parts = here.count * settings.accumulate
     here.check_same("data", facts)
@@ -101,6 +107,7 @@ def train(
                 check_facts(progress, header, facts)
                 first, before = header["step"], header["seconds"]
                 precision = header.get("precision", precision)  # what "auto" was when the run began
+                course = Course(**header.get("course", {}))
         spread_model = spread(model.to(here.device), here, shards=settings.shard)
         optimizers = make_optimizers(model, settings)
         if resume:
@@ -114,7 +121,7 @@ def train(
         def save(step: int) -> None:
             nonlocal saved
             kept = {"config": model.config.to_dict(), "precision": precision, "notes": dict(notes or {})}
-            header = {"step": step, "seconds": elapsed(), **facts, **kept}
+            header = {"step": step, "seconds": elapsed(), "course": asdict(course), **facts, **kept}
             with here.together():
                 save_progress(progress if here.main else None, model, optimizers, header)
                 save_model(folder if here.main else None, model, steps=(step, settings.steps))
@@ -125,6 +132,14 @@ def train(
             minutes = settings.save_minutes
             return by_steps or (minutes is not None and here.any(time.perf_counter() - saved >= 60 * minutes))
 
+        def mine(batch: Any, number: int) -> Any:
+            """One of the parts of a batch that this process computes."""
+            rows = rows_of(batch, (here.rank * settings.accumulate + number) * at_once, at_once)
+            return rows._make(tensor.to(here.device) for tensor in rows)
+
+        def rounded() -> torch.autocast:
+            return torch.autocast(here.device.type, torch.bfloat16, enabled=precision == "bf16")
+
         def gradient(step: int) -> tuple[float, float, Any]:
             """The loss of a step, the norm of its gradient before clipping, and its batch."""
             batch = data.batch(step * settings.batch_size, settings.batch_size)
@@ -133,18 +148,36 @@ def train(
             for number in range(settings.accumulate):
                 part = here.rank * settings.accumulate + number
                 torch.manual_seed(_seed(settings.seed, step * parts + part))  # dropout follows from step and part alone
-                rows = rows_of(batch, part * at_once, at_once)
+                rows = mine(batch, number)
                 share = data.counted(rows) / counted
-                tokens = f"{at_once} rows, {data.tokens(rows):,} tokens"
-                rows = rows._make(tensor.to(here.device) for tensor in rows)
-                last = number == settings.accumulate - 1
-                with enough_memory(f"step {step + 1}, {tokens}"), exchanging(spread_model, last):
-                    with torch.autocast(here.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                what = f"step {step + 1}, {at_once} rows, {data.tokens(rows):,} tokens"
+                with enough_memory(what), exchanging(spread_model, number == settings.accumulate - 1):
+                    with rounded():
                         of_rows = data.loss(spread_model, rows)
                     (of_rows * (share * here.count)).backward()  # processes average their gradients
                 loss += share * float(of_rows.detach())
             norm = whole(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
             return here.sum(loss), float(norm), batch
+
+        def evaluation(step: int) -> float | None:
+            """The loss on held-out texts where it is time for it; of the lowest, the weights are kept."""
+            if held_out is None or settings.evaluate_every is None or step % settings.evaluate_every:
+                return None
+            with rounded():
+                loss = held_out_loss(
+                    spread_model,
+                    held_out,
+                    settings.batch_size,
+                    lambda batch: (mine(batch, number) for number in range(settings.accumulate)),
+                    here,
+                )
+            if course.add(step, loss) and settings.patience is not None:
+                with here.together():
+                    save_model(folder if here.main else None, model, steps=(step, settings.steps), name=BEST)
+            return loss
+
+        def has_waited() -> bool:
+            return settings.patience is not None and course.waited >= settings.patience
 
         step = first
         if not resume:
@@ -153,7 +186,7 @@ def train(
         with here.together():
             metrics = stack.enter_context(Metrics(folder, step)) if here.main else None
         with Stopping(here.count > 1) as stopping:
-            while step < settings.steps and not _asked(stopping, here):
+            while step < settings.steps and not has_waited() and not _asked(stopping, here):
                 began = time.perf_counter()
                 for optimizer in optimizers:
                     for group in optimizer.param_groups:
@@ -167,11 +200,12 @@ def train(
                         optimizer.step()
                 step += 1
                 seconds = time.perf_counter() - began
-                told = Report(step, loss, settings.rate(step - 1), norm, data.tokens(batch) / seconds, elapsed())
+                speed, rate = data.tokens(batch) / seconds, settings.rate(step - 1)
+                told = Report(step, loss, rate, norm, speed, elapsed(), evaluation(step))
                 with here.together():
                     if metrics is not None:
                         metrics.write(asdict(told))
-                if due(step) and step < settings.steps:
+                if (due(step) and step < settings.steps) or told.held_out is not None:
                     save(step)
                 if here.main and stopping.asked is None:  # a terminal that closed would let nothing be told
                     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.masks import Document
 from regard.models import MaskedLanguageModel
 from regard.training.data import IGNORED, Batch, Packed, seeded
-from regard.training.language import Language
+from regard.training.language import SAMPLED, Language
 from regard.training.report import Listener
 from regard.training.settings import Recipe
 from regard.training.task import Task
@@ -138,6 +138,19 @@ class Masking(Task):
 
     def examples(self, tokenizer: Tokenizer, context_length: int) -> Masked:
         return Masked(self.language.examples(tokenizer, context_length))
+
+    def held_out_examples(self, tokenizer: Tokenizer, context_length: int) -> Masked:
+        return Masked(self.language.held_out_examples(tokenizer, context_length))
+
+    @torch.inference_mode()
+    def sample(self, model: MaskedLanguageModel, tokenizer: Tokenizer) -> str:
+        """The beginning of a held-out text; what was hidden is in brackets, as the model foretells it."""
+        batch = self.held_out_examples(tokenizer, model.config.context_length).batch(0, 1)
+        told = model(batch.tokens, mask=Document(batch.documents)).argmax(-1)
+        hidden = batch.targets[0] != IGNORED
+        shown = torch.where(hidden, told[0], batch.tokens[0])[:SAMPLED]
+        pieces = tokenizer.pieces(shown.tolist())
+        return "".join(f"[{piece}]" if asked else piece for piece, asked in zip(pieces, hidden.tolist(), strict=False))
 
     @torch.inference_mode()
     def measure(

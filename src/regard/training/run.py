@@ -11,27 +11,31 @@ This is what `regard train` does. The parts (`corpus`, `text`, `data`, `loop`, `
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from regard.configuration import ModelConfig
-from regard.extras import need
+from regard.extras import how, need
+from regard.plots import training_course
 from regard.storage import replacing
+from regard.training.board import Board
 from regard.training.card import card
 from regard.training.checkpoint import PRETRAINED, Loaded, Model, load, progress_header, save_model
 from regard.training.classifying import Classifying
 from regard.training.data import Examples
 from regard.training.language import Language
 from regard.training.lock import hold
-from regard.training.loop import PROGRESS, check_facts, enough_memory, facts_of, train
+from regard.training.loop import BEST, PROGRESS, check_facts, enough_memory, facts_of, train
 from regard.training.masked import Masking
 from regard.training.memory import check_memory
+from regard.training.metrics import read_metrics
 from regard.training.processes import Processes, join
-from regard.training.report import Listener
+from regard.training.report import Listener, Report
 from regard.training.settings import MAY_CHANGE, Recipe
 from regard.training.task import Measured, Task, describe
 from regard.training.text import Tokenizer
@@ -48,7 +52,7 @@ TASKS: dict[str, type[Task]] = {
 LEAST_VOCABULARY = 257
 """Tokens that every vocabulary has: the bytes, and the end. How many more there are, the texts decide."""
 
-CARD = "card.md"
+CARD, PLOT = "card.md", "training.svg"
 
 
 def begin(
@@ -76,6 +80,7 @@ def begin(
         with here.together():
             need("a training run", "train", "tokenizers")
             recipe = _placed(recipe)
+            _check_board(recipe)
             recipe.rows_at_once(here.count)
             if here.main:
                 stack.enter_context(hold(folder))
@@ -141,11 +146,13 @@ def resume(
                 stack.enter_context(hold(folder))
             header = progress_header(progress)
             recipe = _continued(folder, header, changes)
+            _check_board(recipe)
             recipe.rows_at_once(here.count)
             _use_threads(recipe)
-            done = header["step"] >= recipe.steps and (folder / CARD).exists()
+            ended = _ended(header, recipe)
+            done = ended is not None and (folder / CARD).exists()
         if done:
-            listener.note(f"{folder}: all {recipe.steps:,} steps are done; more --steps go further")
+            listener.note(f"{folder}: {ended}")
             return None
         with here.together():
             task = TASKS[recipe.task](recipe, listener)
@@ -184,18 +191,39 @@ def _finish(
     with here.together():
         if here.main:
             (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
-    seconds = train(
-        model,
-        data,
-        recipe,
-        folder,
-        resume=resumed,
-        notes={"commands": list(commands)},
-        report=lambda report: listener.step(report, recipe),
-    )
+    held_out = None if recipe.evaluate_every is None else task.held_out_examples(tokenizer, model.config.context_length)
+    with ExitStack() as stack:
+        begun = progress_header(folder / PROGRESS)["step"] if resumed else 0
+        board = stack.enter_context(closing(Board(folder, begun))) if recipe.tensorboard and here.main else None
+
+        def report(told: Report) -> None:
+            if board is not None:
+                board.step(told)
+            if told.held_out is not None:
+                text = task.sample(load(folder).model, tokenizer)
+                listener.sample(told.step, text)
+                if board is not None:
+                    board.sample(told.step, text)
+            listener.step(told, recipe)
+
+        seconds = train(
+            model,
+            data,
+            recipe,
+            folder,
+            held_out=held_out,
+            resume=resumed,
+            notes={"commands": list(commands)},
+            report=report,
+        )
     if not here.main:
         return None
-    save_model(folder, load(folder).model, dtype=torch.float16)
+    header = progress_header(folder / PROGRESS)
+    if recipe.patience is not None and header["course"]["step"]:
+        listener.note(f"the model is that of step {header['course']['step']:,}, the best on held-out texts")
+        save_model(folder, load(folder, weights=BEST).model, dtype=torch.float16)
+    else:
+        save_model(folder, load(folder).model, dtype=torch.float16)
     model = load(folder).model
     measures = task.measure(
         model, tokenizer, lambda done, total: listener.progress("measuring on held-out texts", done, total)
@@ -212,7 +240,27 @@ def _finish(
     )
     with replacing(folder / CARD) as new:
         new.write_text(written, encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        listener.note(f"{folder / PLOT} is drawn with matplotlib: {how('plot')}")
+    else:
+        with replacing(folder / PLOT) as new:
+            training_course(read_metrics(folder)).savefig(new, format="svg")
     return measures
+
+
+def _check_board(recipe: Recipe) -> None:
+    if recipe.tensorboard:
+        need("--tensorboard", "tensorboard", "tensorboard")
+
+
+def _ended(header: dict[str, Any], recipe: Recipe) -> str | None:
+    """Why a run has come to its end; None if it has not."""
+    if header["step"] >= recipe.steps:
+        return f"all {recipe.steps:,} steps are done; more --steps go further"
+    waited = header.get("course", {}).get("waited", 0)
+    if recipe.patience is not None and waited >= recipe.patience:
+        return f"ended after step {header['step']:,}, after {waited} evaluations without a lower loss on held-out texts"
+    return None
 
 
 def _use_threads(recipe: Recipe) -> None:

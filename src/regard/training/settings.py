@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern", "accumulate", "shard"}
+MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern", "accumulate", "shard", "tensorboard"}
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
@@ -45,6 +45,9 @@ class Settings:
         precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
             where the processor or GPU has instructions for it.
         shard: of several processes, whether each keeps a part of the weights (FSDP2), not all of them.
+        evaluate_every: steps between two evaluations on held-out texts; None: only at the end.
+        patience: evaluations without a lower loss after which training ends; the model is that of the lowest. None: all
+            steps are done, and the model is that of the last.
         save_every: steps between two saves; None: not by steps.
         save_minutes: minutes between two saves; None: not by time.
     Raises:
@@ -62,14 +65,18 @@ class Settings:
     seed: int = 0
     precision: str = "auto"
     shard: bool = False
+    evaluate_every: int | None = None
+    patience: int | None = None
     save_every: int | None = 200
     save_minutes: float | None = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "save_every"):
+        for name in ("steps", "batch_size", "accumulate", "save_every", "evaluate_every", "patience"):
             value = getattr(self, name)
-            if not (value is None and name == "save_every") and value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.patience is not None and self.evaluate_every is None:
+            raise ValueError(f"patience: {self.patience} evaluations need evaluate_every, the steps between two")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must be between 0 and 1, got {self.learning_rate}")
         if self.schedule not in SCHEDULES:
@@ -126,6 +133,7 @@ class Recipe(Settings):
         heads: attention heads in each block; None: as `start_from`, else 6.
         hidden_dim: hidden features of the feed-forward layers; None: as `start_from`, else 8/3 of dim.
         threads: processor threads; None: torch's choice.
+        tensorboard: whether the run is written for TensorBoard too.
     """
 
     steps: int = 5000
@@ -143,6 +151,7 @@ class Recipe(Settings):
     heads: int | None = None
     hidden_dim: int | None = None
     threads: int | None = None
+    tensorboard: bool = False
 
     @classmethod
     def of(cls, task: str = "text", **given: Any) -> "Recipe":

@@ -45,8 +45,9 @@ def exchanging(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
     """A backward pass that averages gradients over the processes, or leaves that to a later one."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return nullcontext() if wanted else model.no_sync()
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(wanted)
+    of_shards: Any = getattr(model, "set_requires_gradient_sync", None)
+    if of_shards is not None:
+        of_shards(wanted)
     return nullcontext()
 
 

@@ -70,6 +70,14 @@ class Task(ABC):
         """The training texts as the loop wants them."""
 
     @abstractmethod
+    def held_out_examples(self, tokenizer: Tokenizer, context_length: int) -> Examples:
+        """The held-out texts likewise, to evaluate with while the model is trained."""
+
+    @abstractmethod
+    def sample(self, model: Any, tokenizer: Tokenizer) -> str:
+        """Something that the model says, to be read while it is trained: the same question every time."""
+
+    @abstractmethod
     def measure(self, model: Any, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> Measured:
         """How good a model is on the texts that were held out."""
 

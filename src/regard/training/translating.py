@@ -23,6 +23,9 @@ from regard.training.text import CHARACTERS, Tokenizer, train_tokenizer
 MISTAKES = 20
 """Most mistakes that a model card shows."""
 
+SAMPLED = 3
+"""Pairs of a sample."""
+
 MEASURED_AT_ONCE = 512
 """Pairs between two reports of progress."""
 
@@ -150,19 +153,29 @@ class Translating(Task):
 
     def examples(self, tokenizer: Tokenizer, context_length: int) -> Pairs:
         self.listener.progress("cutting into tokens", 0, 1)
-        sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*self.training, strict=True))
-        short = [
-            pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < context_length
-        ]  # with the end token
-        if len(short) < len(sources):
+        short = _short(self.training, tokenizer, context_length)
+        if len(short) < len(self.training):
             self.listener.note(
-                f"{len(sources) - len(short):,} pairs are longer than {context_length} tokens and are not trained on; "
-                "--context-length takes longer ones"
+                f"{len(self.training) - len(short):,} pairs are longer than {context_length} tokens and are not "
+                "trained on; --context-length takes longer ones"
             )
         if not short:
             raise ValueError(f"--context-length: no pair fits into {context_length} tokens; give more")
         self.listener.progress("cutting into tokens", 1, 1)
         return Pairs(short, end_id=tokenizer.end_id, seed=self.recipe.seed)
+
+    def held_out_examples(self, tokenizer: Tokenizer, context_length: int) -> Pairs:
+        short = _short(self.held_out, tokenizer, context_length)
+        if not short:
+            raise ValueError(f"--context-length: no held-out pair fits into {context_length} tokens; give more")
+        return Pairs(short, end_id=tokenizer.end_id)
+
+    def sample(self, model: EncoderDecoder, tokenizer: Tokenizer) -> str:
+        room = model.config.context_length
+        ids = tokenizer.encode_batch([source for source, _ in self.held_out])
+        asked = [source for (source, _), read in zip(self.held_out, ids, strict=True) if len(read) < room][:SAMPLED]
+        found = translate_texts(model, tokenizer, asked) if asked else []
+        return "\n".join(f"{source} → {best[0].text}" for source, best in zip(asked, found, strict=True))
 
     def measure(self, model: EncoderDecoder, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> Exactness:
         room = model.config.context_length
@@ -185,6 +198,14 @@ class Translating(Task):
         lines = [f"| `{wrong.source}` | `{wrong.target}` | `{wrong.written}` |" for wrong in self.measured.mistakes]
         table = "\n".join(["| source | target | written |", "|---|---|---|", *lines])
         return f"{said}\n\n## Mistakes on held-out pairs\n\n{table}"
+
+
+def _short(
+    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, context_length: int
+) -> list[tuple[list[int], list[int]]]:
+    """The tokens of the pairs that fit into a context, with the end token."""
+    sources, targets = (tokenizer.encode_batch(texts) for texts in zip(*pairs, strict=True))
+    return [pair for pair in zip(sources, targets, strict=True) if max(map(len, pair)) < context_length]
 
 
 def split(table: Table) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
