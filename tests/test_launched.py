@@ -24,6 +24,9 @@ CASES = {
     "copies": ("texts", {}, 4),
     "copies in parts": ("pairs", {"accumulate": 2}, 4),
     "two copies": ("hidden", {}, 2),
+    "tokens dealt out": ("texts", {"context_parallel": 2}, 4),
+    "tokens of two texts dealt out, weights in shards": ("pairs", {"context_parallel": 4, "shard": True}, 4),
+    "hidden tokens dealt out": ("hidden", {"context_parallel": 2}, 2),
 }
 FILES = ["metrics.jsonl", "model.safetensors", "progress.safetensors"]
 
@@ -37,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(folder: Path) -> dict[str, list]:
     """What every process of every run told, by the name of the run; they are launched once."""
     launched.training("hidden", folder / "begun alone", stop_at=2)
+    launched.training("texts", folder / "tokens begun alone", stop_at=2)
     ranks, found = Ranks(4), {}
     try:
         wanted = {
@@ -44,6 +48,7 @@ def told(folder: Path) -> dict[str, list]:
         }
         wanted["begun in shards"] = ("pairs", str(folder / "begun in shards"), {"shard": True, "stop_at": 2})
         wanted["too few rows"] = ("texts", str(folder / "too few rows"), {"batch_size": 6})
+        wanted["too few processes"] = ("texts", str(folder / "too few processes"), {"context_parallel": 3})
         wanted["other data"] = ("texts", str(folder / "other data"), {"other_data": True})
         wanted["diverged"] = ("texts", str(folder / "diverged"), {"diverge": True, "shard": True})
         wanted["in use"] = ("texts", str(folder / "in use"), {})
@@ -60,6 +65,8 @@ def told(folder: Path) -> dict[str, list]:
             str(folder / "begun alone"),
             {"shard": True, "accumulate": 2, "resume": True},
         )
+        resumed = {"context_parallel": 2, "resume": True}
+        wanted["tokens begun alone"] = ("texts", str(folder / "tokens begun alone"), resumed)
         meeting = (folder / "meeting").as_uri()
         answers = ranks.results(launched.in_a_world_of, 2, meeting, list(wanted.values()))[:2]
         for name, by_rank in zip(wanted, zip(*answers, strict=True), strict=True):
@@ -134,9 +141,26 @@ def test_a_run_in_shards_is_the_same_and_goes_on_with_another_number_of_processe
     )
 
 
+def test_a_run_goes_on_with_each_of_its_texts_on_several_processes(told, alone, folder):
+    run = folder / "tokens begun alone"
+    assert_same_run(alone["texts"][:2] + told["tokens begun alone"][0], alone["texts"], run, folder / "texts")
+    assert progress_header(run / "progress.safetensors")["settings"]["context_parallel"] == 2
+    with pytest.raises(
+        ValueError, match=r"context_parallel: 2 processes are to read each row together, and there is 1"
+    ):
+        launched.training("texts", run, resume=True, context_parallel=2, steps=5)
+    more = launched.training("texts", run, resume=True, steps=5)
+    assert [report["step"] for report in more] == [5]
+
+
 def test_what_one_process_cannot_do_none_goes_on_with(told, folder):
     says = "batch_size: 6 rows cannot be dealt out evenly to 4 processes; give a multiple of 4"
     assert told["too few rows"] == [("ValueError", says)] * 4
+    kinds, words = zip(*told["too few processes"], strict=True)
+    assert set(kinds) == {"ValueError"}
+    assert all(
+        "3 processes are to read each row together, and there are 4\n  hint: start 3 of" in word for word in words
+    )
     says = "data: process 1 has another than the first; every process has to see the same"
     assert told["other data"] == [("ValueError", says)] * 4
     first, *others = told["in use"]

@@ -226,6 +226,17 @@ def train(
             "--threads", metavar="N", min=1, rich_help_panel=TRAINING, help="CPU threads. Default: one for each core."
         ),
     ] = None,
+    context_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--context-parallel",
+            metavar="N",
+            min=1,
+            rich_help_panel=TRAINING,
+            help="With several processes: N of them hold each sequence together, some of its tokens each, for "
+            "sequences too long for one. Default: 1.",
+        ),
+    ] = None,
     shard: Annotated[
         bool | None,
         typer.Option(
@@ -311,6 +322,7 @@ def train(
       regard train runs/more --from stdlib --data docs --steps 100
       torchrun --nproc-per-node 2 --no-python regard train runs/two --steps 200
       torchrun --nproc-per-node 2 --no-python regard train runs/two --resume --shard
+      torchrun --nproc-per-node 2 --no-python regard train runs/long --context-length 4096 --context-parallel 2
       regard look README.md --model runs/mine
     """
     need("regard train", "train", "tokenizers")

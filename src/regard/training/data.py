@@ -42,6 +42,10 @@ IGNORED = -100
 
 T = TypeVar("T", bound=Any)
 
+PerToken = tuple[tuple[str, ...], tuple[str, ...]]
+"""The parts of a batch, by name, that hold something for every token of the text, and of another that is read besides.
+The rest, such as lengths and documents, is about whole texts."""
+
 ENCODED_AT_ONCE = 2**20
 """Characters: enough to keep every core busy, few enough for memory and to show that it moves."""
 
@@ -58,7 +62,10 @@ class Examples(Protocol):
     size: int
 
     def batch(self, position: int, batch_size: int) -> Any:
-        """A NamedTuple of tensors: the batch after `position` rows were taken, a multiple of `batch_size`."""
+        """A NamedTuple of tensors: the batch after `position` rows were taken, a multiple of `batch_size`.
+
+        With a method `per_token`, its tokens can be dealt out to several processes.
+        """
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         """What training reduces: the mean over what counts, in nats."""
@@ -91,6 +98,10 @@ class Batch(NamedTuple):
     tokens: Tensor
     targets: Tensor
     documents: Tensor
+
+    def per_token(self) -> PerToken:
+        """What is there for every token of the text, and of another that is read besides."""
+        return ("tokens", "targets"), ()
 
 
 class Packed:

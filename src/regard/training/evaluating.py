@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from regard.training.context import Context
 from regard.training.data import Examples
 from regard.training.processes import Processes
 
@@ -50,11 +51,12 @@ def held_out_loss(
     batch_size: int,
     parts: Callable[[Any], Iterable[Any]],
     here: Processes,
+    context: Context,
 ) -> float:
     """The mean loss on held-out texts, on the first `EVALUATED_TOKENS` of them or on all; nothing is dropped.
 
     Args:
-        parts: the parts of a batch that this process computes.
+        parts: the parts of a batch that this process computes, alone or together with those of its `context`.
     """
     total, counted, tokens, taken = 0.0, 0, 0, 0
     with evaluated(model):
@@ -62,9 +64,9 @@ def held_out_loss(
             batch = data.batch(taken, batch_size)
             tokens, taken = tokens + data.tokens(batch), taken + batch_size
             for rows in parts(batch):
-                loss: Tensor = data.loss(model, rows)
-                total += float(loss) * data.counted(rows)
-                counted += data.counted(rows)
+                loss, answers = context.loss(model, data, rows)
+                total += float(loss) * answers
+                counted += answers
     return here.sum(total) / here.sum(counted)
 
 

@@ -34,6 +34,7 @@ from torch import nn
 
 from regard.layers import Block
 from regard.training.checkpoint import Model, load_progress, progress_header, save_batch, save_model, save_progress
+from regard.training.context import Context
 from regard.training.data import Examples, rows_of
 from regard.training.evaluating import Course, held_out_loss
 from regard.training.lock import hold
@@ -96,7 +97,8 @@ def train(
     facts = facts_of(settings, data)
     first, before, precision, course = 0, 0.0, _precision(settings.precision), Course()
     at_once = settings.rows_at_once(here.count)
-    parts = here.count * settings.accumulate
+    context = Context(here, settings.context_parallel)
+    parts = context.rows * settings.accumulate
     here.check_same("data", facts)
     with here.connected(), ExitStack() as stack:
         with here.together():
@@ -134,7 +136,7 @@ def train(
 
         def mine(batch: Any, number: int) -> Any:
             """One of the parts of a batch that this process computes."""
-            rows = rows_of(batch, (here.rank * settings.accumulate + number) * at_once, at_once)
+            rows = rows_of(batch, (context.row * settings.accumulate + number) * at_once, at_once)
             return rows._make(tensor.to(here.device) for tensor in rows)
 
         def rounded() -> torch.autocast:
@@ -146,14 +148,15 @@ def train(
             counted, loss = data.counted(batch), 0.0
             model.zero_grad()
             for number in range(settings.accumulate):
-                part = here.rank * settings.accumulate + number
-                torch.manual_seed(_seed(settings.seed, step * parts + part))  # dropout follows from step and part alone
+                part = context.row * settings.accumulate + number
+                # dropout follows from step, part and place alone
+                torch.manual_seed(_seed(settings.seed, step * parts + part, context.rank))
                 rows = mine(batch, number)
-                share = data.counted(rows) / counted
                 what = f"step {step + 1}, {at_once} rows, {data.tokens(rows):,} tokens"
                 with enough_memory(what), exchanging(spread_model, number == settings.accumulate - 1):
                     with rounded():
-                        of_rows = data.loss(spread_model, rows)
+                        of_rows, answers = context.loss(spread_model, data, rows)
+                    share = answers / counted
                     (of_rows * (share * here.count)).backward()  # processes average their gradients
                 loss += share * float(of_rows.detach())
             norm = whole(nn.utils.clip_grad_norm_(model.parameters(), settings.clip))
@@ -170,6 +173,7 @@ def train(
                     settings.batch_size,
                     lambda batch: (mine(batch, number) for number in range(settings.accumulate)),
                     here,
+                    context,
                 )
             if course.add(step, loss) and settings.patience is not None:
                 with here.together():
@@ -300,9 +304,10 @@ def make_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Op
     ]
 
 
-def _seed(seed: int, number: int) -> int:
+def _seed(seed: int, number: int, place: int = 0) -> int:
     """A seed for each step; a hash, because torch's generator starts out alike from seeds that are near."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:7], "big")
+    text = f"{seed}/{number}" + (f"/{place}" if place else "")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _precision(wanted: str) -> str:

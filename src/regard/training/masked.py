@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.masks import Document
 from regard.models import MaskedLanguageModel
-from regard.training.data import IGNORED, Batch, Packed, seeded
+from regard.training.data import IGNORED, Batch, Packed, PerToken, seeded
 from regard.training.language import SAMPLED, Language
 from regard.training.report import Listener
 from regard.training.settings import Recipe
@@ -40,6 +40,10 @@ class MaskedBatch(NamedTuple):
     tokens: Tensor
     targets: Tensor
     documents: Tensor
+
+    def per_token(self) -> PerToken:
+        """What is there for every token of the text, and of another that is read besides."""
+        return ("tokens", "targets"), ()
 
 
 class Masked:

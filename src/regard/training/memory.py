@@ -21,17 +21,22 @@ from regard.models import Decoder
 
 
 def check_memory(
-    config: ModelConfig, batch_size: int, usual: Mapping[str, int], make: Callable[[ModelConfig], nn.Module] = Decoder
+    config: ModelConfig,
+    batch_size: int,
+    usual: Mapping[str, int],
+    make: Callable[[ModelConfig], nn.Module] = Decoder,
+    shares: int = 1,
 ) -> None:
     """Checks that a training step can fit into the memory of this machine.
 
     Args:
         usual: sizes by name, as they are where nobody asks for others.
         make: makes the model from its configuration.
+        shares: processes to which the tokens of each row are dealt out.
     Raises:
         ValueError: it needs more memory than there is; names the size that is farthest from what is usual.
     """
-    room, wanted = available_memory(), needed_memory(config, batch_size, make)
+    room, wanted = available_memory(), needed_memory(config, batch_size, make, shares)
     if room is None or wanted <= room:
         return
     asked = {**config.to_dict(), "batch_size": batch_size}
@@ -42,11 +47,13 @@ def check_memory(
     )
 
 
-def needed_memory(config: ModelConfig, batch_size: int, make: Callable[[ModelConfig], nn.Module] = Decoder) -> int:
+def needed_memory(
+    config: ModelConfig, batch_size: int, make: Callable[[ModelConfig], nn.Module] = Decoder, shares: int = 1
+) -> int:
     """Bytes that a training step takes at the least."""
     one, two = (_parameters(replace(config, layers=layers), make) for layers in (1, 2))
     parameters = one + (config.layers - 1) * (two - one)
-    return 12 * parameters + activations(config, batch_size * config.context_length)
+    return 12 * parameters + activations(config, batch_size * config.context_length // shares)
 
 
 def activations(config: ModelConfig, tokens: int) -> int:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.masks import Padding
-from regard.training.data import IGNORED, seeded
+from regard.training.data import IGNORED, PerToken, seeded
 
 POOL = 50
 """Batches whose pairs are sorted by length together: in the dates of the package, 4% of a source batch is padding."""
@@ -39,6 +39,10 @@ class PairBatch(NamedTuple):
     source_lengths: Tensor
     target: Tensor
     wanted: Tensor
+
+    def per_token(self) -> PerToken:
+        """What is there for every token of the text, and of another that is read besides."""
+        return ("target", "wanted"), ("source",)
 
 
 class Pairs:

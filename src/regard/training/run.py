@@ -187,7 +187,10 @@ def _finish(
         f"{recipe.steps:,} steps of {round(epochs * data.size / recipe.steps):,} tokens are {epochs:.2f} epochs"
     )
     if here.count > 1:
-        listener.note(f"{here.count} processes, {recipe.batch_size // here.count} rows of each step in each")
+        rows = f"{recipe.batch_size * recipe.context_parallel // here.count} rows of each step in each"
+        if recipe.context_parallel > 1:
+            rows += f", of every row the tokens of 1 in {recipe.context_parallel}"
+        listener.note(f"{here.count} processes, {rows}")
     with here.together():
         if here.main:
             (folder / CARD).unlink(missing_ok=True)  # of the model as it was before
@@ -346,7 +349,7 @@ def _config(recipe: Recipe, kind: type[Task], first: Loaded[Any] | None) -> Mode
 def _check_memory(config: ModelConfig, recipe: Recipe, here: Processes) -> None:
     kind = TASKS[recipe.task]
     usual = {**kind.sizes, "hidden_dim": _hidden_dim(config.dim), "batch_size": Recipe().batch_size}
-    check_memory(config, recipe.rows_at_once(here.count), usual, kind.model)
+    check_memory(config, recipe.rows_at_once(here.count), usual, kind.model, recipe.context_parallel)
 
 
 def _model(kind: type[Task], config: ModelConfig) -> Model:

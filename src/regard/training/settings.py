@@ -5,7 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-MAY_CHANGE = {"save_every", "save_minutes", "threads", "data", "pattern", "accumulate", "shard", "tensorboard"}
+MAY_CHANGE = {
+    "save_every", "save_minutes", "threads", "data", "pattern", "accumulate", "context_parallel", "shard",
+    "tensorboard",
+}  # fmt: skip
 """What may differ when a run goes on: it does not decide what the weights become. (The texts themselves do, wherever
 they lie: they are compared by their digest.)"""
 
@@ -44,6 +47,7 @@ class Settings:
         seed: for dropout; in a `Recipe` also for the initial weights and the order of the data.
         precision: "bf16" multiplies in bfloat16 (weights stay float32), "no" everything in float32; "auto" is "bf16"
             where the processor or GPU has instructions for it.
+        context_parallel: how many processes hold the tokens of each row together, each some of them.
         shard: of several processes, whether each keeps a part of the weights (FSDP2), not all of them.
         evaluate_every: steps between two evaluations on held-out texts; None: only at the end.
         patience: evaluations without a lower loss after which training ends; the model is that of the lowest. None: all
@@ -64,6 +68,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 0
     precision: str = "auto"
+    context_parallel: int = 1
     shard: bool = False
     evaluate_every: int | None = None
     patience: int | None = None
@@ -71,7 +76,9 @@ class Settings:
     save_minutes: float | None = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "save_every", "evaluate_every", "patience"):
+        for name in (
+            "steps", "batch_size", "accumulate", "context_parallel", "save_every", "evaluate_every", "patience"
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
@@ -99,11 +106,20 @@ class Settings:
         """Rows that a process computes at once.
 
         Raises:
-            ValueError: the rows of a step cannot be dealt out evenly.
+            ValueError: the rows of a step cannot be dealt out evenly, or their tokens to so many processes.
         """
+        together = self.context_parallel
+        if processes % together:
+            raise ValueError(
+                f"context_parallel: {together} processes are to read each row together, and there "
+                f"{'is 1' if processes == 1 else f'are {processes}'}\n  hint: start {together} of them or a multiple: "
+                f"torchrun --nproc-per-node {together} --no-python regard train ..."
+            )
+        processes //= together
         parts = processes * self.accumulate
         if self.batch_size % parts:
-            among = f"{processes} processes" + (f" in {self.accumulate} parts each" if self.accumulate > 1 else "")
+            groups = f"{processes} processes" if together == 1 else f"{processes} groups of {together} processes"
+            among = groups + (f" in {self.accumulate} parts each" if self.accumulate > 1 else "")
             if processes == 1:
                 among = f"{self.accumulate} parts"
             raise ValueError(
@@ -166,6 +182,10 @@ class Recipe(Settings):
         super().__post_init__()
         if self.task not in TASKS:
             raise ValueError(f"task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        if self.context_parallel > 1 and self.task == "classify":
+            raise ValueError(
+                "context_parallel: to classify, a model reads the first token's state, which one process has"
+            )
         if not 0 <= self.repeats <= 1:
             raise ValueError(f"repeats must be between 0 and 1, got {self.repeats}")
         for name in ("vocab_size", "context_length", "dim", "layers", "heads", "hidden_dim", "threads"):
