@@ -90,6 +90,15 @@ with regard.record(model) as recording:
     model(torch.tensor([[3, 4, 5]]))
 assert "render" in recording.view()._esm
 """,
+    "tensorboard": """
+from contextlib import closing
+from pathlib import Path
+from regard.training.board import Board
+from regard.training.report import Report
+with closing(Board(Path.cwd(), 0)) as board:
+    board.step(Report(1, 2.0, 0.1, 1.0, 100.0, 3.0))
+assert next(Path("tensorboard").iterdir()).stat().st_size > 100
+""",
     "bench": """
 import regard
 rows = regard.bench.chosen("layer, full*float32", 8)[:1]
