@@ -439,7 +439,8 @@ def test_a_run_killed_at_twenty_moments_ends_with_the_weights_of_one_that_was_no
     assert told["kills"] == 20
     assert max(told["lost"]) <= 7
     assert any(told["lost"]), "no kill fell between two saves"
-    assert told["left"] == ["card.md", "metrics.jsonl", "model.safetensors", "progress.safetensors", "tokenizer.json"]
+    files = ["card.md", "metrics.jsonl", "model.safetensors", "progress.safetensors", "tokenizer.json", "training.svg"]
+    assert told["left"] == files
     assert_equal(tmp_path / "whole", tmp_path / "killed")
     one, other = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
     assert [(line["step"], line["loss"]) for line in one] == [(line["step"], line["loss"]) for line in other]
