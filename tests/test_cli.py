@@ -165,30 +165,45 @@ def test_a_page_that_is_piped_is_as_wide_as_columns_says_or_80(
 
 
 def test_a_terminal_gets_colours_for_its_theme_and_none_where_none_are_wanted(model: Path) -> None:
-    def run(**environment: str) -> str:
-        script = "import pty, sys; pty.spawn([sys.executable, '-m', 'regard', *sys.argv[1:]])"
-        command = [sys.executable, "-c", script, "look", TEXT, "--model", str(model), "--query", "9", "--no-page"]
-        known = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80"}
-        rest = {
-            k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLORFGBG", "REGARD_THEME", "FORCE_COLOR")
-        }
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=rest | known | environment,
-            timeout=120,
-        )
-        return done.stdout
-
-    dark, light, nobody_says = run(REGARD_THEME="dark"), run(REGARD_THEME="light"), run()
+    unknown = ("NO_COLOR", "COLORFGBG", "REGARD_THEME", "FORCE_COLOR")
+    known = {name: value for name, value in os.environ.items() if name not in unknown}
+    known |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    terminals = [{"REGARD_THEME": "dark"}, {"REGARD_THEME": "light"}, {}]
+    terminals += [{"NO_COLOR": "1", "REGARD_THEME": "dark"}, {"TERM": "dumb", "REGARD_THEME": "dark"}]
+    command = ["look", TEXT, "--model", str(model), "--query", "9", "--no-page"]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_TERMINALS, json.dumps(terminals), *command],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, env=known, timeout=120,
+    )  # fmt: skip
+    dark, light, nobody_says, no_color, dumb = json.loads(done.stdout)
     assert "\x1b[38;2;255;255;255;48;2;" in dark
     assert "\x1b[38;2;0;0;0;48;2;255" in light
-    for plain in (run(NO_COLOR="1", REGARD_THEME="dark"), run(TERM="dumb", REGARD_THEME="dark"), nobody_says):
+    for plain in (no_color, dumb, nobody_says):
         assert "48;2;" not in plain
         assert "weights in tenths" in plain
     assert "--theme dark or --theme light" in nobody_says
+
+
+AT_TERMINALS = """
+import json, os, pty, sys
+import regard.display.reading, regard.models  # what takes long to import, once for all; forks need one thread
+from regard.cli import main
+told = []
+for environment in json.loads(sys.argv.pop(1)):
+    process, terminal = pty.fork()
+    if not process:
+        os.environ.update(environment)
+        main()
+    told.append(b"")
+    try:
+        while some := os.read(terminal, 1 << 16):
+            told[-1] += some
+    except OSError:  # its end, for Linux
+        pass
+    assert os.waitpid(process, 0)[1] == 0, told[-1]
+print(json.dumps([one.decode() for one in told]))
+"""
+"""A command at one terminal after the other, each with something in its environment; what they showed."""
 
 
 def test_a_stream_that_cannot_hold_a_sign_gets_an_escape_and_no_error(model: Path) -> None:
