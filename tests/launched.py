@@ -59,7 +59,8 @@ def training(work, folder, *, stop_at=None, resume=False, diverge=False, other_d
         data.seed += dist.get_rank()
     settings = Settings(**asdict(SETTINGS) | changes)
     try:
-        train(model, data, settings, Path(folder), resume=resume, report=report)
+        held_out = data if settings.evaluate_every else None
+        train(model, data, settings, Path(folder), held_out=held_out, resume=resume, report=report)
     except KeyboardInterrupt:
         assert stop_at is not None
     return reports

@@ -143,6 +143,22 @@ def refused(group, kind, changes, given, how="", length=12):
         return model(mine, **local)
 
 
+def recorded(group, kind, changes, given, shards, path, heads=None):
+    rank = dist.get_rank(group)
+    model = made(kind, changes).eval()
+    mine = {name: shards.take(t, rank, 1) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    with regard.parallel.record(model, shards, values=True, heads=heads, group=group, timeout=600) as recording:
+        call(model, mine)
+    recording.save(path)
+    return recording.layers
+
+
+def records_nothing(group):
+    with regard.parallel.record(made("mine", {}), Shards.contiguous(12, 2), group=group) as recording:
+        pass
+    recording.save("nowhere")
+
+
 def cuts(group, batches, shards):
     return cut(batches[dist.get_rank(group) % len(batches)], shards, group=group)
 

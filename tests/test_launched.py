@@ -24,7 +24,7 @@ CASES = {
     "copies": ("texts", {}, 4),
     "copies in parts": ("pairs", {"accumulate": 2}, 4),
     "two copies": ("hidden", {}, 2),
-    "tokens dealt out": ("texts", {"context_parallel": 2}, 4),
+    "tokens dealt out": ("texts", {"context_parallel": 2, "evaluate_every": 2}, 4),
     "tokens of two texts dealt out, weights in shards": ("pairs", {"context_parallel": 4, "shard": True}, 4),
     "hidden tokens dealt out": ("hidden", {"context_parallel": 2}, 2),
 }
@@ -141,6 +141,13 @@ def test_a_run_in_shards_is_the_same_and_goes_on_with_another_number_of_processe
     )
 
 
+def test_held_out_texts_are_read_by_several_processes_each(told, folder, tmp_path):
+    expected = [report["held_out"] for report in launched.training("texts", tmp_path, evaluate_every=2)]
+    found = [report["held_out"] for report in told["tokens dealt out"][0]]
+    assert found[::2] == expected[::2] == [None, None]
+    assert found[1::2] == pytest.approx(expected[1::2], rel=1e-4)
+
+
 def test_a_run_goes_on_with_each_of_its_texts_on_several_processes(told, alone, folder):
     run = folder / "tokens begun alone"
     assert_same_run(alone["texts"][:2] + told["tokens begun alone"][0], alone["texts"], run, folder / "texts")
@@ -185,6 +192,13 @@ def test_rows_that_cannot_be_dealt_out_are_refused():
         Settings(steps=1, accumulate=3).rows_at_once(1)
     with pytest.raises(ValueError, match="to 2 processes in 3 parts each; give a multiple of 6"):
         Settings(steps=1, accumulate=3).rows_at_once(2)
+
+
+def test_what_answers_for_a_whole_text_is_not_dealt_out_by_tokens():
+    with pytest.raises(ValueError, match="context_parallel: to classify, a model reads the first token's state"):
+        Recipe(task="classify", context_parallel=2)
+    with pytest.raises(ValueError, match="to 2 groups of 2 processes; give a multiple of 2"):
+        Settings(steps=1, batch_size=3, context_parallel=2).rows_at_once(4)
 
 
 class StoppedAt(Listener):

@@ -3,11 +3,23 @@
 import pytest
 import torch
 
+import regard
 from comparing import assert_close
 from ranks import Raised, Ranks
 from regard import Causal, Document, Padding
 from regard.parallel import Shards
-from sharded_models import cuts, grid_step, refused, regard_model, share_step, whole_step
+from sharded_models import (
+    call,
+    cuts,
+    grid_step,
+    made,
+    recorded,
+    records_nothing,
+    refused,
+    regard_model,
+    share_step,
+    whole_step,
+)
 from small import VOCAB
 
 
@@ -124,6 +136,39 @@ def test_a_model_of_transformers_computes_on_its_ranks_what_it_computes_on_one_p
             continue
         # norms compute in float32 inside these models
         assert_is_the_whole(ranks, kind, FOREIGN[kind], {"input_ids": text(), **given}, PIECES, tolerance=1e-5)
+
+
+# --- recordings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "given", "heads"),
+    [
+        ("decoder", {"kv_heads": 2, "window": 4}, {"tokens": text(), "mask": Document.from_lengths([5, 7])}, [0, 5]),
+        ("GptOss", {"sliding_window": 4, "num_local_experts": 3, "num_experts_per_tok": 2,
+                    "experts_implementation": "eager"}, {"input_ids": text(), "attention_mask": REAL.long()}, None),
+    ],
+)  # fmt: skip
+def test_what_ranks_recorded_opens_as_one_recording_of_the_whole(ranks, tmp_path, kind, changes, given, heads):
+    path = tmp_path / "recording.safetensors"
+    names = ranks.results(recorded, kind, changes, given, PIECES, path, heads, ranks=2)
+    model = made(kind, changes).eval()
+    with regard.record(model, values=True, heads=heads) as alone:
+        call(model, given)
+    whole = regard.load_recording(path)
+    assert list(whole) == list(alone) == list(names[0])
+    for name, expected in alone.items():
+        found = whole[name]
+        assert found.heads == expected.heads
+        assert torch.equal(found.tokens, expected.tokens)
+        for part in ("query", "key", "value", "lse"):
+            assert_close(getattr(found, part), getattr(expected, part), f"{part} of {name}", tolerance=1e-5)
+        assert_close(found.weights(), expected.weights(), f"weights of {name}", tolerance=1e-5)
+        assert_close(found.entropy(), expected.entropy(), f"entropy of {name}", tolerance=1e-5)
+
+
+def test_a_recording_without_a_call_is_refused_on_every_rank(ranks):
+    assert {answer.kind for answer in ranks.run(records_nothing, ranks=2)} == {"ValueError"}
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

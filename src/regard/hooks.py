@@ -260,6 +260,9 @@ def share_of(module: nn.Module) -> Share | None:
 
 
 def _share_of(module: nn.Module) -> Share | None:
+    kept = (block for _, blocks in list(_repeats.values()) for block in blocks)
+    if all(block.share is None for block in (*_everywhere, *kept)):  # the stack need not be looked at
+        return None
     return next((block.share for block in reversed(_around(module)[0]) if block.share is not None), None)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from regard.biases import Bias
 from regard.feed_forward import ACTIVATIONS, FeedForward
 from regard.functional import check_call
+from regard.hooks import share_of
 from regard.layers import Block, MultiHeadAttention, join, split
 from regard.masks import Mask
 from regard.numerics import grouped_matmul, softmax, upcast, zero_unseen
@@ -136,6 +137,8 @@ def _attention(
     bias: Bias | Tensor | None,
     query: int | None,
 ) -> Iterator[Step]:
+    if share_of(layer) is not None:
+        raise ValueError("steps: in regard.parallel.sharded a rank has only some of the keys; ask outside the block")
     heads = layer.project(x, key, value)
     call = check_call("steps", *heads, **layer.scoring(mask, bias), wants_lse=True)
     grid = call.scoring.grid

@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from regard.hooks import Attend, Heads, Result, ScoringArguments, hooked
 from regard.masks import Document
+from regard.numerics import without_autocast
 
 FUNCTION = "parallel.sharded"
 
 PER_TOKEN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 """The tensors that a model may be given: one row or number for each token that this process holds."""
 
-TOLERATED = {torch.float64: 1e-8, torch.float32: 1e-3}
-"""By how much, relative to its size, a model's output may differ between the two ways; 5 % in half precision."""
+TOLERATED = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""By how much, relative to its size, a model's output may differ between the two ways, by the dtype of its weights; in
+half precision, or with quantised weights, 5 %."""
 
 
 class Whole(NamedTuple):
@@ -110,20 +112,21 @@ def try_out(model: nn.Module, length: int) -> Found:
 def _check_kind(model: nn.Module) -> None:
     config, name = model.config, type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{FUNCTION}: {name} reads one text and writes another; that is supported for regard's models")
+        raise ValueError(f"{FUNCTION}: {name} reads one text and writes another: supported for regard's models")
     used = {getattr(part.config, "_attn_implementation", None) for part in model.modules() if hasattr(part, "config")}
-    if used - {"regard"}:
+    others = ", ".join(sorted(repr(one) for one in used - {"regard", None}))
+    if others:
         raise ValueError(
-            f"{FUNCTION}: {name} uses attn_implementation={', '.join(map(repr, sorted(map(str, used))))}, whose "
-            'attention would see one rank\'s tokens; call model.set_attn_implementation("regard")'
+            f"{FUNCTION}: {name} uses attn_implementation={others}, whose attention would see one rank's tokens; call "
+            'model.set_attn_implementation("regard")'
         )
 
 
 def _tried(model: nn.Module, length: int) -> Found:
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    avoided = getattr(model.config, "pad_token_id", None)
-    tokens = [n for n in range(min(5, embedding.num_embeddings)) if n != avoided][:4]
+    count, avoided = _vocabulary(model), getattr(model.config, "pad_token_id", None)
+    tokens = [n for n in range(min(5, count)) if n != avoided][:4]
     device = next(model.parameters()).device
+    tolerated = max(TOLERATED.get(dtype, 0.05) for dtype in {parameter.dtype for parameter in model.parameters()})
     masks: list[Any] = []
 
     def run(chosen: list[int], positions: list[int] | None, padded: int = 0) -> list[Tensor]:
@@ -133,7 +136,7 @@ def _tried(model: nn.Module, length: int) -> Found:
             given["attention_mask"] = torch.tensor([[int(n >= padded) for n in chosen]], device=device)
         if "use_cache" in signature(model.forward).parameters:
             given["use_cache"] = False
-        with hooked(model.modules(), _each_alone(masks)), _evaluating(model):
+        with hooked(model.modules(), _each_alone(masks)), _evaluating(model), without_autocast(device):
             found = list(_tensors(model(input_ids=ids, **given)))
         if any(part.dim() < 2 or part.shape[1] != len(chosen) for part in found):
             raise _RefusalError("its output is not one for each token, so that no rank could compute its own")
@@ -142,7 +145,7 @@ def _tried(model: nn.Module, length: int) -> Found:
     def same(one: list[Tensor], other: list[Tensor], places: list[int]) -> bool:
         """Whether two runs say the same of these tokens, which may be all that the other was given."""
         return all(
-            _near(x[:, places], y if y.shape[1] == len(places) else y[:, places])
+            _near(x[:, places], y if y.shape[1] == len(places) else y[:, places], tolerated)
             for x, y in zip(one, other, strict=True)
         )
 
@@ -169,6 +172,15 @@ def _tried(model: nn.Module, length: int) -> Found:
         )
     separated = {_has_documents(mask) for mask in masks}
     return Found(counts, separated.pop() if len(separated) == 1 else None)
+
+
+def _vocabulary(model: Any) -> int:
+    """How many tokens a model knows."""
+    try:
+        return int(model.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        name = type(model).__name__
+        raise ValueError(f"{FUNCTION}: {name} reads no tokens; what else models read cannot be cut yet") from None
 
 
 class _RefusalError(Exception):
@@ -222,10 +234,10 @@ def _tensors(found: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _near(one: Tensor, other: Tensor) -> bool:
+def _near(one: Tensor, other: Tensor, tolerated: float) -> bool:
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
         return torch.equal(one, other)
     difference = (one.double() - other.double()).norm()
-    return bool(difference <= TOLERATED.get(one.dtype, 0.05) * one.double().norm())
+    return bool(difference <= tolerated * one.double().norm())

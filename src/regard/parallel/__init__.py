@@ -10,6 +10,7 @@ from regard.parallel.functional import attention, attention_with_lse
 from regard.parallel.learning import cut, mean_loss, sum_gradients
 from regard.parallel.observing import ShardedObservation, observe
 from regard.parallel.planner import ParallelPlan, plan
+from regard.parallel.recording import ShardedRecording, record
 from regard.parallel.sharded import sharded
 from regard.parallel.shards import Shards
 
@@ -17,6 +18,7 @@ __all__ = [
     "ParallelError",
     "ParallelPlan",
     "ShardedObservation",
+    "ShardedRecording",
     "Shards",
     "attention",
     "attention_with_lse",
@@ -24,6 +26,7 @@ __all__ = [
     "mean_loss",
     "observe",
     "plan",
+    "record",
     "sharded",
     "sum_gradients",
 ]

@@ -1,6 +1,6 @@
 """Whole models under a process group: every rank runs the model on its own tokens, attention runs over all ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from regard.parallel import foreign
 from regard.parallel.agreement import agree
 from regard.parallel.channel import DEFAULT_TIMEOUT, Channel
 from regard.parallel.fingerprint import fingerprint
-from regard.parallel.functional import attention
+from regard.parallel.functional import attention, attention_with_lse
 from regard.parallel.shards import Shards, check_shards
 from regard.recording.watching import checked, unwrapped
 from regard.shapes import check_kind
@@ -22,6 +22,10 @@ FUNCTION = "parallel.sharded"
 
 MIXING = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.modules.batchnorm._BatchNorm)
 """Modules of torch that mix tokens with each other: on a rank's own tokens they would compute something else."""
+
+
+Seen = Callable[[nn.Module, Heads, ScoringArguments, Tensor, Shards, Shards], None]
+"""Gets a layer's call: heads of this rank's tokens, scoring of the whole, lse, and where queries and keys lie."""
 
 
 @contextmanager
@@ -59,6 +63,21 @@ def sharded(
             recording. On every rank.
         ParallelError: no process group; ranks that disagree; a rank that does not answer.
     """
+    with over_ranks(model, shards, source_shards, group, timeout, exchange):
+        yield
+
+
+@contextmanager
+def over_ranks(
+    model: nn.Module,
+    shards: Shards,
+    source_shards: Shards | None,
+    group: object,
+    timeout: float,
+    exchange: str,
+    seen: Seen | None = None,
+) -> Iterator[None]:
+    """`sharded`, which may also show each call of a layer, as it is made first, to a function."""
     channel = Channel(FUNCTION, group, timeout)
     inside: list[nn.Module] = []
 
@@ -76,17 +95,22 @@ def sharded(
 
     agree(channel, check, told=0)
 
-    def over_ranks(queries: Shards, keys: Shards) -> Hook:
+    def around(queries: Shards, keys: Shards, first: bool) -> Hook:
         def hook(layer: nn.Module, attend: Attend) -> Attend:
             def attended(heads: Heads, scoring: ScoringArguments) -> Result:
                 if type(attend) is not Compute:
                     raise ValueError(f"{FUNCTION}: {type(layer).__name__} was asked for weights (output_attentions), "
                                      "which no rank has all keys for")  # fmt: skip
-                output = attention(
-                    *heads, **scoring, dropout=attend.dropout, shards=queries, key_shards=keys, group=group,
-                    timeout=timeout, exchange=exchange,
-                )  # fmt: skip
-                return output, None
+                given: dict[str, Any] = {
+                    **scoring, "dropout": attend.dropout, "shards": queries, "key_shards": keys, "group": group,
+                    "timeout": timeout, "exchange": exchange,
+                }  # fmt: skip
+                if seen is None:
+                    return attention(*heads, **given), None
+                output, lse = attention_with_lse(*heads, **given)
+                if first:
+                    seen(layer, heads, scoring, lse, queries, keys)
+                return output, lse
 
             return attended
 
@@ -95,8 +119,9 @@ def sharded(
     with ExitStack() as stack:
         blocks = []
         for (queries, keys), modules in _texts(inside[0], shards, source_shards or shards).items():
-            hook, share = over_ranks(queries, keys), Share(keys.length, keys.ranges[channel.rank])
-            blocks.append(stack.enter_context(hooked(modules, hook, again=hook, innermost=True, share=share)))
+            hook, again = around(queries, keys, True), around(queries, keys, False)
+            share = Share(keys.length, keys.ranges[channel.rank])
+            blocks.append(stack.enter_context(hooked(modules, hook, again=again, innermost=True, share=share)))
             for module in modules:
                 if isinstance(module, Stack):
                     gate = _gate(channel, Share(queries.length, queries.ranges[channel.rank]))

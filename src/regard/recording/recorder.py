@@ -251,7 +251,7 @@ def record(
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"record: dtype must be floating, such as torch.float16, or None, got {dtype}")
     model = checked("record", model)
-    recording = Recording(_name(model), heads=heads, values=values, dtype=dtype)
+    recording = Recording(name_of(model), heads=heads, values=values, dtype=dtype)
     reading = Reading(model, {id(module) for module in named(model).values()})
 
     def keep(place: Place, attend: Attend) -> Attend:
@@ -272,7 +272,7 @@ def _reads_others(seen: Recorded) -> bool:
     return seen.cross or seen.patches is not None
 
 
-def _name(model: nn.Module) -> str:
+def name_of(model: nn.Module) -> str:
     """The name of a model: the one it was loaded by, or its class."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
     return name if isinstance(name, str) and name else type(model).__name__

@@ -45,27 +45,21 @@ def watching(
     """
     model = checked(function, model)
     wanted = {layers} if isinstance(layers, (str, int)) else set(layers or ())
-    every = named(model)
-    own = {
-        name.removesuffix(".attention") or "attention": module
-        for name, module in every.items()
-        if isinstance(module, MultiHeadAttention)
-    }
-    modules: dict[str, nn.Module] = {**own} or {name or "attention": module for name, module in every.items()}
+    modules, own = layers_of(model)
     if not own:
         _check_implementation(function, model)
     unknown = sorted(name for name in wanted if isinstance(name, str) and name not in modules)
-    unknown += [str(n) for n in wanted if isinstance(n, int) and (n < 0 or (own and n >= len(own)))]
+    unknown += [str(n) for n in wanted if isinstance(n, int) and (n < 0 or (own and n >= len(modules)))]
     if unknown:
         some = list(modules)[:16] if own else ["the names of its modules, as in named_modules()"]
-        more = ", ..." if own and len(own) > 16 else ""
+        more = ", ..." if own and len(modules) > 16 else ""
         raise ValueError(f"{function}: no layer {', '.join(unknown)}; there are: {', '.join(some)}{more}")
     names = {id(module): name for name, module in modules.items()}
     called: dict[str, int] = {}
 
     def around(layer: nn.Module, attend: Attend, hook: Callable[[Place, Attend], Attend]) -> Attend:
         name = names[id(layer)]
-        place = Place(name, called.setdefault(name, len(called)), name in own, layer)
+        place = Place(name, called.setdefault(name, len(called)), own, layer)
         chosen = layers is None or place.name in wanted or place.number in wanted
         return hook(place, attend) if chosen else attend
 
@@ -87,6 +81,17 @@ def watching(
     missing = [str(n) for n in wanted if n not in called and n not in called.values()]
     if called and missing:
         raise ValueError(f"{function}: layer {', '.join(missing)} never attended; those that did: {', '.join(called)}")
+
+
+def layers_of(model: nn.Module) -> tuple[dict[str, nn.Module], bool]:
+    """The modules that may call attention, by name, and whether they are regard's own layers; else they are all."""
+    every = named(model)
+    own: dict[str, nn.Module] = {
+        name.removesuffix(".attention") or "attention": module
+        for name, module in every.items()
+        if isinstance(module, MultiHeadAttention)
+    }
+    return own or {name or "attention": module for name, module in every.items()}, bool(own)
 
 
 def checked(function: str, model: object) -> nn.Module:

@@ -9,24 +9,30 @@ export class Tokens {
 	}
 
 	load(piece) {
-		if (!this.pieces.has(piece)) {
-			const start = piece * PIECE;
-			const loading = this.fetch(start, Math.min(this.length, start + PIECE)).then((found) => {
-				Object.assign(entry, found);
+		const known = this.pieces.get(piece);
+		if (known) return known.loading;
+		const start = piece * PIECE;
+		const entry = { labels: null, texts: null };
+		this.pieces.set(piece, entry);
+		entry.loading = this.fetch(start, Math.min(this.length, start + PIECE)).then(
+			({ labels, texts }) => {
+				Object.assign(entry, { labels, texts });
 				this.arrived();
-			});
-			const entry = { loading };
-			this.pieces.set(piece, entry);
-			loading.catch(() => this.pieces.delete(piece));
-		}
-		return this.pieces.get(piece).loading;
+			},
+			(error) => {
+				this.pieces.delete(piece);
+				throw error;
+			},
+		);
+		return entry.loading;
 	}
 
 	// What is known of a token now; asks for it if that is nothing.
 	label(index) {
-		const piece = Math.floor(index / PIECE);
-		if (!this.pieces.has(piece)) this.load(piece).catch(() => {});
-		return this.pieces.get(piece).labels?.[index % PIECE];
+		const entry = this.pieces.get(Math.floor(index / PIECE));
+		if (entry?.labels) return entry.labels[index % PIECE];
+		if (!entry) this.load(Math.floor(index / PIECE)).catch(() => {});
+		return undefined;
 	}
 
 	text(index) {
@@ -39,10 +45,8 @@ export class Tokens {
 		await Promise.all(pieces);
 	}
 
-	labelled(...indices) {
-		return Promise.all(indices.map(async (index) => {
-			await this.load(Math.floor(index / PIECE));
-			return this.label(index);
-		}));
+	async labelled(index) {
+		await this.load(Math.floor(index / PIECE));
+		return this.label(index);
 	}
 }

@@ -2,7 +2,7 @@
 
 import { clamp } from './dom.js';
 
-const WIDEST_CELL = 64;
+export const WIDEST_CELL = 64;
 
 export class Viewport {
 	constructor(queries, keys, width, height) {
@@ -22,6 +22,7 @@ export class Viewport {
 	fit() {
 		this.cell = this.whole;
 		this.x = this.y = 0;
+		this.settle();
 	}
 
 	resize(width, height) {
