@@ -79,14 +79,13 @@ TILE = """async ({ level, pool, count }) => {
 # the pass over the head once more, and tiles of some levels while it goes on: [seconds, {level: [milliseconds]}]
 PYRAMID = """async (levels) => {
     const { app } = document.getElementById('regard').page;
-    const { follow } = await import('./static/transport.js');
     const { Look } = await import('./static/look.js');
     const look = new Look();
     const times = Object.fromEntries(levels.map((level) => [level, []]));
     const start = performance.now();
     const { meta } = await app.call('start', { what: 'pyramid', ...app.head });
     let ended = null;
-    const end = follow(app.transport, meta.job).then(() => (ended = performance.now()));
+    const end = app.follow(meta.job).then(() => (ended = performance.now()));
     for (let n = 0; levels.length && ended === null; n++) {
         const level = levels[n % levels.length];
         const row = Math.floor((n * 0.618 % 1) * app.layer.query_len / (256 * 2 ** level));

@@ -16,10 +16,13 @@ from regard import Causal, Document, Window
 
 pytest.importorskip("starlette", reason="the page needs the extra regard[view]")
 
+from regard.viewer.bundle import sources
+from regard.viewer.notebook import run_of
+from regard.viewer.session import Session
+from regard.viewer.texts import of_ids
 from viewing import bundled_session, observed_session, served  # after the skip: it imports the server
 
 STATIC = Path(regard.__file__).parent / "viewer" / "static"
-KIB = 1024
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +68,13 @@ def test_each_module_is_plain_javascript_that_the_page_loads_and_the_page_stays_
         while todo:
             name = todo.pop()
             if name not in seen:
-                seen[name] = (STATIC / name).read_text(encoding="utf-8")
+                seen[name] = sources()[name]
                 todo += re.findall(r"from '\./([\w.]+)';", seen[name])
-        code = "".join(re.sub(r"^\s*//.*\n| // .*$", "", text, flags=re.MULTILINE) for text in seen.values())
-        sizes[entry] = len(code.encode())
-        whole = sum(len(text.encode()) for text in seen.values())
-        print(f"{entry}: {sizes[entry] / KIB:.0f} KiB, {whole / KIB:.0f} with comments")
-    assert sizes["main.js"] <= 120 * KIB
+        sizes[entry] = sum(len(text.encode()) for text in seen.values())
+        print(f"{entry} and what it imports: {sizes[entry]:,} bytes as served")
+    assert sizes["main.js"] <= 120_000
+    assert sizes["widget.js"] <= 120_000
+    assert not any(re.search(r"^\s*//", source, re.MULTILINE) for source in sources().values())
     for path in STATIC.glob("*.js"):
         source = path.read_text(encoding="utf-8")
         assert source.startswith("// "), f"{path.name} begins with a sentence that says what it is for"
@@ -86,8 +89,9 @@ def test_colour_maps_change_evenly_in_lightness_and_a_masked_weight_is_none_of_t
             const { colourAt, colourTable } = await import('./static/color.js');
             const parts = Array.from({ length: 64 }, (_, i) => i / 63);
             const maps = {};
-            for (const name of ['dusk', 'ember', 'heat']) maps[name] = parts.map((part) => colourAt(name, true, part));
-            const table = colourTable({ dark: false, low: 1000, high: 60000, log: true });
+            for (const [name, dark] of [['weight', true], ['weight', false], ['text', true]])
+                maps[`${name} ${dark}`] = parts.map((part) => colourAt(name, dark, part));
+            const table = colourTable({ map: 'weight', dark: false, low: 1000, high: 60000, log: true });
             const at = (code) => [table[code] & 255, (table[code] >> 8) & 255, (table[code] >> 16) & 255];
             return { maps, hidden: at(0), low: at(1), atLow: at(1000), high: at(60000), above: at(65535) };
         }""")
@@ -174,7 +178,7 @@ def test_scales_show_the_weight_the_mean_and_the_weight_relative_to_an_even_shar
         looks = page.evaluate(
             """async ([weight, visible]) => {
                 const { shownCode } = await import('./static/look.js');
-                const { codeOf } = await import('./static/numbers.js');
+                const { codeOf } = await import('./static/offline.js');
                 const entry = { pool: 'max', level: 0 };
                 const code = codeOf(weight);
                 const even = shownCode(code, 0, entry, { scale: 'uniform', visible: () => Math.log2(visible) });
@@ -192,6 +196,51 @@ def test_scales_show_the_weight_the_mean_and_the_weight_relative_to_an_even_shar
         assert "×" in page.locator(".ends").inner_text() != before
         page.get_by_label("Hide first token").check()
         assert state_of(page)["hide"] is True
+
+
+def test_a_range_of_colours_can_be_chosen_and_is_in_the_link(browser, random):
+    _, address, exact = random
+    weights = exact.weights()[0, 1]
+    with opened(browser, f"{address}#layer=0&head=1&at=560,560,20&range=40001.5,60000") as page:
+        seen = pixel_of(page, 570, 565)
+        assert seen["shown"] == seen["table"]
+        assert abs(seen["code"] - code_of(float(weights[570, 565]))) <= 1
+        sliders = page.locator(".legend input[type=range]")
+        assert sliders.evaluate_all("all => all.map((one) => one.valueAsNumber)") == [40002, 60000]
+        assert page.locator(".legend .ends").inner_text().split() == ["1.8·10⁻⁴", "0.15"]
+        page.get_by_label("Weight of the last colour").press("ArrowLeft")
+        low, high = state_of(page)["range"]
+        assert 40001 <= low < high < 60000
+        assert pixel_of(page, 570, 565)["table"] != seen["table"]
+        page.wait_for_timeout(300)
+        assert re.search(r"range=40002,5\d{4}", page.url)
+        page.get_by_label("Automatic range").check()
+        assert state_of(page)["range"] is None
+        assert not sliders.first.is_visible()
+        page.get_by_label("Scale").select_option("uniform")
+        page.get_by_label("Automatic range").uncheck()
+        page.get_by_label("Weight of the first colour").press("ArrowLeft")
+        low, high = state_of(page)["range"]
+        assert low + high == 65536  # as far below an even share as above it
+
+
+def test_each_row_of_a_batch_has_its_own_weights_and_tokens(browser):
+    query, key = torch.randn(2, 3, 2, 30, 8, generator=torch.Generator().manual_seed(5))
+    seen = regard.observe(query, key, mask=Causal())
+    run = run_of(seen)
+    run.others = {30: [of_ids([100 * row + n for n in range(30)]) for row in range(3)]}
+    with served(Session([run])) as address, opened(browser, f"{address}#batch=2&layer=0&head=1&query=20") as page:
+        for row in (2, 0):
+            assert page.get_by_label("Row", exact=True).input_value() == str(row)
+            weights = seen.weights()[row, 1]
+            for place in ((20, 3), (29, 28)):
+                assert abs(pixel_of(page, *place)["code"] - code_of(float(weights[place]))) <= 1
+            best = int(weights[20].argmax())
+            assert page.locator(".text-panel tbody .plain").first.inner_text() == str(100 * row + best)
+            assert page.locator(f".text [data-token='{best}']").inner_text().strip() == str(100 * row + best)
+            page.get_by_label("Row", exact=True).select_option("0")
+            at_rest(page)
+        assert "batch" not in page.url
 
 
 def test_the_pointer_reads_tokens_and_the_exact_weight(browser, random):

@@ -235,6 +235,27 @@ def test_a_recording_is_viewed_live_with_anywidget_and_in_a_frame_without(monkey
     assert (tokens["texts"], tokens["labels"]) == (["<b>", "cat\n", "sat"], ["<b>", "cat↵", "sat"])
 
 
+def test_each_row_of_a_batch_has_its_tokens_and_its_file():
+    model = regard.Decoder(regard.ModelConfig.preset("gpt2", layers=1, dim=8, heads=2, vocab_size=30))
+    with torch.inference_mode(), regard.record(model) as recording:
+        model(torch.tensor([[3, 4, 5], [7, 8, 9]]))
+    run = notebook.run_of(recording)
+    session = Session([run])
+    for batch, ids in enumerate(([3, 4, 5], [7, 8, 9])):
+        assert session.handle("tokens", {"batch": batch})[0]["ids"] == ids
+        meta, page = finished(session, what="export", batch=batch)
+        assert meta["state"] == "done", meta["error"]
+        file = File(page.decode())
+        assert file.data["answers"]["tokens"][0]["ids"] == ids
+        assert file.data["answers"]["info"]["batch"] == 1
+        for head in file.data["heads"]:
+            expected = recording[0].head(head["head"])[batch].weights()[0, 0].double()
+            torch.testing.assert_close(file.weights(head), expected, rtol=2e-3, atol=1e-6)
+    assert session.handle("search", {"batch": 1, "text": "8"})[0]["matches"] == [[1, 1]]
+    with pytest.raises(ValueError, match="batch must be"):
+        session.handle("start", {"what": "export", "batch": 2})
+
+
 def test_what_is_viewed_can_be_an_observation_and_an_image_has_its_picture():
     seen = regard.observe(*torch.randn(2, 1, 2, 5, 4), mask=Causal())
     run = notebook.run_of(seen)

@@ -20,10 +20,17 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const)\b)", re.MUL
 NAME = re.compile(r"^export (?:async )?(?:function\*?|class|const) ([\w$]+)", re.MULTILINE)
 
 
+COMMENT = re.compile(r"^[ \t]*//.*\n|[ \t]+// [^'\"`\n]*$", re.MULTILINE)
+"""A comment in a module; behind code only where no quote follows, so that nothing is taken out of a text."""
+
+
 @cache
 def files() -> dict[str, bytes]:
-    """The page's files by name, read once."""
-    return {path.name: path.read_bytes() for path in sorted(STATIC.glob("*")) if path.suffix in TYPES}
+    """The page's files by name, read once; comments are for who reads the source."""
+    found = {path.name: path.read_bytes() for path in sorted(STATIC.glob("*")) if path.suffix in TYPES}
+    return found | {
+        name: COMMENT.sub("", data.decode()).encode() for name, data in found.items() if name.endswith(".js")
+    }
 
 
 def sources() -> dict[str, str]:

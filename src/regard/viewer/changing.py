@@ -15,6 +15,7 @@ from regard.viewer.params import Params
 from regard.viewer.readers import Reader
 from regard.viewer.reading import watched
 from regard.viewer.run import Run
+from regard.viewer.texts import label
 
 GUESSES = 10
 
@@ -79,7 +80,8 @@ def expect(run: Run, query: int, changes: Sequence[Intervention], job: Job) -> R
     for side, (chance, loss) in enumerate(zip(chances, losses, strict=True)):
 
         def guess(token: int, chance: Tensor = chance) -> dict[str, Any]:
-            return {"id": token, "text": reader.decode([token]), "probability": float(chance[token])}
+            text = reader.decode([token])
+            return {"id": token, "text": text, "label": label(text) or "∅", "probability": float(chance[token])}
 
         actual = None
         if follows is not None:

@@ -145,13 +145,13 @@ class _File:
         self._masks.append((scoring, number))
         return number
 
-    def head(self, run: Run, layer: int, number: int) -> dict[str, Any]:
-        """One head."""
-        seen = run.observation(layer, number)
-        head = run.fresh_head(layer, number)
+    def head(self, run: Run, layer: int, number: int, batch: int) -> dict[str, Any]:
+        """One head of one batch index."""
+        seen = run.observation(layer, number, batch)
+        head = run.fresh_head(layer, number, batch)
         head.make_pyramid()
         assert head.series is not None
-        data: dict[str, Any] = {"layer": layer, "head": number, "batch": 0, "q": None, "k": None, "v": None}
+        data: dict[str, Any] = {"layer": layer, "head": number, "q": None, "k": None, "v": None}
         distances = of_distances(seen.scoring)
         spans = self.spans_of(seen.scoring) if seen.scoring.additive is None and distances is not False else None
         data["spans"] = spans
@@ -241,8 +241,10 @@ def _is_of_distance(bias: Bias) -> bool:
 
 
 @torch.inference_mode()
-def export(run: Run, heads: Sequence[tuple[int, int]] | None = None, progress: Progress = silent) -> str:
-    """The page of a run as HTML, whole in itself.
+def export(
+    run: Run, heads: Sequence[tuple[int, int]] | None = None, progress: Progress = silent, *, batch: int = 0
+) -> str:
+    """The page of one batch index of a run as HTML, whole in itself.
 
     Args:
         heads: pairs of layer and head; None for all of them.
@@ -253,7 +255,7 @@ def export(run: Run, heads: Sequence[tuple[int, int]] | None = None, progress: P
     if heads is None:
         heads = [(layer, head) for layer, seen in enumerate(run.layers.values()) for head in seen.heads]
     chosen = sorted(dict.fromkeys(heads))
-    parts: list[tuple[int, int, Recorded]] = [(*place, run.observation(*place)) for place in chosen]
+    parts: list[tuple[int, int, Recorded]] = [(*place, run.observation(*place, batch)) for place in chosen]
     shared = {(layer, seen.key.data_ptr()): seen.key.numel() for layer, _, seen in parts}
     count = sum(seen.query.numel() for _, _, seen in parts) + sum(shared.values())
     if count > COARSE_NUMBERS:
@@ -268,12 +270,12 @@ def export(run: Run, heads: Sequence[tuple[int, int]] | None = None, progress: P
     found = []
     for done, (layer, head, _) in enumerate(parts):
         progress(done, len(parts))
-        found.append(file.head(run, layer, head))
+        found.append(file.head(run, layer, head, batch))
     progress(len(parts), len(parts))
     return _html(
         {
             "format": FORMAT,
-            "answers": _answers(run, chosen, file.bits, file.values),
+            "answers": _answers(run, chosen, batch, file.bits, file.values),
             "heads": found,
             "spans": file.spans,
             "blobs": file.blobs.packed,
@@ -281,14 +283,19 @@ def export(run: Run, heads: Sequence[tuple[int, int]] | None = None, progress: P
     )
 
 
-def _answers(run: Run, chosen: Sequence[tuple[int, int]], bits: int, values: bool) -> dict[str, Any]:
+def _answers(run: Run, chosen: Sequence[tuple[int, int]], batch: int, bits: int, values: bool) -> dict[str, Any]:
     """What a session would answer, as far as it is in the file."""
     looking = Looking()
     looking.runs[run.number] = run
     info, _ = looking.info(Params("info", {}))
     for layer, told in enumerate(info["layers"]):
         told["heads"] = [head for at, head in chosen if at == layer]
-    info |= {"can": dict.fromkeys(("read", "generate", "intervene", "export"), False), "models": [], "context": None}
+    info |= {
+        "can": dict.fromkeys(("read", "generate", "intervene", "export"), False),
+        "models": [],
+        "context": None,
+        "batch": 1,
+    }
     info["rounded"] = f"In this file query and key are rounded to {bits} bits."
     if [info["chosen"]["layer"], info["chosen"]["head"]] not in map(list, chosen):
         info["chosen"] = {"layer": chosen[0][0], "head": chosen[0][1], "query": info["chosen"]["query"]}
@@ -297,7 +304,7 @@ def _answers(run: Run, chosen: Sequence[tuple[int, int]], bits: int, values: boo
     tokens: list[dict[str, Any]] = []
     for of in ("query", "key"):
         for layer in range(len(run.layers)):
-            read = run.tokens_of(layer, of)
+            read = run.tokens_of(layer, of, batch)
             data = {"labels": [*read.labels], "texts": [*read.texts], "ids": None if read.ids is None else [*read.ids]}
             known = next((one for one in tokens if one["of"] == of and one["labels"] == data["labels"]), None)
             if known is None:
@@ -306,7 +313,7 @@ def _answers(run: Run, chosen: Sequence[tuple[int, int]], bits: int, values: boo
                 known["layers"].append(layer)
     steps = []
     for layer in range(len(run.layers)):
-        seen = copy.copy(run.observation(layer, run.layer(layer).heads[0]))
+        seen = copy.copy(run.observation(layer, run.layer(layer).heads[0], batch))
         seen.value = seen.value if values else None
         steps.append(described(seen.steps(seen.grid.query_len - 1)))
     return {

@@ -52,11 +52,8 @@ def run_of(seen: Recording | Observation, *, source: str = "", tokens: Any = Non
     else:
         decode = getattr(tokens, "decode", None)
         written = None if decode is None else (lambda number: str(decode([number])))
-        run.others = {
-            recorded.tokens.shape[1]: of_ids(recorded.tokens[0].tolist(), written)
-            for recorded in layers.values()
-            if recorded.tokens is not None
-        }
+        read = {seen.tokens.shape[1]: seen.tokens for seen in layers.values() if seen.tokens is not None}
+        run.others = {length: [of_ids(row, written) for row in rows.tolist()] for length, rows in read.items()}
     run.picture = None if image is None else _picture(image)
     return run
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ class Run:
     Attributes:
         model, source: what to call them.
         layers: what was recorded, by name, in order.
-        tokens: of the queries; None where nothing is known of them. other: of the keys of cross-attention, by key_len.
+        tokens: of the queries of batch index 0; None where nothing is known of them. others: of other texts, such as
+            the keys of cross-attention, by length and then by batch index.
         outputs: what the model's heads gave, [batch, heads, query_len, value_dim] by layer name, where it was kept.
         written: the whole text that it was read from, with the place of its first token and how many there are.
         start: which token of the whole text comes first. total: how many the whole text has. opening: whether token 0
@@ -46,7 +47,7 @@ class Run:
     source: str
     layers: Mapping[str, Recorded]
     tokens: Tokens | None = None
-    others: Mapping[int, Tokens] = field(default_factory=dict)
+    others: Mapping[int, Sequence[Tokens]] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     text: str | None = None
     reader: Any = None
@@ -127,12 +128,16 @@ class Run:
         seen = self.layer(layer)
         length = seen.grid.query_len if of == "query" else seen.grid.key_len
         if of == "key" and seen.cross:
-            return self.others.get(length) or of_places(length)
+            return self._other(length, batch)
         if seen.patches is not None:
             return of_places(length, seen.patches)
-        if self.tokens is not None and len(self.tokens) == length:
+        if self.tokens is not None and len(self.tokens) == length and batch == 0:
             return self.tokens
-        return self.others.get(length) or of_places(length)
+        return self._other(length, batch)
+
+    def _other(self, length: int, batch: int) -> Tokens:
+        rows = self.others.get(length, ())
+        return rows[batch] if batch < len(rows) else of_places(length)
 
     def described(self) -> list[dict[str, Any]]:
         """The layers in a few numbers each."""
@@ -169,13 +174,23 @@ def of_recording(recording: Recording) -> dict[str, Recorded]:
 
 
 def _described(name: str, seen: Recorded) -> dict[str, Any]:
-    scoring, grid = seen.scoring, seen.grid
+    scoring, grid, window = seen.scoring, seen.grid, _window(seen)
     kv_heads = seen.key.shape[1]
+    group = grid.heads // kv_heads
+    traits = {
+        "cross-attention": seen.cross,
+        f"window {window or 0:,}": window is not None,
+        "sink": scoring.sink is not None,
+        f"{group} heads per key head": group > 1,
+        f"{' × '.join(map(str, seen.patches or ()))} patches": seen.patches is not None,
+        f"softcap {scoring.softcap or 0:g}": scoring.softcap is not None,
+        "bias": scoring.bias is not None,
+    }
     return {
         "name": name,
         "heads": list(seen.heads),
         "kv_heads": kv_heads,
-        "group": grid.heads // kv_heads,
+        "group": group,
         "query_len": grid.query_len,
         "key_len": grid.key_len,
         "head_dim": seen.query.shape[-1],
@@ -186,12 +201,13 @@ def _described(name: str, seen: Recorded) -> dict[str, Any]:
         "bias": None if scoring.bias is None else repr(scoring.bias),
         "mask": None if scoring.mask is None else repr(scoring.mask),
         "causal": _hides_later_keys(seen),
-        "window": _window(seen),
+        "window": window,
         "sink": scoring.sink is not None,
         "similarity": "product" if scoring.additive is None else "additive",
         "cross": seen.cross,
         "patches": seen.patches,
         "behind": seen.behind,
+        "traits": [words for words, has in traits.items() if has],
     }
 
 

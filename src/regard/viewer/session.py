@@ -145,11 +145,12 @@ class Session(Looking):
     def _start_export(self, asked: Params) -> Job:
         run = self.run_of(asked)
         heads = asked.pairs("heads", MAX_HEADS_AT_ONCE) if asked.has("heads") else None
+        batch = asked.whole("batch", most=run.layer(0).grid.batch - 1, default=0)
         for layer, head in heads or ():
-            run.observation(layer, head)
+            run.observation(layer, head, batch)
 
         def work(job: Job) -> Result:
-            page = export(run, heads, job.progress).encode()
+            page = export(run, heads, job.progress, batch=batch).encode()
             return {"name": "regard.html", "bytes": len(page)}, page
 
         return self.jobs.start("export", work)

@@ -3,7 +3,7 @@
 import { createChange } from './change.js';
 import { createColumns } from './columns.js';
 import { createCompare } from './compare.js';
-import { button, choice, h, replace, switcher } from './dom.js';
+import { button, choice, h, replace, roving, switcher } from './dom.js';
 import { createExample } from './example.js';
 import { createHeads } from './heads.js';
 import { createMap } from './map.js';
@@ -14,21 +14,19 @@ import { createSteps } from './steps.js';
 import { Changes, createStore } from './store.js';
 import { createText } from './text.js';
 import { Tokens } from './tokens.js';
-import { aborted, follow, latest } from './transport.js';
+import { aborted, asking } from './transport.js';
 
 const SAID = 6000; // ms that a remark stays
 const HASH_WAIT = 200;
 const TABS = { steps: 'Step by step', columns: 'Head by head', change: 'Change heads', compare: 'Two heads' };
 
-// What a browser remembers; where it may not, nothing.
-function remembered(name, value) {
+// What a browser remembers; where it may not, nothing that lasts.
+function memory() {
 	try {
-		if (value === undefined) return localStorage.getItem(name);
-		localStorage.setItem(name, value);
+		return localStorage;
 	} catch {
-		// forgotten
+		return {};
 	}
-	return null;
 }
 
 // Builds the page in `root`. linked: whether the part after # of the address is this page's own.
@@ -36,6 +34,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 	root.classList.add('regard');
 	const store = createStore((changed) => {
 		if (!info) return;
+		if (changed.has('batch')) changed.add('run'); // other tokens, other weights
 		tell(changed);
 		clearTimeout(hashTimer);
 		hashTimer = setTimeout(writeHash, HASH_WAIT);
@@ -46,7 +45,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 	const live = h('div.hidden-words', { 'aria-live': 'polite' });
 	const said = h('div.fault', { hidden: true });
 	const axes = new Map();
-	let theme = remembered('regard theme') ?? 'auto';
+	let theme = memory()['regard theme'] ?? 'auto';
 	let info = null;
 	let suggested = null; // what was opened without being asked for
 	let under = 0; // questions under way
@@ -60,8 +59,9 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		replace(said, ...words);
 	};
 	const hush = () => (said.hidden = true);
-	const idle = () => (root.dataset.idle = String(under === 0));
+	const idle = () => (root.dataset.idle = under === 0);
 	const app = {
+		...asking(transport, (error) => app.fault(error)),
 		transport, store, state, summaries,
 		get info() {
 			return info;
@@ -72,11 +72,15 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		get head() {
 			return { layer: state.layer, head: state.head };
 		},
+		// Names what is read: as long as it is the same, so are the tokens.
+		get reading() {
+			return `${info.run}.${state.batch}`;
+		},
 		async call(method, params, signal) {
 			under++;
 			idle();
 			try {
-				return await transport.call(method, { run: info?.run, ...params }, signal);
+				return await transport.call(method, { run: info?.run, batch: state.batch, ...params }, signal);
 			} finally {
 				under--;
 				setTimeout(idle);
@@ -106,7 +110,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 			const { query_len: queries, key_len: keys, cross, patches } = app.layer;
 			const length = of === 'query' ? queries : keys;
 			const shared = !cross && !patches && queries === keys;
-			const name = [info.run, length, shared || [state.layer, of]].join();
+			const name = [app.reading, length, shared || [state.layer, of]].join();
 			if (!axes.has(name)) {
 				const { layer } = state;
 				axes.set(name, new Tokens(length, async (start, stop) => (await app.call('tokens', { of, layer, start, stop })).meta, () => tell(new Changes(['tokens']))));
@@ -157,27 +161,26 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		const layer = info.layers[state.layer]?.heads.length ? state.layer : info.layers.findIndex((one) => one.heads.length);
 		const { heads, query_len: queries, key_len: keys } = info.layers[layer];
 		const within = (index, length) => (index !== null && index < length ? index : null);
-		store.set({ layer, head: heads.includes(state.head) ? state.head : heads[0], query: within(state.query, queries), key: within(state.key, keys) });
+		store.set({ batch: Math.min(state.batch, info.batch - 1), layer, head: heads.includes(state.head) ? state.head : heads[0], query: within(state.query, queries), key: within(state.key, keys) });
 	};
 	const describe = () => {
 		const { layers, start, stop, total } = info;
-		const many = new Set(layers.map((layer) => layer.heads.length));
 		const size = total && stop - start < total ? `tokens ${count(start)} to ${count(stop - 1)} of ${count(total)}` : plural(stop - start, 'token');
-		const heads = many.size === 1 ? `${plural([...many][0], 'head')} each` : plural(layers.reduce((sum, layer) => sum + layer.heads.length, 0), 'head');
+		const heads = plural(layers.flatMap((layer) => layer.heads).length, 'head');
 		replace(what, h('b', info.model), ` reading ${info.source || 'a text'} · ${size} · ${plural(layers.length, 'layer')}, ${heads}${info.growing ? ' · being written' : ''}`, info.rounded ? h('small', ` · ${info.rounded}`) : null);
 		if (linked) document.title = `${info.source || info.model} · regard`;
 	};
-	const summarise = latest(async (signal) => {
+	const summarise = app.latest(async (signal) => {
 		for (;;) {
 			const { meta } = await app.call('heads', {}, signal);
 			Object.assign(summaries, meta, { at: new Map(meta.heads.map((one) => [`${one.layer}.${one.head}`, one])) });
 			tell(new Changes(['summary']));
 			if (meta.complete) await suggest(signal);
 			if (meta.complete || !meta.job) return;
-			const { meta: ended } = await follow(transport, meta.job, null, signal);
+			const { meta: ended } = await app.follow(meta.job, null, signal);
 			if (ended.state === 'stopped') return;
 		}
-	}, app.fault);
+	});
 	// Once it is known what heads do, the most telling one is opened, unless somebody has chosen by then.
 	const suggest = async (signal) => {
 		const seen = suggested;
@@ -195,7 +198,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		info = meta;
 		const { chosen } = info;
 		if (first && linked) store.read(location.hash);
-		else if (other) store.set({ query: null, key: null, at: null, span: null, changes: [], other: [] });
+		else if (other) store.set({ batch: 0, query: null, key: null, at: null, span: null, changes: [], other: [] });
 		const told = first ? address() : new Map();
 		if (other && chosen && !told.has('layer')) store.set({ layer: chosen.layer, head: chosen.head });
 		if (other && chosen && !told.has('query') && !told.has('key')) store.set({ query: chosen.query });
@@ -203,7 +206,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		if (grows) store.set({ query: app.layer.query_len - 1, key: null, at: null });
 		settle();
 		describe();
-		if (other) Object.assign(summaries, { heads: [], complete: false, at: new Map() });
+		if (other) Object.assign(summaries, { heads: [], kinds: [], complete: false, at: new Map() });
 		if (other || longer || !grows) tell(new Changes(['run', 'layer', 'head', 'query', 'key', 'tab']));
 		if (!info.growing) summarise();
 	}
@@ -212,7 +215,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 	const what = h('p.what');
 	const themes = choice('Theme', [['auto', 'as the system'], ['light', 'light'], ['dark', 'dark']], theme, (value) => {
 		theme = value;
-		remembered('regard theme', value);
+		memory()['regard theme'] = value;
 		onTheme();
 	});
 	const open = createOpen(app);
@@ -221,20 +224,14 @@ export async function startPage(root, transport, { linked = true } = {}) {
 	const panels = [open, save, createHeads(app), map, createText(app)];
 	const bodies = { steps: createSteps(app), columns: createColumns(app), change: createChange(app), compare: createCompare(app), example: createExample(app) };
 	const tabs = h('div', { role: 'tablist', label: 'More about this head' }, Object.entries(TABS).map(([tab, label]) => button(label, () => store.set({ tab }), { role: 'tab', id: `tab-${tab}`, 'aria-controls': 'tab-body', data: { tab } })));
-	tabs.addEventListener('keydown', (event) => {
-		const all = [...tabs.children];
-		const by = { ArrowRight: 1, ArrowLeft: all.length - 1 }[event.key];
-		if (!by) return;
-		const next = all[(all.indexOf(event.target) + by) % all.length];
-		next.focus();
-		next.click();
-	});
-	const which = switcher('Whose steps', [['steps', 'This token'], ['example', 'Three-token example']], (tab) => store.set({ tab }));
+	roving(tabs, () => [...tabs.children], () => 1);
+	tabs.addEventListener('focusin', ({ target }) => target.getAttribute('aria-selected') === 'true' || target.click());
+	const which = switcher('Whose steps', [['steps', 'This token'], ['example', 'Three-token example']], store.put('tab'));
 	const body = h('div', { role: 'tabpanel', id: 'tab-body' }, which.element, Object.values(bodies).map((one) => one.element));
 	const turn = () => {
 		const shown = state.tab === 'example' ? 'steps' : state.tab;
 		for (const tab of tabs.children) {
-			tab.setAttribute('aria-selected', String(tab.dataset.tab === shown));
+			tab.setAttribute('aria-selected', tab.dataset.tab === shown);
 			tab.tabIndex = tab.dataset.tab === shown ? 0 : -1;
 		}
 		body.setAttribute('aria-labelledby', `tab-${shown}`);

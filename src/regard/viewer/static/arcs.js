@@ -2,7 +2,7 @@
 
 import { button, clamp, h, replace, roving } from './dom.js';
 import { headColour } from './color.js';
-import { latest } from './transport.js';
+import { largest } from './numbers.js';
 
 const MOST = 200; // tokens on a side
 const AT_FIRST = 32;
@@ -19,7 +19,7 @@ export function createArcs(app) {
 	const sides = { query: h('div.side', { role: 'group', label: 'Tokens that look' }), key: h('div.side.right', { role: 'group', label: 'Tokens looked at' }) };
 	const box = h('div.arcs', canvas, sides.query, sides.key);
 	const legend = h('p.note');
-	const bound = (i, label) => h('input', { type: 'number', min: 0, label: label, onchange: (event) => {
+	const bound = (i, label) => h('input', { type: 'number', min: 0, label, onchange: (event) => {
 		const [first, end] = part().query;
 		const typed = Number(event.target.value);
 		store.set({ span: i ? [Math.min(first, typed), typed] : [typed, Math.max(end - 1, typed)] });
@@ -41,7 +41,7 @@ export function createArcs(app) {
 	const draw = () => {
 		const { query: queries, key: keys } = part();
 		const height = Math.max(queries[1] - queries[0], keys[1] - keys[0]) * LINE + 8;
-		const ratio = Math.min(window.devicePixelRatio || 1, 16000 / height);
+		const ratio = Math.min(devicePixelRatio, 16000 / height);
 		Object.assign(canvas, { width: WIDTH * ratio, height: height * ratio });
 		Object.assign(canvas.style, { width: `${WIDTH}px`, height: `${height}px` });
 		box.style.height = `${Math.min(480, height + 4)}px`;
@@ -61,9 +61,9 @@ export function createArcs(app) {
 		}
 	};
 	const mark = () => {
-		for (const [of, side] of Object.entries(sides)) [...side.children].forEach((one) => one.setAttribute('aria-pressed', String(Number(one.dataset.at) === state[of])));
+		for (const [of, side] of Object.entries(sides)) [...side.children].forEach((one) => one.setAttribute('aria-pressed', Number(one.dataset.at) === state[of]));
 	};
-	const load = latest(async (signal, heads) => {
+	const load = app.latest(async (signal, heads) => {
 		const shown = heads.slice(0, HEADS);
 		const { query: queries, key: keys } = part();
 		const [{ meta, data }] = await Promise.all([app.call('sel', { heads: shown, queries, keys }, signal), app.tokens('query').range(...queries), app.tokens('key').range(...keys)]);
@@ -71,8 +71,8 @@ export function createArcs(app) {
 		lines = [];
 		for (let at = 0; at < shown.length * meta.rows; at++) {
 			const weights = new Float32Array(data, at * meta.columns * 4, meta.columns);
-			const best = [...weights.keys()].filter((c) => weights[c] >= LEAST && !(state.hide && keys[0] + c === 0)).sort((a, b) => weights[b] - weights[a]);
-			for (const c of best.slice(0, KEYS)) lines.push({ query: queries[0] + (at % meta.rows), key: keys[0] + c, weight: weights[c], head: Math.floor(at / meta.rows) });
+			const best = largest(weights, KEYS, state.hide && keys[0] === 0 ? 1 : 0);
+			for (const c of best.filter((key) => weights[key] >= LEAST)) lines.push({ query: queries[0] + (at % meta.rows), key: keys[0] + c, weight: weights[c], head: Math.floor(at / meta.rows) });
 		}
 		for (const [of, [first, end]] of Object.entries(part())) {
 			const tokens = Array.from({ length: end - first }, (_, i) => {
@@ -92,7 +92,7 @@ export function createArcs(app) {
 		replace(legend, 'Heads: ', names, heads.length > HEADS ? `(the first ${HEADS} of ${heads.length})` : '', `. The ${KEYS} largest weights of each token, from ${LEAST} up.`);
 		mark();
 		draw();
-	}, app.fault);
+	});
 	const element = h('div', h('div.tools', h('label.field', 'tokens', bounds[0]), h('label.field', 'to', bounds[1])),
 		h('p.note', 'Lines run from a token at the left to the tokens it looks at; thicker is more. Point at a token, or move to it by keyboard, to see its lines alone.'), box, legend);
 	return {

@@ -1,15 +1,14 @@
 // Switches heads off, scales them, hides a token from one, and shows what the model then predicts.
 
 import { button, choice, h, meter, replace, row, table, token } from './dom.js';
-import { number, percent, visible } from './numbers.js';
-import { follow, latest } from './transport.js';
+import { number, percent } from './numbers.js';
 
 export function createChange(app) {
 	const { store, state } = app;
 	const chips = h('ul.chips');
 	const body = h('div.cols');
 	const said = h('p.note', { role: 'status' });
-	const input = (label) => h('input', { type: 'number', min: 0, label: label });
+	const input = (label) => h('input', { type: 'number', min: 0, label });
 	const [layer, head, value] = [input('Layer'), input('Head'), h('input', { type: 'number', step: 'any', label: 'Factor, or token' })];
 	const what = choice('do', [['o', 'switch off'], ['x', 'scale by'], ['k', 'hide token']], 'o', (kind) => offer(kind));
 	const offer = (kind) => {
@@ -30,11 +29,11 @@ export function createChange(app) {
 	const guesses = ({ before, after }) => {
 		const all = new Map();
 		for (const [side, { guesses: best, also = [] }] of [['was', before], ['is', after]]) {
-			for (const { id, text, probability } of [...best, ...also]) all.set(id, { id, text, ...all.get(id), [side]: probability });
+			for (const { id, label, probability } of [...best, ...also]) all.set(id, { id, label, ...all.get(id), [side]: probability });
 		}
-		const rows = [...all.values()].sort((a, b) => b.was - a.was).map(({ id, text, was, is }) => {
+		const rows = [...all.values()].sort((a, b) => b.was - a.was).map(({ id, label, was, is }) => {
 			const more = 100 * (is - was);
-			return row([token(visible(text)), id === before.actual?.id ? ' in the text' : ''], [
+			return row([token(label), id === before.actual?.id ? ' in the text' : ''], [
 				h('td', { data: { before: was } }, percent(was), meter(was)), h('td', { data: { after: is } }, percent(is), meter(is)),
 				h('td', { class: Math.abs(more) < 0.05 ? null : more > 0 ? 'up' : 'down' }, `${more < 0 ? '−' : '+'}${Math.abs(more).toFixed(1)}`)], { class: id === before.actual?.id && 'chosen' });
 		});
@@ -44,7 +43,7 @@ export function createChange(app) {
 		const line = ([name, words_]) => (typeof before[name] === 'number' ? row(words_, [h('td', number(before[name], 4)), h('td', { data: { loss: after[name] } }, number(after[name], 4)), h('td', { class: after[name] > before[name] ? 'down' : 'up' }, `${after[name] < before[name] ? '' : '+'}${number(after[name] - before[name])}`)]) : null);
 		return h('div', h('p.tag', 'Loss: how much the text surprises the model, in nats per token; less is better.'), table('Loss', ['', 'as it is', 'changed', 'difference'], [['loss', 'whole text'], ['rest', 'after this token']].map(line).filter(Boolean)));
 	};
-	const load = latest(async (signal) => {
+	const load = app.latest(async (signal) => {
 		const waiting = !app.info.can.intervene ? 'This needs the model itself: a recording or a saved page holds none.' : !state.changes.length ? 'Nothing is changed yet. The open head is filled in above: press Add.' : '';
 		if (waiting) {
 			said.textContent = waiting;
@@ -54,7 +53,7 @@ export function createChange(app) {
 		const query = state.query ?? app.layer.query_len - 1;
 		const changes = state.changes.map((one) => ({ layer: one.layer, head: one.head, ...{ o: { kind: 'ablate' }, x: { kind: 'scale', factor: one.value }, k: { kind: 'hide', key: one.value } }[one.what] }));
 		const { meta } = await app.call('start', { what: 'intervene', query, changes }, signal);
-		const ended = (await follow(app.transport, meta.job, null, signal)).meta;
+		const ended = (await app.follow(meta.job, null, signal)).meta;
 		if (ended.state !== 'done') return;
 		replace(said, 'What the model expects after ', token(await app.tokens('query').labelled(query), query), ':');
 		replace(body, guesses(ended.result), losses(ended.result));

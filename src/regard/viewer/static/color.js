@@ -1,90 +1,65 @@
 // Colour maps, made here from a few points in OKLCH: lightness changes evenly and always in one direction, so a map reads
 // the same in print and for every kind of colour vision. No table is copied from anywhere.
 
+import { canvasOf, clamp } from './dom.js';
 import { CODES, PER_OCTAVE } from './numbers.js';
 
 const STEPS = 1024;
 
-// [lightness, chroma, hue] at even distances. The first is the smallest weight. Heat shades text on a dark page.
+// [lightness, chroma, hue] at even distances; the first is the smallest weight.
+const EMBER = [[0.985, 0.012, 85], [0.87, 0.1, 75], [0.72, 0.16, 52], [0.5, 0.15, 38], [0.24, 0.07, 30]];
 const MAPS = {
-	dusk: [[0.17, 0.05, 285], [0.36, 0.13, 300], [0.56, 0.17, 355], [0.75, 0.15, 45], [0.95, 0.09, 95]],
-	ember: [[0.985, 0.012, 85], [0.87, 0.1, 75], [0.72, 0.16, 52], [0.5, 0.15, 38], [0.24, 0.07, 30]],
-	heat: [[0.27, 0.03, 60], [0.42, 0.1, 45], [0.6, 0.15, 48], [0.78, 0.14, 68], [0.93, 0.08, 90]],
-};
-const DIVERGING = {
-	dark: [[0.82, 0.12, 215], [0.5, 0.09, 235], [0.2, 0.012, 285], [0.56, 0.14, 45], [0.9, 0.11, 85]],
-	light: [[0.34, 0.1, 250], [0.68, 0.09, 230], [0.985, 0.01, 85], [0.72, 0.15, 55], [0.34, 0.1, 35]],
+	weight: { dark: [[0.17, 0.05, 285], [0.36, 0.13, 300], [0.56, 0.17, 355], [0.75, 0.15, 45], [0.95, 0.09, 95]], light: EMBER },
+	diverging: {
+		dark: [[0.82, 0.12, 215], [0.5, 0.09, 235], [0.2, 0.012, 285], [0.56, 0.14, 45], [0.9, 0.11, 85]],
+		light: [[0.34, 0.1, 250], [0.68, 0.09, 230], [0.985, 0.01, 85], [0.72, 0.15, 55], [0.34, 0.1, 35]],
+	},
+	text: { dark: [[0.27, 0.03, 60], [0.42, 0.1, 45], [0.6, 0.15, 48], [0.78, 0.14, 68], [0.93, 0.08, 90]], light: EMBER },
 };
 
 export const MASKED = { light: [196, 196, 196], dark: [84, 84, 84] };
 
-function channel(linear) {
-	const value = linear <= 0.0031308 ? 12.92 * linear : 1.055 * linear ** (1 / 2.4) - 0.055;
-	return Math.round(255 * Math.min(1, Math.max(0, value)));
-}
-
-// One OKLCH colour as sRGB bytes (Ottosson 2020).
-export function srgb([lightness, chroma, hue]) {
-	const angle = (hue * Math.PI) / 180;
-	const a = chroma * Math.cos(angle);
-	const b = chroma * Math.sin(angle);
-	const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
-	const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
-	const s = (lightness - 0.0894841775 * a - 1.291485548 * b) ** 3;
-	return [
-		channel(4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s),
-		channel(-1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s),
-		channel(-0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s),
-	];
-}
-
-// The way through the points: straight in OKLab, so that a change of hue goes through no rainbow.
-function ramp(points) {
-	const flat = points.map(([l, c, hue]) => [l, c * Math.cos((hue * Math.PI) / 180), c * Math.sin((hue * Math.PI) / 180)]);
-	const colours = [];
-	for (let step = 0; step < STEPS; step++) {
-		const place = (step / (STEPS - 1)) * (points.length - 1);
-		const first = Math.min(Math.floor(place), points.length - 2);
-		const part = place - first;
-		const [l, a, b] = flat[first].map((value, i) => value + part * (flat[first + 1][i] - value));
-		colours.push(srgb([l, Math.hypot(a, b), (Math.atan2(b, a) * 180) / Math.PI]));
-	}
-	return colours;
-}
-
 const ramps = new Map();
 
+// The way through the points of a map, as sRGB bytes: straight in OKLab, so that a change of hue goes through no rainbow.
 function rampOf(name, dark) {
-	const key = `${name} ${dark}`;
-	if (!ramps.has(key)) ramps.set(key, ramp(name === 'diverging' ? DIVERGING[dark ? 'dark' : 'light'] : MAPS[name]));
-	return ramps.get(key);
+	const points = MAPS[name][dark ? 'dark' : 'light'];
+	if (!ramps.has(points)) {
+		const flat = points.map(([l, c, hue]) => [l, c * Math.cos((hue * Math.PI) / 180), c * Math.sin((hue * Math.PI) / 180)]);
+		const context = canvasOf(STEPS, 1).getContext('2d', { willReadFrequently: true });
+		for (let step = 0; step < STEPS; step++) {
+			const place = (step / (STEPS - 1)) * (points.length - 1);
+			const first = Math.min(Math.floor(place), points.length - 2);
+			context.fillStyle = `oklab(${flat[first].map((value, i) => (value + (place - first) * (flat[first + 1][i] - value)).toFixed(5)).join(' ')})`;
+			context.fillRect(step, 0, 1, 1);
+		}
+		const { data } = context.getImageData(0, 0, STEPS, 1);
+		ramps.set(points, Array.from({ length: STEPS }, (_, step) => [...data.subarray(4 * step, 4 * step + 3)]));
+	}
+	return ramps.get(points);
 }
 
-// The map of weights on a dark page and on a light one.
-const mapOf = (dark) => (dark ? 'dusk' : 'ember');
+const part = (colours, share) => colours[Math.round(clamp(share, 0, 1) * (STEPS - 1))];
 
 // The colour of a part of the range, 0 to 1.
-export function colourAt(name, dark, part) {
-	return rampOf(name ?? mapOf(dark), dark)[Math.round(Math.min(1, Math.max(0, part)) * (STEPS - 1))];
-}
+export const colourAt = (name, dark, share) => part(rampOf(name, dark), share);
 
 export function css([red, green, blue]) {
 	return `rgb(${red}, ${green}, ${blue})`;
 }
 
 // Where a weight stands in the range, 0 to 1: by its logarithm, or linearly.
-export function partOf(code, { low, high, log }) {
+function partOf(code, { low, high, log }) {
 	if (log) return (code - low) / Math.max(1, high - low);
 	const top = 2 ** ((high - 65535) / PER_OCTAVE);
 	return 2 ** ((code - 65535) / PER_OCTAVE) / top;
 }
 
-// How a code is painted, as a canvas pixel (ABGR in a 32-bit word). look: {map?, dark, low, high, log}.
+// How a code is painted, as a canvas pixel (ABGR in a 32-bit word). look: {map, dark, low, high, log}.
 export function painter(look) {
-	const colours = rampOf(look.map ?? mapOf(look.dark), look.dark);
+	const colours = rampOf(look.map, look.dark);
 	const pixel = ([red, green, blue]) => ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
-	const masked = pixel(MASKED[look.dark ? 'dark' : 'light']);
-	return (code) => (code ? pixel(colours[Math.round(Math.min(1, Math.max(0, partOf(code, look))) * (STEPS - 1))]) : masked);
+	return (code) => pixel(code ? part(colours, partOf(code, look)) : MASKED[look.dark ? 'dark' : 'light']);
 }
 
 // The same for every code.
@@ -95,7 +70,7 @@ export function colourTable(look) {
 
 // A colour for each of several heads, apart from each other in hue and alike in strength.
 export function headColour(index, dark) {
-	return css(srgb([dark ? 0.78 : 0.5, 0.15, (255 + index * 137.5) % 360]));
+	return `oklch(${dark ? 0.78 : 0.5} 0.15 ${(255 + index * 137.5) % 360})`;
 }
 
 // Black or white, whichever reads better on a colour.
@@ -107,7 +82,7 @@ export function inkOn([red, green, blue]) {
 
 // The ground and the ink of text that gets a share of the weight, as far as it can be read on either page.
 export function heat(share, dark) {
-	const colour = dark ? colourAt('heat', true, Math.sqrt(share)) : colourAt('ember', false, 0.05 + 0.6 * Math.sqrt(share));
+	const colour = colourAt('text', dark, dark ? Math.sqrt(share) : 0.05 + 0.6 * Math.sqrt(share));
 	return [css(colour), inkOn(colour)];
 }
 

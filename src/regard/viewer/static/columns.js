@@ -2,9 +2,7 @@
 
 import { choice, h, replace, row, table, token } from './dom.js';
 import { heat } from './color.js';
-import { number } from './numbers.js';
-import { largest } from './text.js';
-import { latest } from './transport.js';
+import { largest, number } from './numbers.js';
 
 const ROWS = 24;
 const COLUMNS = 64;
@@ -15,7 +13,7 @@ export function createColumns(app) {
 	const scope = choice('Heads', [['all', 'all layers'], ['layer', 'this layer'], ['set', 'the set of the text panel']], 'all', () => load());
 	const said = h('p.note', { role: 'status' });
 	const body = h('div');
-	const load = latest(async (signal) => {
+	const load = app.latest(async (signal) => {
 		const { query } = state;
 		if (query === null) {
 			said.textContent = 'Choose a token in the map or in the text.';
@@ -29,7 +27,7 @@ export function createColumns(app) {
 		const most = new Float32Array(meta.key_len);
 		values.forEach((value, i) => (most[i % meta.key_len] = Math.max(most[i % meta.key_len], value)));
 		const keys = largest(most, ROWS, state.hide ? 1 : 0).sort((a, b) => a - b);
-		const [label, ...labels] = await Promise.all([app.tokens('query').labelled(query), ...keys.map((key) => app.tokens('key').labelled(key))]);
+		const [[label], labels] = await Promise.all([app.tokens('query').labelled(query), app.tokens('key').labelled(...keys)]);
 		if (signal.aborted) return;
 		const cell = (key, i) => ([l, n], head) => {
 			const weight = values[head * meta.key_len + key];
@@ -39,7 +37,7 @@ export function createColumns(app) {
 		const rows = keys.map((key, i) => row([`${key} `, token(labels[i])], heads.map(cell(key, i)), { class: key === state.key && 'chosen' }));
 		replace(said, 'From ', token(label, query), `, the ${keys.length} tokens that any of the heads looks at most. Weights below ${LEAST} are left blank.`, wanted.length > COLUMNS ? ` The first ${COLUMNS} of ${wanted.length} heads.` : '');
 		replace(body, table('Weights, head by head', ['token looked at', ...heads.map((one) => one.join('.'))], rows));
-	}, app.fault);
+	});
 	return {
 		element: h('div', h('p.about', 'One row per token, one column per head: compare where the heads look from the chosen token.'), h('div.tools', scope.element), said, body),
 		update(changed) {

@@ -2,10 +2,9 @@
 
 import { choice, h, replace } from './dom.js';
 import { number } from './numbers.js';
-import { envelope } from './scene.js';
+import { paintCurve } from './scene.js';
 import { TILE } from './tiles.js';
 import { paintThumb } from './heads.js';
-import { follow, latest } from './transport.js';
 
 const MEANINGS = {
 	divergence: 'Jensen–Shannon divergence in nats: 0 for the same weights, 0.693 for nothing in common',
@@ -31,18 +30,13 @@ export function createCompare(app) {
 	const curve = (values, name) => {
 		const canvas = h('canvas.curve', { width: 900, height: 90, role: 'img', label: `${name}, token by token` });
 		const context = canvas.getContext('2d');
-		const { low, high } = envelope(values, 0, values.length / canvas.width, canvas.width);
-		const top = Math.max(...high, 1e-9);
 		context.fillStyle = app.colours.sunk;
 		context.fillRect(0, 0, canvas.width, canvas.height);
 		context.fillStyle = app.colours.curve;
-		high.forEach((value, x) => {
-			const reach = (value / top) * (canvas.height - 6);
-			context.fillRect(x, canvas.height - reach, 1, Math.max(2, reach - (low[x] / top) * (canvas.height - 6)));
-		});
+		paintCurve(context, values, 0, canvas.width / values.length, canvas.width, canvas.height - 6, (x, from, size) => context.rect(x, canvas.height - from - size, 1, size));
 		return h('div', h('h3', name), h('p.tag', MEANINGS[name]), canvas);
 	};
-	const load = latest(async (signal) => {
+	const load = app.latest(async (signal) => {
 		const b = (state.other[0] ?? '').split('.').map(Number);
 		if (!app.alike(...b)) {
 			said.textContent = 'Choose a second head above.';
@@ -52,13 +46,13 @@ export function createCompare(app) {
 		said.textContent = 'Comparing…';
 		let { meta, data } = await app.call('compare', { a, b }, signal);
 		if (!meta.ready) {
-			await follow(app.transport, meta.job, null, signal);
+			await app.follow(meta.job, null, signal);
 			({ meta, data } = await app.call('compare', { a, b }, signal));
 		}
 		const pictures = await Promise.all([picture(a, signal), picture(b, signal)]);
 		replace(said, 'Mean over all tokens: ', meta.names.map((name, i) => [i ? ' · ' : '', name, ' ', h('b', { data: { distance: name, value: meta.means[i] } }, number(meta.means[i]))]));
 		replace(body, h('div.cols', pictures), meta.names.map((name, i) => curve(new Float32Array(data, 4 * i * meta.query_len, meta.query_len), name)));
-	}, app.fault);
+	});
 	return {
 		element: h('div', h('p.about', 'Two heads side by side, and how far apart they look: the curves show it for each token.'), h('div.tools', other.element), said, body),
 		update(changed) {

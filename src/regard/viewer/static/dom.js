@@ -1,6 +1,6 @@
 // Elements. What comes from outside enters the page as text, never as markup.
 
-const shown = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+const shown = (children) => children.flat(Infinity).filter((child) => (child ?? false) !== false);
 
 // h('tag.class', {property: value}?, ...children): `on...` listens, `style` and `data` set several at once,
 // `label` is what a screen reader says.
@@ -9,7 +9,7 @@ export function h(tag, ...rest) {
 	const element = document.createElement(name);
 	if (classes.length) element.className = classes.join(' ');
 	for (const [key, value] of Object.entries(rest[0]?.constructor === Object ? rest.shift() : {})) {
-		if (value === undefined || value === null || value === false) continue;
+		if ((value ?? false) === false) continue;
 		if (key.startsWith('on')) element.addEventListener(key.slice(2), value);
 		else if (key === 'style') for (const [property, v] of Object.entries(value)) element.style.setProperty(property, v);
 		else if (key === 'data') Object.assign(element.dataset, value);
@@ -53,7 +53,7 @@ export function checkbox(label, change, title) {
 // Buttons side by side of which one is pressed: [value, words] pairs.
 export function switcher(label, options, change) {
 	const buttons = options.map(([value, words]) => button(words, () => change(value), { data: { value } }));
-	const set = (chosen) => buttons.forEach((one) => one.setAttribute('aria-pressed', String(one.dataset.value === chosen)));
+	const set = (chosen) => buttons.forEach((one) => one.setAttribute('aria-pressed', one.dataset.value === chosen));
 	return { element: h('span.joined', { role: 'group', label }, buttons), set };
 }
 
@@ -63,12 +63,8 @@ export function row(first, cells, properties = {}) {
 
 // A table that scrolls by itself: headings in words, then rows.
 export function table(label, head, rows) {
-	const heading = (words, i) => (i || !words ? h(words ? 'th' : 'td', words ? { scope: 'col' } : {}, words) : h('th.word', { scope: 'col' }, words));
-	return scroller(label, h('table', h('thead', h('tr', head.map(heading))), h('tbody', rows)));
-}
-
-export function scroller(label, ...children) {
-	return h('div.scroll', { tabindex: 0, role: 'region', label }, children);
+	const heading = (words, i) => h(!words ? 'td' : i ? 'th' : 'th.word', words ? { scope: 'col' } : {}, words);
+	return h('div.scroll', { tabindex: 0, role: 'region', label }, h('table', h('thead', h('tr', head.map(heading))), h('tbody', rows)));
 }
 
 export function meter(share) {

@@ -3,7 +3,6 @@
 import { button, checkbox, h, replace } from './dom.js';
 import { number } from './numbers.js';
 import { stepItem } from './steps.js';
-import { latest } from './transport.js';
 
 const WAIT = 120; // ms after the last key
 const INPUTS = { x: 'x: a row per token', query: 'query matrix', key: 'key matrix', value: 'value matrix' };
@@ -22,7 +21,7 @@ export function createExample(app) {
 	const grid = (rows, labels, write, caption) => h('table', caption ? h('caption', caption) : null, h('tbody', rows.map((cells, r) => h('tr', labels?.length === rows.length ? h('th', { scope: 'row' }, labels[r]) : null, cells.map((value, c) => write(value, r, c))))));
 	const field = (name) => (value, r, c) => h('td', h('input', { type: 'number', step: 'any', value, label: `${name}, row ${r}, column ${c}`, oninput: ({ target }) => {
 		const typed = target.valueAsNumber;
-		target.setAttribute('aria-invalid', String(!Number.isFinite(typed)));
+		target.setAttribute('aria-invalid', !Number.isFinite(typed));
 		if (!Number.isFinite(typed)) return;
 		given[name][r][c] = typed;
 		clearTimeout(timer);
@@ -32,7 +31,7 @@ export function createExample(app) {
 		if (Array.isArray(values[0]?.[0])) return values.map((one) => numbers(one, labels, step));
 		return grid(Array.isArray(values[0]) ? values : [values], labels, (value) => h('td', { data: { step, value: value ?? '-inf' } }, number(value ?? -Infinity, 4)));
 	};
-	const ask = latest(async (signal) => {
+	const ask = app.latest(async (signal) => {
 		const { meta } = await app.call('example', given ? { ...given, causal: causal.input.checked } : {}, signal);
 		if (!given) {
 			given = { x: meta.x, query: meta.query, key: meta.key, value: meta.value };
@@ -40,7 +39,7 @@ export function createExample(app) {
 			replace(inputs, Object.keys(INPUTS).map((name) => grid(given[name], name === 'x' ? meta.tokens : null, field(name), INPUTS[name])));
 		}
 		replace(body, h('ol.steps', meta.steps.map((step) => stepItem(step, '', h('div.grids.scroll', numbers(step.numbers, meta.tokens, step.name))))));
-	}, app.fault);
+	});
 	return {
 		element: h('div', h('p.about', 'Attention on three tokens, small enough to check by hand: change any number, and every step follows.'), h('div.tools', causal.element, reset), inputs, body),
 		update() {

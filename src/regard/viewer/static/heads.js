@@ -1,9 +1,8 @@
 // All heads as small pictures: a row for each layer, or sorted and filtered by what they do.
 
 import { choice, h, replace, roving } from './dom.js';
-import { CODES, count, number, percent } from './numbers.js';
+import { CODES, number, percent } from './numbers.js';
 import { painter, rangeOf } from './color.js';
-import { latest } from './transport.js';
 
 const SIZE = 64;
 
@@ -12,19 +11,13 @@ export function paintThumb(canvas, { codes, rows, columns, wide = columns }, dar
 	const histogram = new Float64Array(1024);
 	for (const code of codes) if (code) histogram[code >> 6]++;
 	const range = rangeOf(histogram) ?? { low: 1, high: CODES - 1 };
-	const paint = painter({ dark, ...range, log: true });
+	const paint = painter({ map: 'weight', dark, ...range, log: true });
 	Object.assign(canvas, { width: columns, height: rows });
 	const context = canvas.getContext('2d');
 	const image = context.createImageData(columns, rows);
 	const target = new Uint32Array(image.data.buffer);
 	for (let i = 0; i < target.length; i++) target[i] = paint(codes[Math.floor(i / columns) * wide + (i % columns)]);
 	context.putImageData(image, 0, 0);
-}
-
-// What is particular about a layer.
-export function traits(layer) {
-	const { window: wide, sink, group, cross, patches, softcap, bias } = layer;
-	return [cross && 'cross-attention', wide && `window ${count(wide)}`, sink && 'sink', group > 1 && `${group} heads per key head`, patches && `${patches.join(' × ')} patches`, softcap && `softcap ${number(softcap)}`, bias && 'bias'].filter(Boolean);
 }
 
 export function createHeads(app) {
@@ -36,8 +29,8 @@ export function createHeads(app) {
 	let shape = null;
 	let wide = 1;
 	const settle = roving(grid, () => [...grid.querySelectorAll('.thumb')], () => wide);
-	const order = choice('Order', [['layer', 'by layer'], ['score', 'most typical first'], ['entropy', 'widest look first'], ['distance', 'farthest look first']], 'layer', (sort) => store.set({ sort }));
-	const kind = choice('Kind', [], '', (value) => store.set({ kind: value }));
+	const order = choice('Order', [['layer', 'by layer'], ['score', 'most typical first'], ['entropy', 'widest look first'], ['distance', 'farthest look first']], 'layer', store.put('sort'));
+	const kind = choice('Kind', [], '', store.put('kind'));
 
 	const paint = ({ canvas, picture }) => picture && paintThumb(canvas, picture, app.dark);
 	const make = (layer, head) => {
@@ -58,7 +51,7 @@ export function createHeads(app) {
 		let list = [...thumbs.values()].filter((one) => !state.kind || about(one)?.kind === state.kind);
 		if (state.sort !== 'layer') list = list.sort((a, b) => (about(b)?.[state.sort] ?? 0) - (about(a)?.[state.sort] ?? 0));
 		const most = Math.max(...app.info.layers.map((layer) => layer.heads.length));
-		const noted = app.info.layers.map((layer) => traits(layer).join(', '));
+		const noted = app.info.layers.map((layer) => layer.traits.join(', '));
 		const beside = byLayer && most <= 8 && !noted.some(Boolean); // layers' numbers stand beside their rows
 		wide = byLayer ? Math.min(most, 8) : 5;
 		grid.style.gridTemplateColumns = `${beside ? '16px ' : ''}repeat(${wide}, minmax(${byLayer ? 24 : 44}px, 1fr))`;
@@ -81,11 +74,12 @@ export function createHeads(app) {
 			const off = state.changes.some((one) => one.layer === layer && one.head === head && one.what === 'o');
 			const told = about ? `: ${about.kind} ${percent(about.score)}` : '';
 			const now = layer === state.layer && head === state.head;
-			element.setAttribute('aria-pressed', String(now));
+			element.setAttribute('aria-pressed', now);
 			if (!grid.contains(document.activeElement)) element.tabIndex = now ? 0 : -1;
 			element.classList.toggle('off', off);
-			element.setAttribute('aria-label', `Layer ${layer}, head ${head}${told}${off ? ', switched off' : ''}`);
-			element.title = `Layer ${layer}, head ${head}${told}${about ? `\nentropy ${number(about.entropy)} nats, distance ${number(about.distance)} tokens` : ''}`;
+			const named = `Layer ${layer}, head ${head}${told}`;
+			element.setAttribute('aria-label', named + (off ? ', switched off' : ''));
+			element.title = `${named}${about ? `\nentropy ${number(about.entropy)} nats, distance ${number(about.distance)} tokens` : ''}`;
 			const value = about && state.sort !== 'layer' ? (state.sort === 'score' ? percent : number)(about[state.sort]) : '';
 			small.textContent = `${layer}.${head} ${value}`;
 		}
@@ -96,7 +90,7 @@ export function createHeads(app) {
 		note.textContent = sampling + (app.summaries.complete ? '' : 'Kinds and scores are being worked out…');
 		note.hidden = !note.textContent;
 	};
-	const load = latest(async (signal) => {
+	const load = app.latest(async (signal) => {
 		sampled = null;
 		await Promise.all(app.info.layers.map(async (_, layer) => {
 			const { meta, data } = await app.call('thumbs', { layer, size: SIZE }, signal);
@@ -109,11 +103,10 @@ export function createHeads(app) {
 			});
 		}));
 		tell();
-	}, app.fault);
+	});
 	const kinds = () => {
-		const many = (name) => app.summaries.heads.filter((one) => one.kind === name).length;
-		const names = (app.summaries.kinds ?? []).filter((name) => many(name) || name === state.kind);
-		kind.set([['', 'all kinds'], ...names.map((name) => [name, `${name} (${many(name)})`])], state.kind);
+		const { heads, kinds: names } = app.summaries;
+		kind.set([['', 'all kinds'], ...names.map((name) => [name, `${name} (${heads.filter((one) => one.kind === name).length})`])], state.kind);
 	};
 	return {
 		element: h('section.panel.heads-panel', { 'aria-labelledby': 'heads-title' },

@@ -29,8 +29,7 @@ export function visibleOf(series, level, tileRow) {
 
 export class Look {
 	constructor() {
-		Object.assign(this, { version: 0, scale: 'log', dark: true, hide: false, low: 1, high: 65535, series: null });
-		this.pixels = null;
+		Object.assign(this, { version: 0, scale: 'log', dark: true, hide: false, low: 1, high: 65535, series: null, pixels: null });
 	}
 
 	// Takes what changed and says whether anything did.
@@ -44,7 +43,7 @@ export class Look {
 	}
 
 	get drawnMap() {
-		return this.scale === 'uniform' ? 'diverging' : undefined;
+		return this.scale === 'uniform' ? 'diverging' : 'weight';
 	}
 
 	get table() {
@@ -105,6 +104,18 @@ export class Look {
 		return { low: Math.max(1, Math.min(Math.floor(found.low / SNAP) * SNAP, high - SNAP)), high };
 	}
 
+	// The range when one of its ends is put at a code; relative to even, both ends move alike.
+	moved(end, code) {
+		const reach = Math.abs(code - EVEN);
+		if (this.scale === 'uniform') return [EVEN - reach, EVEN + reach];
+		return end ? [Math.min(this.low, code), code] : [code, Math.max(this.high, code)];
+	}
+
+	between([first, last]) {
+		const low = clamp(Math.round(first), 1, CODES - 1 - SNAP);
+		return { low, high: clamp(Math.round(last), low + SNAP, CODES - 1) };
+	}
+
 	// The words at the two ends of the legend.
 	get ends() {
 		if (this.scale === 'uniform') {
@@ -118,11 +129,8 @@ export class Look {
 		return css(MASKED[this.dark ? 'dark' : 'light']);
 	}
 
-	bar(canvas) {
-		const context = canvas.getContext('2d');
-		for (let x = 0; x < canvas.width; x++) {
-			context.fillStyle = css(colourAt(this.drawnMap, this.dark, x / (canvas.width - 1)));
-			context.fillRect(x, 0, 1, canvas.height);
-		}
+	// The colours from the least to the most, for CSS.
+	get gradient() {
+		return `linear-gradient(to right, ${Array.from({ length: 33 }, (_, i) => css(colourAt(this.drawnMap, this.dark, i / 32)))})`;
 	}
 }

@@ -2,12 +2,10 @@
 
 import { button, checkbox, choice, clamp, h, meter, perFrame, replace, token } from './dom.js';
 import { gestures } from './gestures.js';
-import { traits } from './heads.js';
 import { Look } from './look.js';
-import { number, percent, plural } from './numbers.js';
+import { CODES, number, percent, plural } from './numbers.js';
 import { paintScene, roomOf, tilesInSight } from './scene.js';
 import { TILE, Tiles } from './tiles.js';
-import { follow, latest } from './transport.js';
 import { Viewport } from './viewport.js';
 
 const RANGE_WAIT = 120; // ms without a new tile before the range is fitted to what is seen
@@ -37,7 +35,7 @@ export function createMap(app) {
 	const jobs = new Set();
 
 	// ---- drawing
-	const ratio = () => window.devicePixelRatio || 1;
+	const ratio = () => devicePixelRatio;
 	const level = () => viewport.level(ratio(), app.layer.levels);
 	const size = () => frame.getBoundingClientRect();
 	const scene = () => {
@@ -79,10 +77,15 @@ export function createMap(app) {
 		const cut = ([first, end], at) => [Math.max(0, Math.floor(first / cell) - at * TILE), Math.min(TILE, Math.ceil(end / cell) - at * TILE)];
 		const { keys, queries } = viewport.seen;
 		const entries = tilesInSight(viewport, level(), state.pool).map((tile) => tiles.get(tile)).filter(Boolean);
-		const found = look.fit(entries.map((entry) => ({ entry, rows: cut(queries, entry.row), columns: cut(keys, entry.column) })));
+		const found = state.range ? look.between(state.range) : look.fit(entries.map((entry) => ({ entry, rows: cut(queries, entry.row), columns: cut(keys, entry.column) })));
 		if (found && look.set(found)) redraw();
-		look.bar(bar);
-		ends.forEach((end, i) => (end.textContent = look.ends[i]));
+		bar.style.background = look.gradient;
+		ends.forEach((end, i) => {
+			end.textContent = look.ends[i];
+			sliders[i].hidden = !state.range;
+			sliders[i].value = [look.low, look.high][i];
+			sliders[i].setAttribute('aria-valuetext', look.ends[i]);
+		});
 		swatch.style.background = look.masked;
 	};
 
@@ -93,12 +96,12 @@ export function createMap(app) {
 		const tell = ({ state: now, done, total }) => {
 			progress.hidden = now !== 'running';
 			const share = total ? done / total : 0;
-			const stop = button('Stop', () => app.transport.call('stop', { job }).catch(app.fault), { class: 'plain' });
+			const stop = button('Stop', () => app.stop(job), { class: 'plain' });
 			replace(progress, `A preview from sampled tokens until the exact map is ready: ${percent(share)} `, meter(share), stop);
 			if (tiles.outdate(now === 'done' ? Infinity : done)) redraw();
 		};
 		try {
-			await follow(app.transport, job, tell, signal);
+			await app.follow(job, tell, signal);
 			await loadSeries(signal);
 		} finally {
 			progress.hidden = true;
@@ -116,8 +119,8 @@ export function createMap(app) {
 		look.set({ series });
 		redraw();
 	};
-	const name = () => [app.info.run, app.layer.query_len, state.layer, state.head].join();
-	const open = latest(async (signal) => {
+	const name = () => [app.reading, app.layer.query_len, state.layer, state.head].join();
+	const open = app.latest(async (signal) => {
 		shown = name();
 		tiles?.clear();
 		series = null;
@@ -131,12 +134,12 @@ export function createMap(app) {
 		tiles = new Tiles(fetchTile, redraw, app.fault);
 		redraw();
 		await loadSeries(signal);
-	}, app.fault);
+	});
 	const describe = () => {
 		const { layer } = app;
 		const found = app.summary(state.layer, state.head);
 		title.textContent = `Layer ${state.layer}, head ${state.head}`;
-		tag.textContent = [found && `${found.kind} ${percent(found.score)}`, ...traits(layer)].filter(Boolean).join(' · ');
+		tag.textContent = [found && `${found.kind} ${percent(found.score)}`, ...layer.traits].filter(Boolean).join(' · ');
 		canvas.setAttribute('aria-label', `Map of the attention weights of layer ${state.layer}, head ${state.head}: ${plural(layer.query_len, 'row')}, ${plural(layer.key_len, 'column')}`);
 		about.textContent = `Each row is a token that looks, each column a token looked at; a row’s weights add up to 1, and ${app.dark ? 'brighter' : 'stronger'} is more.`;
 	};
@@ -146,9 +149,9 @@ export function createMap(app) {
 		const [from, to] = [token(meta.query_label, query), token(meta.key_label, key)];
 		if (meta.hidden) return [from, ' may not look at ', to, ': the mask hides it.'];
 		const times = meta.uniform ? ` · ${number(meta.weight / meta.uniform, 2)}× an even share among ${plural(meta.visible, 'key')}` : '';
-		return [from, ' looks at ', to, ' with weight ', h('b', { data: { weight: String(meta.weight) } }, number(meta.weight)), h('br'), `score ${number(meta.score)}${times} · distance ${meta.distance}`];
+		return [from, ' looks at ', to, ' with weight ', h('b', { data: { weight: meta.weight } }, number(meta.weight)), h('br'), `score ${number(meta.score)}${times} · distance ${meta.distance}`];
 	};
-	const read = latest(async (signal, at, aloud) => {
+	const read = app.latest(async (signal, at, aloud) => {
 		const cell = 2 ** level();
 		let within = '';
 		if (!aloud) await new Promise((done) => setTimeout(done, HOVER_WAIT));
@@ -163,7 +166,7 @@ export function createMap(app) {
 		const { meta } = await app.call('cell', { ...app.head, query: at.query, key: at.key }, signal);
 		replace(readout, within, tellCell(meta, at.query, at.key));
 		if (aloud === 'aloud') app.announce(readout.textContent);
-	}, app.fault);
+	});
 	const rest = () => {
 		if (state.query !== null && state.key !== null) read(state, manner);
 		else replace(readout, AT_REST);
@@ -234,11 +237,13 @@ export function createMap(app) {
 	});
 
 	// ---- controls
-	const scale = choice('Scale', [['log', 'logarithmic'], ['linear', 'linear'], ['uniform', 'relative to even']], 'log', (value) => store.set({ scale: value }), 'Relative to even: how many times what each token would get if all were looked at alike');
-	const pool = choice('Cells show', [['max', 'largest weight'], ['mean', 'mean weight']], 'max', (value) => store.set({ pool: value }), 'What a pixel shows on which many weights fall');
-	const hide = checkbox('Hide first token', (on) => store.set({ hide: on }), 'Many heads rest on the first token when they find nothing to look at');
-	const bar = h('canvas', { width: 140, height: 12, 'aria-hidden': 'true' });
+	const scale = choice('Scale', [['log', 'logarithmic'], ['linear', 'linear'], ['uniform', 'relative to even']], 'log', (value) => store.set({ scale: value, range: null }), 'Relative to even: how many times what each token would get if all were looked at alike');
+	const pool = choice('Cells show', [['max', 'largest weight'], ['mean', 'mean weight']], 'max', store.put('pool'), 'What a pixel shows on which many weights fall');
+	const hide = checkbox('Hide first token', store.put('hide'), 'Many heads rest on the first token when they find nothing to look at');
+	const bar = h('span.ramp');
 	const ends = [h('span'), h('span')];
+	const automatic = checkbox('Automatic range', (on) => store.set({ range: on ? null : [look.low, look.high] }));
+	const sliders = ['first', 'last'].map((which, end) => h('input', { type: 'range', min: 1, max: CODES - 1, step: 'any', hidden: true, label: `Weight of the ${which} colour`, oninput: ({ target }) => store.set({ range: look.moved(end, target.valueAsNumber) }) }));
 	const swatch = h('span.swatch');
 
 	// ---- search
@@ -255,7 +260,7 @@ export function createMap(app) {
 		viewport.show(query, key, true);
 		store.set(query === null ? { key } : { query, key: null });
 	});
-	const search = latest(async (signal) => {
+	const search = app.latest(async (signal) => {
 		matches = [];
 		found.textContent = '';
 		if (field.value) {
@@ -266,31 +271,32 @@ export function createMap(app) {
 			jump(0);
 		}
 		redraw();
-	}, app.fault);
+	});
 	field.addEventListener('change', search);
 	field.addEventListener('keydown', (event) => event.key === 'Enter' && matches.length && jump(event.shiftKey ? -1 : 1));
 
-	const icon = (sign, label, press) => button(sign, press, { class: 'icon', label: label, title: label });
+	const icon = (sign, label, press) => button(sign, press, { class: 'icon', label, title: label });
 	const zooms = h('span.joined', { role: 'group', label: 'Zoom' }, icon('+', 'Zoom in', () => zoomBy(2)), icon('−', 'Zoom out', () => zoomBy(0.5)), icon('▣', 'Show the whole map', whole), icon('⊞', 'Zoom to single weights', toWeights));
 	new ResizeObserver(redraw).observe(frame);
 	return {
 		element: h('section.panel.map-panel', { 'aria-labelledby': 'map-title' }, h('div.head-line', title, tag), about,
 			h('div.tools', scale.element, pool.element, hide.element, zooms, h('span.find', field, h('span.joined', icon('‹', 'Previous match', () => jump(-1)), icon('›', 'Next match', () => jump(1))), found)),
 			frame, progress,
-			h('div.legend', h('span.ends', ends[0], bar, ends[1]), h('span', swatch, ' hidden by the mask'), h('span', 'Below: weight received, per token that may look. At the right: entropy, how widely each token looks.')),
+			h('div.legend', h('span.ends', ends[0], sliders[0], bar, sliders[1], ends[1]), automatic.element, h('span', swatch, ' hidden by the mask'), h('span', 'Below: weight received, per token that may look. At the right: entropy, how widely each token looks.')),
 			readout, h('p.hidden-words', { id: 'map-keys' }, 'Arrow keys move from weight to weight, Shift and arrows move the map, plus and minus zoom, 0 shows the whole map, Enter opens the steps.')),
 		update(changed) {
 			look.set({ scale: state.scale, dark: app.dark, hide: state.hide });
 			scale.select.value = state.scale;
 			pool.select.value = state.pool;
 			hide.input.checked = state.hide;
+			automatic.input.checked = !state.range;
 			if (name() !== shown) open();
 			if (changed.any('run', 'layer', 'head', 'summary', 'theme')) describe();
 			if (changed.has('at') && viewport) {
 				if (state.at) viewport.place(...state.at);
 				else if (!viewport.isWhole) viewport.fit();
 			}
-			if (changed.any('scale', 'pool', 'hide', 'theme')) fit();
+			if (changed.any('scale', 'pool', 'hide', 'range', 'theme')) fit();
 			if (changed.any('run', 'layer', 'head', 'query', 'key') && viewport) rest();
 			redraw();
 		},

@@ -9,14 +9,9 @@ export function weightOf(code) {
 	return code === 0 ? 0 : 2 ** ((code - 65535) / PER_OCTAVE);
 }
 
-export function codeOf(weight) {
-	if (!(weight > 0)) return 0;
-	return Math.min(65535, Math.max(1, Math.round(65535 + PER_OCTAVE * Math.log2(weight))));
-}
-
 // A number with `digits` significant digits; very small and very large ones as powers of ten.
 export function number(value, digits = 3) {
-	if (value === null || value === undefined || Number.isNaN(value)) return '–';
+	if (Number.isNaN(value ?? NaN)) return '–';
 	if (value === Infinity) return '∞';
 	if (value === -Infinity) return '−∞';
 	if (value === 0) return '0';
@@ -44,9 +39,16 @@ export function plural(value, one, more = `${one}s`) {
 	return `${count(value)} ${value === 1 ? one : more}`;
 }
 
-// A token as people can see it: a space as a middle dot at its edge, a new line as an arrow.
-export function visible(token) {
-	if (token === '') return '∅';
-	const shown = token.replace(/\r\n|\n|\r/g, '↵').replace(/\t/g, '⇥');
-	return shown.replace(/^ +| +$/g, (spaces) => '·'.repeat(spaces.length));
+// The places of the largest values, the largest first.
+export function largest(values, many, skip) {
+	const found = [];
+	for (let i = skip; i < values.length; i++) {
+		const value = values[i];
+		if (!(value > 0) || (found.length === many && value <= values[found[many - 1]])) continue;
+		let at = found.length;
+		while (at > 0 && values[found[at - 1]] < value) at--;
+		found.splice(at, 0, i);
+		found.length = Math.min(found.length, many);
+	}
+	return found;
 }

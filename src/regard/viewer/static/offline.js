@@ -1,12 +1,18 @@
 // Heads without a server: weights computed here from the query, key and lse that a saved page holds.
 //   weight(i, j) = exp(score(i, j) - lse[i])      score = softcap(scale * q_i . k_j) + bias
 
-import { codeOf, PER_OCTAVE } from './numbers.js';
+import { PER_OCTAVE } from './numbers.js';
 import { TILE } from './tiles.js';
 
 const BUSY = 12; // ms of computing before the page may draw
 
-export const breathe = () => new Promise((done) => {
+// As in numbers.js.
+export function codeOf(weight) {
+	if (!(weight > 0)) return 0;
+	return Math.min(65535, Math.max(1, Math.round(65535 + PER_OCTAVE * Math.log2(weight))));
+}
+
+const breathe = () => new Promise((done) => {
 	const { port1, port2 } = new MessageChannel();
 	port1.onmessage = () => {
 		port1.close();
@@ -14,10 +20,6 @@ export const breathe = () => new Promise((done) => {
 	};
 	port2.postMessage(0);
 });
-
-export function stopped() {
-	return new DOMException('no longer wanted', 'AbortError');
-}
 
 // Lets the page draw now and then, and stops when nobody wants the result any more.
 export function pacer(signal) {
@@ -27,7 +29,7 @@ export function pacer(signal) {
 			await breathe();
 			since = performance.now();
 		}
-		if (signal?.aborted) throw stopped();
+		signal?.throwIfAborted();
 	};
 }
 

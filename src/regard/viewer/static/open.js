@@ -2,17 +2,13 @@
 
 import { button, choice, h, replace } from './dom.js';
 import { count, percent } from './numbers.js';
-import { aborted, follow } from './transport.js';
 
 const TAIL = 60; // characters shown of what is being written
 
 export function createOpen(app) {
 	const bar = h('div.working', { hidden: true, role: 'status' });
 	// Runs a job with its progress on screen; whoever stops it sees what there is.
-	let control = null;
-	const work = async (params, name, arrived) => {
-		control?.abort();
-		const { signal } = (control = new AbortController());
+	const work = app.latest(async (signal, params, name, arrived) => {
 		bar.hidden = false;
 		replace(bar, `${name}…`);
 		try {
@@ -20,25 +16,22 @@ export function createOpen(app) {
 			const fill = h('div');
 			const said = h('span');
 			const track = h('div.bar', { role: 'progressbar', label: name, 'aria-valuemin': 0, 'aria-valuemax': 100 }, fill);
-			replace(bar, said, track, button('Stop', () => app.transport.call('stop', { job: meta.job }).catch(app.fault)));
+			replace(bar, said, track, button('Stop', () => app.stop(meta.job)));
 			const told = ({ done, total, note, result }) => {
 				const share = total ? done / total : 0;
 				fill.style.width = `${100 * share}%`;
 				track.setAttribute('aria-valuenow', Math.round(100 * share));
 				said.textContent = `${name}${total ? `, ${percent(share)}` : ''}${note ? `: ${params.what === 'generate' ? `…${note.slice(-TAIL)}` : note}` : ''}`;
-				if (result?.run !== undefined && arrived) arrived(result.run);
+				if (result?.run !== undefined) arrived?.(result.run);
 			};
-			const ended = await follow(app.transport, meta.job, told, signal);
+			const ended = await app.follow(meta.job, told, signal);
 			app.announce(`${name}: ${ended.meta.state}`);
 			if (ended.meta.result?.run !== undefined) await app.openRun(ended.meta.result.run);
 			return ended;
-		} catch (error) {
-			if (!aborted(error)) app.fault(error);
-			return null;
 		} finally {
-			if (control.signal === signal) bar.hidden = true;
+			if (!signal.aborted) bar.hidden = true;
 		}
-	};
+	});
 	// A dialog of fields: [label, control, remark].
 	const dialog = (title, about, fields, word, press) => {
 		const go = () => press() !== false && element.close();
@@ -91,12 +84,13 @@ export function createOpen(app) {
 	}, { class: 'main' });
 	const moreButton = button('Continue…', () => more.showModal());
 	const parts = h('span.joined');
+	const rows = choice('Row', [], 0, (batch) => app.store.set({ batch: Number(batch) }), 'One of the texts that were read side by side');
 	const runs = choice('Run', [], '', (run) => app.openRun(Number(run)).catch(app.fault));
 	return {
 		bar,
 		work,
 		dialogs: [opening, more],
-		controls: [runs.element, parts, openButton, moreButton],
+		controls: [runs.element, rows.element, parts, openButton, moreButton],
 		update(changed) {
 			if (!changed.has('run')) return;
 			const { info } = app;
@@ -106,6 +100,8 @@ export function createOpen(app) {
 			moreButton.hidden = !info.can.generate;
 			runs.set(info.runs.map(({ run, source: text, model: by }) => [run, `${text || 'text'}, ${by}`.slice(0, 60)]), info.run);
 			runs.element.hidden = info.runs.length < 2;
+			rows.set(Array.from({ length: info.batch }, (_, i) => [i, `${i} of ${info.batch}`]), app.state.batch);
+			rows.element.hidden = info.batch < 2;
 			parts.hidden = !(info.can.read && length < info.total);
 			replace(parts, part('Earlier part', info.start - length, info.start === 0), part('Later part', info.stop, info.stop >= info.total));
 		},

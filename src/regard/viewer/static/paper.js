@@ -11,7 +11,7 @@ function escaped(text) {
 	return String(text).replace(/[\0-\x08\v\f\x0e-\x1f\ufffe\uffff]/g, '').replace(/[&<>"]/g, (sign) => SIGNS[sign]);
 }
 
-const short = (value) => String(Math.round(value * 100) / 100);
+const short = (value) => +value.toFixed(2);
 const place = (x, y, width, height) => `x="${short(x)}" y="${short(y)}" width="${short(width)}" height="${short(height)}"`;
 
 export class SvgPaper {

@@ -30,12 +30,13 @@ export function createPictures(app) {
 		const context = canvas.getContext('2d');
 		context.fillStyle = app.colours.sunk;
 		context.fillRect(0, 0, canvas.width, canvas.height);
-		if (image) context.drawImage(image, 0, 0, canvas.width, canvas.height);
+		const shown = image && !app.state.batch; // the picture is that of the first row
+		if (shown) context.drawImage(image, 0, 0, canvas.width, canvas.height);
 		const values = weights?.values.subarray(first, first + rows * columns) ?? [];
 		const top = Math.max(...values, 0);
-		context.globalAlpha = image ? 0.72 : 1;
+		context.globalAlpha = shown ? 0.72 : 1;
 		values.forEach((value, i) => {
-			context.fillStyle = css(colourAt('dusk', true, top > 0 ? Math.sqrt(value / top) : 0));
+			context.fillStyle = css(colourAt('weight', true, top > 0 ? Math.sqrt(value / top) : 0));
 			context.fillRect(...box(first + i));
 		});
 		context.globalAlpha = 1;

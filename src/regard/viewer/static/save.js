@@ -6,7 +6,7 @@ import { SvgPaper } from './paper.js';
 const MOST = 512; // weights on a side of what is written as numbers
 
 // A table as CSV: fields are quoted where they have to be, for tokens can hold anything.
-export function csv(rows) {
+function csv(rows) {
 	const field = (text) => (/[",\r\n]|^\s|\s$/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
 	return rows.map((row) => `${row.map((value) => field(String(value))).join(',')}\r\n`).join('');
 }
@@ -67,7 +67,7 @@ export function createSave(app, map, open) {
 	const list = h('div', { hidden: true }, item('Link', 'to exactly what is on screen', link), item('Picture (PNG)', 'the map as it is shown', png), item('Drawing (SVG)', 'the map, its words as text', svg), item('Numbers (CSV)', 'the weights in sight', numbers), exports);
 	const opener = button('Save ▾', () => {
 		list.hidden = !list.hidden;
-		opener.setAttribute('aria-expanded', String(!list.hidden));
+		opener.setAttribute('aria-expanded', !list.hidden);
 		if (!list.hidden) list.firstChild.focus();
 	}, { 'aria-expanded': 'false' });
 	const element = h('div.menu', { onkeydown: (event) => {

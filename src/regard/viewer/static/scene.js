@@ -8,8 +8,8 @@ import { TILE } from './tiles.js';
 const LABELLED = 12; // pixels a weight needs for its token to be written
 const WRITTEN = 38; // and for its number
 const APART = 64; // pixels between the numbers of an axis
-const MONO = 'ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace';
-const SMALL = '11px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
+const MONO = 'ui-monospace, Menlo, Consolas, monospace';
+const SMALL = '11px system-ui, sans-serif';
 
 // Where the matrix stands in a picture, and the room around it for words and curves.
 export function roomOf(width, height) {
@@ -107,15 +107,15 @@ function paintAxis(context, { viewport, room, colours, label, ...scene }, of) {
 	for (let index = Math.ceil(first / step) * step; index < end; index += step) {
 		const at = middle(index);
 		context.textAlign = down ? 'right' : index ? 'center' : 'left';
-		if (down) context.fillText(String(index), beside - 8, at);
-		else context.fillText(String(index), index ? at : room.left, beside - 13);
+		if (down) context.fillText(index, beside - 8, at);
+		else context.fillText(index, index ? at : room.left, beside - 13);
 		context.fillRect(down ? beside - 5 : Math.round(at), down ? Math.round(at) : beside - 5, down ? 4 : 1, down ? 1 : 4);
 	}
 	if (chosen !== null && chosen >= first && chosen < end) word(chosen, true);
 }
 
 // The smallest and largest value that fall on each pixel: a single spike is seen at any length.
-export function envelope(values, from, perPixel, pixels) {
+function envelope(values, from, perPixel, pixels) {
 	const [low, high] = [new Float32Array(pixels), new Float32Array(pixels)];
 	for (let pixel = 0; pixel < pixels; pixel++) {
 		const first = Math.floor(from + pixel * perPixel);
@@ -129,8 +129,8 @@ export function envelope(values, from, perPixel, pixels) {
 	return { low, high };
 }
 
-// A curve along an axis: put(pixel, from, size) adds a stroke to the path.
-function paintCurve(context, values, from, cell, length, room, put) {
+// A curve along an axis, `cell` pixels for a value: put(pixel, from, size) adds a stroke to the path.
+export function paintCurve(context, values, from, cell, length, room, put) {
 	const pixels = Math.max(1, Math.floor(Math.min(length, (values.length - from) * cell)));
 	const { low, high } = envelope(values, from, 1 / cell, pixels);
 	const scale = room / Math.max(1e-12, ...high);

@@ -2,7 +2,6 @@
 
 import { button, h, meter, replace, row, table, token } from './dom.js';
 import { number, percent, plural } from './numbers.js';
-import { latest } from './transport.js';
 
 const SHOWN = 12; // numbers of a vector before it is cut
 const TERMS = 4;
@@ -66,7 +65,7 @@ export function createSteps(app) {
 			return stepItem(step, '', name === 'score' && key ? product(meta.q, meta.k[at], value) : h('div.vector', number(value, 5)), name === 'softmax' ? scores(meta, at) : null);
 		})));
 	};
-	const load = latest(async (signal) => {
+	const load = app.latest(async (signal) => {
 		if (state.query === null) {
 			replace(title);
 			return void replace(body, h('p.empty', 'Choose a token in the map or in the text: its steps are shown here.'));
@@ -74,7 +73,7 @@ export function createSteps(app) {
 		const keys = state.key === null ? [] : [state.key];
 		const { meta } = await app.call('steps', { ...app.head, query: state.query, count: Number(count.value) || 16, keys }, signal);
 		show(meta);
-	}, app.fault);
+	});
 	return {
 		element: h('div', h('p.about', 'How the chosen token’s output in this head is computed: its query meets every key, softmax turns scores into weights, and the values are mixed by them.'), h('div.tools', h('label.field', 'keys shown', count)), title, body),
 		update(changed) {

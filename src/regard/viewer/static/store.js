@@ -28,6 +28,7 @@ const changes = list(
 
 // name: [how it is written, its value at first]
 const FIELDS = {
+	batch: [whole, 0],
 	layer: [whole, 0],
 	head: [whole, 0],
 	query: [whole, null],
@@ -35,6 +36,7 @@ const FIELDS = {
 	at: [numbers(3), null], // key at the left edge, query at the top, pixels of a weight; null: the whole
 	pool: [oneOf('max', 'mean'), 'max'],
 	scale: [oneOf('log', 'linear', 'uniform'), 'log'],
+	range: [numbers(2), null], // codes of the first and the last colour; null: what suits what is in sight
 	hide: [flag, false],
 	text: [oneOf('to', 'from'), 'to'],
 	heads: [oneOf('one', 'set', 'all'), 'one'],
@@ -76,6 +78,7 @@ export function createStore(listen) {
 	return {
 		state,
 		set,
+		put: (name) => (value) => set({ [name]: value }),
 		hash: () => Object.entries(FIELDS)
 			.filter(([name, [, first]]) => state[name] !== first && state[name]?.length !== 0)
 			.map(([name, [kind]]) => `${name}=${encodeURIComponent(kind.write(state[name])).replaceAll('%2C', ',')}`).join('&'),

@@ -2,8 +2,7 @@
 
 import { button, checkbox, choice, h, meter, replace, roving, row, switcher, table, token } from './dom.js';
 import { heat } from './color.js';
-import { count, number, plural } from './numbers.js';
-import { latest } from './transport.js';
+import { count, largest, number, plural } from './numbers.js';
 import { createArcs } from './arcs.js';
 import { createPictures } from './picture.js';
 
@@ -17,20 +16,6 @@ function meanOf(data, heads) {
 	const mean = new Float32Array(values.length / heads);
 	values.forEach((value, i) => (mean[i % mean.length] += value / heads));
 	return mean;
-}
-
-// The places of the largest values, the largest first.
-export function largest(values, many, skip) {
-	const found = [];
-	for (let i = skip; i < values.length; i++) {
-		const value = values[i];
-		if (!(value > 0) || (found.length === many && value <= values[found[many - 1]])) continue;
-		let at = found.length;
-		while (at > 0 && values[found[at - 1]] < value) at--;
-		found.splice(at, 0, i);
-		found.length = Math.min(found.length, many);
-	}
-	return found;
 }
 
 // A part of the text along one axis, token by token.
@@ -50,8 +35,8 @@ function createBlock(app, of, title, press) {
 				Object.assign(span.style, { background, color });
 				span.classList.toggle('key', index === marked);
 				span.classList.toggle('chosen', index === chosen);
-				span.setAttribute('aria-pressed', String(index === chosen));
-				span.title = weights ? `${index}: ${number(weights.values[index])}` : String(index);
+				span.setAttribute('aria-pressed', index === chosen);
+				span.title = weights ? `${index}: ${number(weights.values[index])}` : index;
 			});
 		},
 		async write(start, signal) {
@@ -104,11 +89,11 @@ export function createText(app) {
 	let shape = null;
 	let weights = null; // {values, top}
 
-	const direction = switcher('Direction', [['to', 'Looks at'], ['from', 'Looked at by']], (text) => store.set({ text }));
-	const heads = choice('Heads', [['one', 'the open head'], ['set', 'a set of heads'], ['all', 'all heads (mean)']], 'one', (value) => store.set({ heads: value }));
+	const direction = switcher('Direction', [['to', 'Looks at'], ['from', 'Looked at by']], store.put('text'));
+	const heads = choice('Heads', [['one', 'the open head'], ['set', 'a set of heads'], ['all', 'all heads (mean)']], 'one', store.put('heads'));
 	const set = h('input', { type: 'text', size: 12, placeholder: '3.1, 5.0', label: 'Heads of the set, as layer.head', title: 'Or choose heads with Ctrl and a click' });
 	set.addEventListener('change', () => store.set({ set: set.value.match(/\d{1,6}\.\d{1,6}/g)?.slice(0, 64) ?? [] }));
-	const arcsOn = checkbox('Arcs', (arcs) => store.set({ arcs }), 'Lines between the tokens of a part of the text');
+	const arcsOn = checkbox('Arcs', store.put('arcs'), 'Lines between the tokens of a part of the text');
 	const arcs = createArcs(app);
 	const pictures = createPictures(app);
 
@@ -125,22 +110,22 @@ export function createText(app) {
 		if (event.shiftKey && other !== null && side === 'query') store.set({ span: [Math.min(index, other), Math.max(index, other)], arcs: true });
 		else app.choose(side === from() ? { [from()]: index, [of()]: null } : { [side]: index });
 	};
-	const write = latest(async (signal) => {
-		const sides = separate() ? ['query', 'key'] : ['query'];
+	const write = app.latest(async (signal) => {
 		const titles = separate() ? { query: 'The text that looks', key: 'The text looked at' } : { query: 'Text, token by token' };
+		const sides = Object.keys(titles);
 		const written = Object.fromEntries(sides.map((side) => [side, createBlock(app, side, titles[side], press(side))]));
 		for (const side of sides) {
-			written[side].turned = latest(async (stop, to) => {
+			written[side].turned = app.latest(async (stop, to) => {
 				await written[side].write(to, stop);
 				shade();
-			}, app.fault);
+			});
 		}
 		await Promise.all(sides.map((side) => written[side].write((state[side] ?? 0) - SPAN / 2, signal)));
 		if (signal.aborted) return;
 		blocks = written;
 		replace(body, sides.map((side) => [sides.length > 1 ? h('h3', titles[side]) : null, blocks[side].element]));
 		await ask();
-	}, app.fault);
+	});
 	const shade = () => {
 		const chosen = state[from()];
 		if (blocks.key) {
@@ -158,7 +143,7 @@ export function createText(app) {
 			return void replace(list);
 		}
 		const tops = largest(weights.values, LISTED, state.hide ? 1 : 0);
-		const [label, ...labels] = await Promise.all([app.tokens(from()).labelled(clicked), ...tops.map((i) => app.tokens(of()).labelled(i))]);
+		const [[label], labels] = await Promise.all([app.tokens(from()).labelled(clicked), app.tokens(of()).labelled(...tops)]);
 		if (signal.aborted) return;
 		const hidden = state.hide && weights.values[0] > 0 ? ` The first token, not coloured, has ${number(weights.values[0])}.` : '';
 		replace(note, token(label, clicked), tops.length ? (state.text === 'to' ? ' looks most at:' : ' is looked at most by:') : ': the mask lets no token look here.', hidden);
@@ -169,7 +154,7 @@ export function createText(app) {
 		};
 		replace(list, tops.length ? table('Tokens with most weight', ['token', 'weight'], tops.map(line)) : []);
 	};
-	const ask = latest(async (signal) => {
+	const ask = app.latest(async (signal) => {
 		if (!blocks) return;
 		const clicked = state[from()];
 		let found = null;
@@ -184,7 +169,7 @@ export function createText(app) {
 		weights = found;
 		shade();
 		await tell(signal, clicked);
-	}, app.fault);
+	});
 	return {
 		element: h('section.panel.text-panel', { 'aria-labelledby': 'text-title' }, h('h2', { id: 'text-title' }, 'Text'), about,
 			h('div.tools', direction.element, heads.element, set, arcsOn.element), pictures.element, body, arcs.element, note, list),
@@ -194,7 +179,7 @@ export function createText(app) {
 			set.hidden = state.heads !== 'set';
 			if (document.activeElement !== set) set.value = state.set.join(', ');
 			arcsOn.input.checked = state.arcs;
-			const now = [app.info.run, separate(), app.layer.query_len, app.layer.key_len, separate() && state.layer].join();
+			const now = [app.reading, separate(), app.layer.query_len, app.layer.key_len, separate() && state.layer].join();
 			if (changed.any('run', 'layer')) pictures.build().catch(app.fault);
 			if (now !== shape) {
 				shape = now;

@@ -67,9 +67,8 @@ export class Tiles {
 		try {
 			const found = await this.fetch(tile, control.signal);
 			if (this.under.get(name) !== control) return;
-			const entry = { ...tile, ...found, canvas: null, painted: null, outdated: false };
 			this.kept.delete(name);
-			this.kept.set(name, entry);
+			this.kept.set(name, { ...tile, ...found });
 			while (this.kept.size > KEPT) this.kept.delete(this.kept.keys().next().value);
 			this.under.delete(name);
 			this.version++;

@@ -9,30 +9,24 @@ export class Tokens {
 	}
 
 	load(piece) {
-		const known = this.pieces.get(piece);
-		if (known) return known.loading;
-		const start = piece * PIECE;
-		const entry = { labels: null, texts: null };
-		this.pieces.set(piece, entry);
-		entry.loading = this.fetch(start, Math.min(this.length, start + PIECE)).then(
-			({ labels, texts }) => {
-				Object.assign(entry, { labels, texts });
+		if (!this.pieces.has(piece)) {
+			const start = piece * PIECE;
+			const loading = this.fetch(start, Math.min(this.length, start + PIECE)).then((found) => {
+				Object.assign(entry, found);
 				this.arrived();
-			},
-			(error) => {
-				this.pieces.delete(piece);
-				throw error;
-			},
-		);
-		return entry.loading;
+			});
+			const entry = { loading };
+			this.pieces.set(piece, entry);
+			loading.catch(() => this.pieces.delete(piece));
+		}
+		return this.pieces.get(piece).loading;
 	}
 
 	// What is known of a token now; asks for it if that is nothing.
 	label(index) {
-		const entry = this.pieces.get(Math.floor(index / PIECE));
-		if (entry?.labels) return entry.labels[index % PIECE];
-		if (!entry) this.load(Math.floor(index / PIECE)).catch(() => {});
-		return undefined;
+		const piece = Math.floor(index / PIECE);
+		if (!this.pieces.has(piece)) this.load(piece).catch(() => {});
+		return this.pieces.get(piece).labels?.[index % PIECE];
 	}
 
 	text(index) {
@@ -45,8 +39,10 @@ export class Tokens {
 		await Promise.all(pieces);
 	}
 
-	async labelled(index) {
-		await this.load(Math.floor(index / PIECE));
-		return this.label(index);
+	labelled(...indices) {
+		return Promise.all(indices.map(async (index) => {
+			await this.load(Math.floor(index / PIECE));
+			return this.label(index);
+		}));
 	}
 }

@@ -2,7 +2,7 @@
 
 import { clamp } from './dom.js';
 
-export const WIDEST_CELL = 64;
+const WIDEST_CELL = 64;
 
 export class Viewport {
 	constructor(queries, keys, width, height) {
@@ -22,7 +22,6 @@ export class Viewport {
 	fit() {
 		this.cell = this.whole;
 		this.x = this.y = 0;
-		this.settle();
 	}
 
 	resize(width, height) {

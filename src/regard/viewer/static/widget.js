@@ -15,19 +15,18 @@ class WidgetTransport {
 		this.open.delete(id);
 		if (error !== undefined) return void waiting.failed(new Error(error));
 		const view = buffers?.[0];
-		const data = view ? (view.buffer ?? view).slice(view.byteOffset ?? 0, (view.byteOffset ?? 0) + view.byteLength) : new ArrayBuffer(0);
+		const data = view ? new Uint8Array(view.buffer ?? view, view.byteOffset, view.byteLength).slice().buffer : new ArrayBuffer(0);
 		waiting.done({ meta, data });
 	}
 
-	call(method, params, signal) {
+	async call(method, params, signal) {
+		signal?.throwIfAborted();
 		const id = ++this.last;
 		return new Promise((done, failed) => {
-			if (signal?.aborted) return void failed(new DOMException('no longer wanted', 'AbortError'));
 			this.open.set(id, { done, failed });
 			signal?.addEventListener('abort', () => {
-				if (!this.open.delete(id)) return;
-				this.model.send({ cancel: id });
-				failed(new DOMException('no longer wanted', 'AbortError'));
+				if (this.open.delete(id)) this.model.send({ cancel: id });
+				failed(signal.reason);
 			}, { once: true });
 			this.model.send({ id, method, params });
 		});
