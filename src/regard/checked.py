@@ -123,14 +123,16 @@ def remember(form: Form, call: Call, kernel: Kernel) -> None:
         keep(_KNOWN, form, call, kernel)
 
 
-def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> None:
-    """Caches a valid call in `known`, unless it is large, or one that warns."""
+def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> Checked | None:
+    """Caches a valid call in `known`, and returns it; None if it is large, or one that warns."""
     if all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:
-        return
+        return None
+    checked = Checked(call, kernel)
     with _lock:
         while len(known) >= MAX_FORMS:
             del known[next(iter(known))]
-        known[form] = Checked(call, kernel)
+        known[form] = checked
+    return checked
 
 
 def forget() -> None:

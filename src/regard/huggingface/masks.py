@@ -1,6 +1,7 @@
 """A regard mask that transformers accepts as a tensor: of bools, or of numbers after a model has added some."""
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from regard.functional import attention, check_call, compute
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
-from regard.masks import Mask, Tile
+from regard.masks import Mask
+from regard.masks.planning import common_keys
 from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
@@ -32,7 +34,6 @@ class LazyMask(Lazy):
     bias: Tensor | None
     _made_for: tuple[int, int, int, torch.device]
     _checked: dict[Form, Checked]
-    _sees_all: bool | None
 
     def __new__(
         cls, mask: Mask, shape: tuple[int, int, int], device: torch.device, bias: Tensor | None = None
@@ -43,7 +44,7 @@ class LazyMask(Lazy):
             whole = torch.broadcast_shapes(whole, bias.shape)
         made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
         made.mask, made.bias, made._made_for = mask, bias, (batch, query_len, key_len, device)
-        made._checked, made._sees_all = {}, None
+        made._checked = {}
         return made
 
     def __init__(
@@ -66,20 +67,25 @@ class LazyMask(Lazy):
 
         The mask is made for one step and never modified, so its structure is not part of the form.
         """
-        if self._sees_all is None:
-            _, queries, keys, _ = self._made_for
-            self._sees_all = queries == 1 and self.mask.tile(range(1), range(keys)) is Tile.FULL
-        if self._sees_all:  # which does not need a step of its own to be validated
+        if query.shape[2] == 1 and self._one_query_sees is not None:  # a call like those of the steps before
+            if len(self._one_query_sees) < key.shape[2]:
+                seen = slice(self._one_query_sees.start, self._one_query_sees.stop)
+                key, value = key[:, :, seen], value[:, :, seen]
             return attention(query, key, value, scale=scale, softcap=softcap)
         form = form_of(query, key, value, None, None, scale, softcap, None, None, 0.0, None, False, "auto")
         checked = None if form is None else self._checked.get(form)
-        if checked is not None:
-            return checked(query, key, value)[0]
-        call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None)
-        kernel = choose(call)
-        if form is not None:
-            keep(self._checked, form, call, kernel)
-        return compute(call, kernel)[0]
+        if checked is None:
+            call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None)
+            kernel = choose(call)
+            checked = None if form is None else keep(self._checked, form, call, kernel)
+            if checked is None:
+                return compute(call, kernel)[0]
+        return checked(query, key, value)[0]
+
+    @cached_property
+    def _one_query_sees(self) -> range | None:
+        """The keys that a single query sees, in every row and head, if they are consecutive and that costs little."""
+        return None if self.mask.varies_by_batch else common_keys(self.mask, range(1), self._made_for[2])
 
     def dense(self) -> Tensor:
         self._check_size()

@@ -42,9 +42,6 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if prepared is not None:
         return prepared(call.query, call.key, call.value)
     scoring, (query, key, value) = call.scoring, call[:3]
-    if scoring.bias is None and is_top_left_causal(scoring.mask):
-        seen = slice(min(scoring.grid.query_len, scoring.grid.key_len))  # no query sees later keys
-        return full_attention(query, key[:, :, seen], value[:, :, seen], scale=scoring.scale, is_causal=True), None
     hidden, added = hidden_in_call(scoring), None
     if scoring.bias is not None:
         queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
@@ -63,13 +60,22 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def prepare(call: Call) -> Prepared | None:
     """What a mask adds is computed once, and what it hides is zeroed only if the result is NaN."""
-    scoring, dtype = call.scoring, call.query.dtype
-    if scoring.bias is not None or is_top_left_causal(scoring.mask):
+    scoring, scale = call.scoring, call.scoring.scale
+    if scoring.bias is not None:
         return None
+    if is_top_left_causal(scoring.mask):
+        seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
+
+        def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+            if key.shape[2] > seen:
+                key, value = key[:, :, :seen], value[:, :, :seen]
+            return full_attention(query, key, value, scale=scale, is_causal=True), None
+
+        return attend_causal
     if scoring.mask_or_everything is not EVERYTHING and not call.inspectable:
         return None
     hidden = hidden_in(scoring.mask, scoring.grid)
-    scale, added = scoring.scale, None if hidden is None else hidden.numbers(dtype)
+    added = None if hidden is None else hidden.numbers(call.query.dtype)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         output = full_attention(query, key, value, scale=scale, attn_mask=added)

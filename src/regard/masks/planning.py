@@ -31,6 +31,8 @@ def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range 
     if not, or if finding out needs the evaluation of cells."""
     if not mask.closed_form:
         return None
+    if mask.tile(queries, range(start, stop)) is Tile.FULL:
+        return range(start, stop)
 
     def some_until(key: int) -> bool:
         return mask.tile(queries, range(start, key + 1)) is not Tile.EMPTY
