@@ -398,7 +398,10 @@ def test_a_token_shows_as_text_whatever_it_holds(browser):
         opened(browser, address) as page,
     ):
         assert page.locator("b[onclick]").count() == page.locator("img").count() == 0
-        assert "<b" in page.locator(".text").inner_text()
+        text = page.locator(".text").inner_text()
+        assert "<b" in text
+        assert "\u202e" not in text
+        assert "<202E>" in text
         assert '<img src="x"' in page.locator(".what").inner_text()
 
 

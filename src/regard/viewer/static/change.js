@@ -32,10 +32,10 @@ export function createChange(app) {
 			for (const { id, label, probability } of [...best, ...also]) all.set(id, { id, label, ...all.get(id), [side]: probability });
 		}
 		const rows = [...all.values()].sort((a, b) => b.was - a.was).map(({ id, label, was, is }) => {
-			const more = 100 * (is - was);
+			const more = Math.round(1000 * (is - was)) / 10;
 			return row([token(label), id === before.actual?.id ? ' in the text' : ''], [
 				h('td', { data: { before: was } }, percent(was), meter(was)), h('td', { data: { after: is } }, percent(is), meter(is)),
-				h('td', { class: Math.abs(more) < 0.05 ? null : more > 0 ? 'up' : 'down' }, `${more < 0 ? '−' : '+'}${Math.abs(more).toFixed(1)}`)], { class: id === before.actual?.id && 'chosen' });
+				h('td', { class: more ? (more > 0 ? 'up' : 'down') : null }, `${more < 0 ? '−' : more ? '+' : ''}${Math.abs(more).toFixed(1)}`)], { class: id === before.actual?.id && 'chosen' });
 		});
 		return table('Guesses for the next token', ['next token', 'as it is', 'changed', 'difference'], rows);
 	};

@@ -26,7 +26,7 @@ export function replace(element, ...children) {
 	return element;
 }
 
-export function button(label, press, properties = {}) {
+export function button(label, press, properties) {
 	return h('button', { type: 'button', onclick: press, ...properties }, label);
 }
 
@@ -57,7 +57,7 @@ export function switcher(label, options, change) {
 	return { element: h('span.joined', { role: 'group', label }, buttons), set };
 }
 
-export function row(first, cells, properties = {}) {
+export function row(first, cells, properties) {
 	return h('tr', properties, h('th.word', { scope: 'row' }, first), cells);
 }
 

@@ -42,13 +42,13 @@ export class Look {
 		return true;
 	}
 
-	get drawnMap() {
+	get map() {
 		return this.scale === 'uniform' ? 'diverging' : 'weight';
 	}
 
 	get table() {
 		const { low, high, dark, scale } = this;
-		this.pixels ??= colourTable({ map: this.drawnMap, dark, low, high, log: scale !== 'linear' });
+		this.pixels ??= colourTable({ map: this.map, dark, low, high, log: scale !== 'linear' });
 		return this.pixels;
 	}
 
@@ -131,6 +131,6 @@ export class Look {
 
 	// The colours from the least to the most, for CSS.
 	get gradient() {
-		return `linear-gradient(to right, ${Array.from({ length: 33 }, (_, i) => css(colourAt(this.drawnMap, this.dark, i / 32)))})`;
+		return `linear-gradient(to right, ${Array.from({ length: 33 }, (_, i) => css(colourAt(this.map, this.dark, i / 32)))})`;
 	}
 }

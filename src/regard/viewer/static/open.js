@@ -100,7 +100,7 @@ export function createOpen(app) {
 			moreButton.hidden = !info.can.generate;
 			runs.set(info.runs.map(({ run, source: text, model: by }) => [run, `${text || 'text'}, ${by}`.slice(0, 60)]), info.run);
 			runs.element.hidden = info.runs.length < 2;
-			rows.set(Array.from({ length: info.batch }, (_, i) => [i, `${i} of ${info.batch}`]), app.state.batch);
+			rows.set(Array.from({ length: info.batch }, (_, i) => [i, i]), app.state.batch);
 			rows.element.hidden = info.batch < 2;
 			parts.hidden = !(info.can.read && length < info.total);
 			replace(parts, part('Earlier part', info.start - length, info.start === 0), part('Later part', info.stop, info.stop >= info.total));

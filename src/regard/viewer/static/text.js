@@ -51,7 +51,8 @@ function createBlock(app, of, title, press) {
 				const text = tokens.text(index);
 				const label = tokens.label(index);
 				const sign = (words) => h('span.nl', words);
-				const body = text === '' ? sign(label) : text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part));
+				// what would turn the direction of writing is shown by its sign
+				const body = text && !/[^\P{C}\n\r\t]/u.test(text) ? text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part)) : sign(label);
 				spans.push(h('span.t', { role: 'button', tabindex: -1, label: `${label}, token ${index}`, data: { token: index }, onclick: (event) => press(index, event) }, body));
 			}
 			replace(box, spans);
