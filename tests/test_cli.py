@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -741,6 +742,9 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     assert run.code == 0
     assert "Examples" in run.out
     assert f"regard {command}" in run.out
+    examples = run.out.split("Examples")[1].split("╭")[0].split("\n")
+    for line in filter(str.strip, examples):  # none goes on in the next line, from where it could not be copied
+        assert re.match(r"   (?=\S).*\bregard ", line), line
 
 
 def test_the_steps_of_the_bundled_example_are_the_layers_own() -> None:

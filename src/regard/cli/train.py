@@ -318,11 +318,11 @@ def train(
       regard train runs/mine --resume --steps 400
       regard train runs/docs --data docs --dim 128 --heads 4 --steps 300
       regard train runs/sections --task classify --steps 300
-      regard train runs/mine2 --steps 2000 --evaluate-every 100 --patience 3 --tensorboard
+      regard train runs/stops --evaluate-every 100 --patience 3
       regard train runs/more --from stdlib --data docs --steps 100
-      torchrun --nproc-per-node 2 --no-python regard train runs/two --steps 200
-      torchrun --nproc-per-node 2 --no-python regard train runs/two --resume --shard
-      torchrun --nproc-per-node 2 --no-python regard train runs/long --context-length 4096 --context-parallel 2
+      torchrun --nproc-per-node 2 -m regard train runs/two --steps 200
+      torchrun --nproc-per-node 2 -m regard train runs/two --resume --shard
+      torchrun --nproc-per-node 2 -m regard train runs/far --context-parallel 2
       regard look README.md --model runs/mine
     """
     need("regard train", "train", "tokenizers")
