@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from regard.parallel.agreement import agree
 from regard.parallel.channel import DEFAULT_TIMEOUT, Channel
@@ -137,7 +136,7 @@ def sum_gradients(
     learned = [parameter for parameter in given if parameter.requires_grad]
 
     def check() -> tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[int]]:
-        if any(isinstance(parameter, DTensor) for parameter in learned):
+        if any(hasattr(parameter, "full_tensor") for parameter in learned):
             raise TypeError("parallel.sum_gradients: parameters of FSDP are distributed tensors, whose gradients FSDP "
                             "adds up itself")  # fmt: skip
         return {"parameters": [[list(p.shape), p.dtype] for p in learned]}, {}, []

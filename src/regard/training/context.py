@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.parallel import Shards, sharded
 from regard.training.data import Examples
 from regard.training.processes import Processes
 
@@ -53,7 +52,13 @@ class Context:
             raise ValueError(
                 f"context_parallel: {type(rows).__name__} cannot be dealt out by tokens: its answers are of whole texts"
             )
-        text, other = ({name: self._shards(getattr(rows, name)) for name in names} for names in rows.per_token())
+        from regard.parallel import Shards, sharded  # most runs have one process and need not load it
+
+        def ends(tokens: Tensor) -> Shards:
+            """Tokens from both ends for each process, which makes equal work under a causal mask."""
+            return Shards.zigzag(tokens.shape[1], self.size)
+
+        text, other = ({name: ends(getattr(rows, name)) for name in names} for names in rows.per_token())
         along = text | other
         mine = {name: of.take(getattr(rows, name), self.rank, dim=1).contiguous() for name, of in along.items()}
         cut = rows._replace(**mine)
@@ -62,7 +67,3 @@ class Context:
             loss = data.loss(model, cut)
         answers = data.counted(cut)
         return loss if answers else loss.nan_to_num(), answers  # the mean over nothing: it only helps the others
-
-    def _shards(self, tokens: Tensor) -> Shards:
-        """Tokens from both ends, so that each process has as much to do under a causal mask."""
-        return Shards.zigzag(tokens.shape[1], self.size)

@@ -113,7 +113,7 @@ class Settings:
             raise ValueError(
                 f"context_parallel: {together} processes are to read each row together, and there "
                 f"{'is 1' if processes == 1 else f'are {processes}'}\n  hint: start {together} of them or a multiple: "
-                f"torchrun --nproc-per-node {together} --no-python regard train ..., or give 1"
+                f"torchrun --nproc-per-node {together} --no-python regard train ..., or --context-parallel 1"
             )
         processes //= together
         parts = processes * self.accumulate
