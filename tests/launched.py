@@ -17,7 +17,9 @@ from regard.training.masked import Masked
 from regard.training.pairs import Pairs
 from regard.training.settings import Settings
 
-SETTINGS = Settings(steps=4, batch_size=8, precision="no", save_every=None, seed=3, learning_rate=0.01)
+SETTINGS = Settings(
+    steps=4, batch_size=8, precision="no", save_every=None, evaluate_every=2, seed=3, learning_rate=0.01
+)
 
 
 def texts():
@@ -51,7 +53,7 @@ def training(work, folder, *, stop_at=None, resume=False, diverge=False, other_d
         if told.step == stop_at:
             raise KeyboardInterrupt
 
-    model, data = WORK[work]()
+    (model, data), held_out = WORK[work](), WORK[work]()[1]
     if diverge:
         with torch.no_grad():
             model.norm.weight.fill_(float("inf"))
@@ -59,7 +61,6 @@ def training(work, folder, *, stop_at=None, resume=False, diverge=False, other_d
         data.seed += dist.get_rank()
     settings = Settings(**asdict(SETTINGS) | changes)
     try:
-        held_out = data if settings.evaluate_every else None
         train(model, data, settings, Path(folder), held_out=held_out, resume=resume, report=report)
     except KeyboardInterrupt:
         assert stop_at is not None

@@ -97,6 +97,7 @@ def assert_same_run(reports: list, expected: list, run: Path, of: Path) -> None:
         assert ours["learning_rate"] == theirs["learning_rate"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-3)
+        assert (ours["held_out"] or 0) == pytest.approx(theirs["held_out"] or 0, rel=1e-4)
     assert reports[0]["gradient_norm"] == pytest.approx(expected[0]["gradient_norm"], rel=1e-5)
     ours, theirs = weights(run), weights(of)
     assert list(ours) == list(theirs)

@@ -42,7 +42,7 @@ from regard.training.metrics import Metrics
 from regard.training.processes import Processes, join
 from regard.training.report import Report
 from regard.training.settings import Settings, contradictions
-from regard.training.spreading import ShardedMuon, exchanging, sharded, spread, whole
+from regard.training.spreading import ShardedMuon, exchanging, release, sharded, spread, whole
 from regard.training.stopping import Stopping
 
 PROGRESS = "progress.safetensors"
@@ -175,6 +175,7 @@ def train(
                     here,
                     context,
                 )
+            release(spread_model)
             if course.add(step, loss) and settings.patience is not None:
                 with here.together():
                     save_model(folder if here.main else None, model, steps=(step, settings.steps), name=BEST)

@@ -51,6 +51,16 @@ def exchanging(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def release(model: nn.Module) -> None:
+    """Lets go of the weights that a forward pass has put together, where no backward pass will.
+
+    Until then `model.parameters()` are not the shards that the optimizers know.
+    """
+    of_shards: Any = getattr(model, "reshard", None)
+    if of_shards is not None:
+        of_shards()
+
+
 def sharded(tensor: Tensor) -> bool:
     """Whether a tensor has some of its rows on other processes."""
     return hasattr(tensor, "full_tensor")
