@@ -37,15 +37,22 @@ MADE = {
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)),
     "qwen3, tied": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, tie_word_embeddings=True)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, sliding_window=7)),
-    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, sliding_window=7)),
+    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**SMALL)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SMALL, sliding_window=7, query_pre_attn_scalar=20)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **SMALL, sliding_window=7, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=20
+        )
+    ),
     "gpt-oss": lambda: transformers.GptOssForCausalLM(
         transformers.GptOssConfig(
             **SMALL, num_local_experts=2, num_experts_per_tok=1, sliding_window=7, rope_parameters=None
         )
     ),
 }
-OWN = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3, tied")
+OWN = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3, tied", "gemma", "gemma2", "gemma3")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +115,7 @@ def test_a_model_that_transformers_runs_goes_on_from_half_its_context_too(
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt-oss"])
 def test_look_explain_and_generate_take_a_folder_of_transformers(
     name: str, folders: dict[str, tuple[Path, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +247,70 @@ def test_a_folder_that_cannot_be_opened_is_one_message(
     assert "Traceback" not in run.err
 
 
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A model that reads one text and writes another."""
+    folder = tmp_path_factory.mktemp("models") / "t5"
+    config = transformers.T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_transformers_that_writes_one_text_for_another_is_refused_alike_by_every_command(
+    t5: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("look", "explain", "generate", "translate", "embed", "classify"):
+        run = Run(capsys, command, "the cat sat", "--model", t5)
+        assert run.code == 2, command
+        says = (
+            f"regard: model: {t5} reads a text and writes another (T5ForConditionalGeneration); of such models regard"
+        )
+        assert says in " ".join(run.err.split()), command
+        assert len(run.err.splitlines()) == 1
+
+
+def test_what_opens_for_one_command_opens_for_look_and_what_does_not_is_said_in_the_same_words(
+    folders: dict[str, tuple[Path, Any]], tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for damage in (with_a_broken_configuration, with_code_of_its_own, without_a_tokenizer):
+        folder = tmp_path / damage.__name__
+        shutil.copytree(folders["llama"][0], folder)
+        damage(folder)
+        said = []
+        for command in ("look", "generate"):
+            run = Run(capsys, command, "the cat", "--model", folder)
+            assert run.code == 2
+            said.append(run.err)
+        assert DAMAGE[damage] in " ".join(said[0].split())
+        assert said[0] == said[1]
+    # an encoder cannot go on with a text, but it can be looked into
+    sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
+    bert.save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    run = Run(capsys, "look", "the cat", "--model", tmp_path / "bert", "--json")
+    assert run.code == 0, run.err
+    assert len(json.loads(run.out)["heads"]) == 2 * 4
+
+
+def test_a_model_of_regard_that_does_not_foretell_is_not_looked_into_but_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from regard.configuration import ModelConfig
+    from regard.models import MaskedLanguageModel
+    from regard.training.checkpoint import save_model
+
+    made = Tokenizer(train_tokenizer([TEXT * 3], 300))
+    save_model(tmp_path, MaskedLanguageModel(ModelConfig(vocab_size=300, context_length=8, dim=8, layers=1, heads=2)))
+    made.save(tmp_path / "tokenizer.json")
+    run = Run(capsys, "look", "the cat", "--model", tmp_path)
+    assert run.code == 2
+    assert f"{tmp_path} is of the kind masked language model" in " ".join(run.err.split())
+
+
 def test_a_model_in_the_cache_of_transformers_goes_by_its_name(
     folders: dict[str, tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,5 +338,12 @@ def test_an_encoder_comes_over_from_its_folder(tmp_path: Path) -> None:
 
 
 def test_the_part_that_is_missing_is_named(folders: dict[str, tuple[Path, Any]]) -> None:
-    for name, says in (("gemma2", "no norm after a sublayer"), ("gpt-oss", "no choice among several feed-forward")):
-        assert says.removeprefix("no ") in (regard.load(folders[name][0]).foreign or "")
+    assert "choice among several feed-forward networks" in (regard.load(folders["gpt-oss"][0]).foreign or "")
+
+
+def test_layers_with_windows_have_their_own_mask_and_rotation(folders: dict[str, tuple[Path, Any]]) -> None:
+    model = regard.load(folders["gemma3"][0]).model
+    sliding, full = (layer.attention for layer in model.layers)
+    assert (sliding.mask, full.mask) == (regard.Causal() & regard.Window(7), regard.Causal())
+    assert (sliding.rotary.theta, full.rotary.theta) == (10_000.0, 1_000_000.0)
+    assert (model.config.window, model.config.widest, model.config.endless) == ((7, None), None, False)

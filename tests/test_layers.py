@@ -409,9 +409,9 @@ def test_feed_forward_of_every_activation(activation, bias):
         return given @ linear.weight.T + (0 if linear.bias is None else linear.bias)
 
     if activation in GATED_ACTIVATIONS:
-        hidden = activations(map_(layer.gate, x))[{"swiglu": "silu", "geglu": "gelu"}[activation]] * map_(
-            layer.input, x
-        )
+        hidden = activations(map_(layer.gate, x))[
+            {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[activation]
+        ] * map_(layer.input, x)
     else:
         assert layer.gate is None
         hidden = activations(map_(layer.input, x))[activation]
@@ -648,7 +648,7 @@ def test_inputs_that_do_not_fit_are_named_with_their_axes():
 
 def test_an_activation_that_does_not_exist_is_refused():
     with pytest.raises(
-        ValueError, match="activation must be one of relu, gelu, gelu_tanh, silu, swiglu, geglu, got 'tanh'"
+        ValueError, match="activation must be one of relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh, got 'tanh'"
     ):
         FeedForward(4, 8, activation="tanh")
 

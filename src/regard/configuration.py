@@ -36,13 +36,17 @@ class ModelConfig:
             (linear, dynamic, yarn, llama3) and its arguments, so that a configuration is plain data.
         norm, norm_eps: "layer" or "rms", and its epsilon; None: the norm's usual one.
         norm_first: pre-norm (True) or post-norm.
+        output_norms: whether what a sublayer gives is normalised too, before it is added (Gemma 2).
         embedding_norm, embedding_scale: whether the embeddings are normalised (BERT); factor on token vectors.
         activation: of the feed-forward.
         bias: whether projections and norms have biases.
         attention_bias, output_bias: the same for query, key and value, and for attention's output; None: bias.
         tied: whether the output layer shares the token embedding.
         head_norm: whether the query and key of each head are normalised (Qwen3).
-        window: how many tokens each token attends to, itself included; None: all.
+        window: how many tokens each token attends to, itself included; None: all. A sequence has one for each layer and
+            is repeated over the layers (Gemma 2).
+        window_theta: rotary_theta in layers with a window, without rotary_scaling; None: as in all others (Gemma 3).
+        scale: factor on attention scores; None: 1 / sqrt(head_dim).
         softcap, logit_softcap: on attention scores, on logits; None for none.
         segments: number of segment embeddings (2 in BERT), 0 for none.
         padding_id: the padding token; None for none.
@@ -68,6 +72,7 @@ class ModelConfig:
     rotary_scaling: Mapping[str, Any] | None = None
     norm: NormKind = "rms"
     norm_first: bool = True
+    output_norms: bool = False
     norm_eps: float | None = None
     embedding_norm: bool = False
     embedding_scale: float = 1.0
@@ -77,7 +82,9 @@ class ModelConfig:
     output_bias: bool | None = None
     tied: bool = True
     head_norm: bool = False
-    window: int | None = None
+    window: int | Sequence[int | None] | None = None
+    window_theta: float | None = None
+    scale: float | None = None
     softcap: float | None = None
     logit_softcap: float | None = None
     segments: int = 0
@@ -91,6 +98,10 @@ class ModelConfig:
             check_whole("ModelConfig", name, getattr(self, name))
         if self.labels is not None:
             object.__setattr__(self, "labels", tuple(self.labels))  # a list, in JSON
+        if isinstance(self.window, Sequence):
+            if not self.window:
+                raise ValueError("ModelConfig: window must be a number, one for each layer, or None, got none of them")
+            object.__setattr__(self, "window", tuple(self.window))
         if self.head_dim is None and self.dim % self.heads:
             raise ValueError(f"ModelConfig: heads must divide dim, got heads={self.heads}, dim={self.dim}")
         if self.positions not in ("learned", "sinusoidal", "rotary", "alibi", None):
@@ -102,12 +113,27 @@ class ModelConfig:
                 f"ModelConfig: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
 
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer, by its number; None: it sees all tokens.
+
+        >>> config = ModelConfig(vocab_size=5, context_length=9, dim=4, layers=3, heads=1, window=(4, None))
+        >>> [config.window_of(layer) for layer in range(3)]
+        [4, None, 4]
+        """
+        return self.window[layer % len(self.window)] if isinstance(self.window, Sequence) else self.window
+
+    @property
+    def widest(self) -> int | None:
+        """The largest window of a layer; None where one sees all tokens."""
+        windows = [self.window_of(layer) for layer in range(self.layers)]
+        return None if None in windows else max(window for window in windows if window is not None)
+
     @property
     def endless(self) -> bool:
         """Whether a text may go on beyond context_length, read with a cache that evicts: there is a window, and what a
         token gets depends on distances alone."""
         scaling = None if self.rotary_scaling is None else self.rotary_scaling.get("kind")
-        return self.window is not None and self.positions in ("rotary", "alibi", None) and scaling != "dynamic"
+        return self.widest is not None and self.positions in ("rotary", "alibi", None) and scaling != "dynamic"
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "ModelConfig":

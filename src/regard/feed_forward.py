@@ -14,7 +14,7 @@ from regard import hints
 from regard.hints import hinted
 from regard.shapes import ShapeError, check_flag, check_floating, check_rate, check_whole
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -23,8 +23,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_tanh"})
 
 
 @hinted(hints.LAYER)
@@ -32,7 +33,7 @@ class FeedForward(nn.Module):
     """The same two-layer network on every token.
 
         output = activation(x W_in) W_out                     relu, gelu, gelu_tanh, silu
-        output = (activation(x W_gate) * (x W_in)) W_out      swiglu (silu), geglu (gelu)
+        output = (activation(x W_gate) * (x W_in)) W_out      swiglu (silu), geglu (gelu), geglu_tanh
 
     Shapes: [batch, length, dim] -> [batch, length, dim].
     Args:

@@ -346,6 +346,7 @@ class Block(nn.Module):
         cross: attention over another text's states, between the two; None for none.
         norm: makes a norm for a number of features.
         norm_first: pre-norm (True) or post-norm.
+        output_norm: makes a norm of what a sublayer gives, before it is added (Gemma 2); None for none.
     """
 
     def __init__(
@@ -356,6 +357,7 @@ class Block(nn.Module):
         cross: MultiHeadAttention | None = None,
         norm: Callable[[int], nn.Module] = nn.LayerNorm,
         norm_first: bool = True,
+        output_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         made = "; a block is made of its parts: Block(MultiHeadAttention(dim, heads), FeedForward(dim, hidden_dim))"
@@ -368,6 +370,10 @@ class Block(nn.Module):
         self.attention_norm, self.attention = norm(attention.dim), attention
         self.cross_norm, self.cross = None if cross is None else norm(cross.dim), cross
         self.feed_forward_norm, self.feed_forward = norm(attention.dim), feed_forward
+        dim = attention.dim
+        self.attention_output_norm = None if output_norm is None else output_norm(dim)
+        self.cross_output_norm = None if output_norm is None or cross is None else output_norm(dim)
+        self.feed_forward_output_norm = None if output_norm is None else output_norm(dim)
 
     @hinted(hints.LAYER_CALL)
     def forward(
@@ -388,20 +394,29 @@ class Block(nn.Module):
             cache, context_cache: the tokens already seen, and the context's keys and values.
         """
         check("Block", STATES, x=x)
-        x = self._add(x, self.attention_norm, lambda x: self.attention(x, mask=mask, bias=bias, cache=cache))
-        cross = self.cross
+        own, cross = self.attention, self.cross
+        norms: tuple[nn.Module | None, nn.Module | None] = (self.attention_norm, self.attention_output_norm)
+        x = self._add(x, *norms, lambda x: own(x, mask=mask, bias=bias, cache=cache))
         if cross is not None:
             if context is None:
                 raise ValueError("Block: this block has cross-attention and needs a context [batch, context_len, dim]")
-            x = self._add(x, self.cross_norm, lambda x: cross(x, context, mask=context_mask, cache=context_cache))
+            norms = self.cross_norm, self.cross_output_norm
+            x = self._add(x, *norms, lambda x: cross(x, context, mask=context_mask, cache=context_cache))
         elif context is not None:
             raise ValueError("Block: a context was given, but this block has no cross-attention")
-        return self._add(x, self.feed_forward_norm, self.feed_forward)
+        return self._add(x, self.feed_forward_norm, self.feed_forward_output_norm, self.feed_forward)
 
-    def _add(self, x: Tensor, norm: nn.Module | None, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    def _add(
+        self,
+        x: Tensor,
+        norm: nn.Module | None,
+        output_norm: nn.Module | None,
+        sublayer: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         assert norm is not None
-        added: Tensor = x + sublayer(norm(x)) if self.norm_first else norm(x + sublayer(x))
-        return added
+        given = sublayer(norm(x) if self.norm_first else x)
+        added: Tensor = x + (given if output_norm is None else output_norm(given))
+        return added if self.norm_first else norm(added)
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}"

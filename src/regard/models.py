@@ -59,8 +59,7 @@ class Stack(nn.Module):
         self.segments = nn.Embedding(config.segments, config.dim) if config.segments else None
         self.embedding_norm = norm(config.dim) if config.embedding_norm else None
         rotary = make_rotary(config)
-        if config.window is not None:
-            mask = Window(config.window) if mask is None else mask & Window(config.window)
+        in_windows = rotary if config.window_theta is None else make_rotary(config, in_windows=True)
         bias = Alibi(config.heads) if config.positions == "alibi" else None
         head_dim = config.dim // config.heads if config.head_dim is None else config.head_dim
 
@@ -76,14 +75,22 @@ class Stack(nn.Module):
                 bias=bias,
                 head_norm=norm if config.head_norm else None,
                 rotary=rotary,
+                scale=config.scale,
                 softcap=config.softcap,
                 dropout=config.attention_dropout,
                 output_dropout=config.dropout,
             )
 
+        def own(layer: int) -> MultiHeadAttention:
+            """The self-attention of a layer."""
+            window = config.window_of(layer)
+            if window is None:
+                return attention(mask, bias, rotary)
+            return attention(Window(window) if mask is None else mask & Window(window), bias, in_windows)
+
         self.layers = nn.ModuleList(
             Block(
-                attention(mask, bias, rotary),
+                own(layer),
                 FeedForward(
                     config.dim,
                     4 * config.dim if config.hidden_dim is None else config.hidden_dim,
@@ -94,8 +101,9 @@ class Stack(nn.Module):
                 cross=attention(None, None, None) if cross else None,
                 norm=norm,
                 norm_first=config.norm_first,
+                output_norm=norm if config.output_norms else None,
             )
-            for _ in range(config.layers)
+            for layer in range(config.layers)
         )
         self.norm = norm(config.dim) if config.norm_first else None
         self._initialise()
@@ -160,11 +168,12 @@ class Stack(nn.Module):
         """An empty cache for this model.
 
         Args:
-            evict: whether a model with a window forgets what has left the window. Then its memory is bounded, and where
-                positions count only relative to each other (see `ModelConfig.endless`) so is not the text.
+            evict: whether a model with a window in every layer forgets what has left the largest. Then its memory is
+                bounded, and where positions count only relative to each other (see `ModelConfig.endless`) so is not the
+                text.
         """
         check_flag("cache", "evict", evict)
-        window = self.config.window if evict else None
+        window = self.config.widest if evict else None
         return Cache(self.config.layers, keep=None if window is None else window - 1)
 
     def _initialise(self) -> None:
@@ -351,12 +360,16 @@ def make_positions(config: ModelConfig) -> Learned | Sinusoidal | None:
     return makers[config.positions]() if config.positions in makers else None
 
 
-def make_rotary(config: ModelConfig) -> Rotary | None:
-    """What turns queries and keys, if anything; one for all layers, since it holds no parameters."""
+def make_rotary(config: ModelConfig, *, in_windows: bool = False) -> Rotary | None:
+    """What turns queries and keys, if anything; one for many layers, since it holds no parameters.
+
+    Args:
+        in_windows: of layers with a window, where these have a rotation of their own.
+    """
     if config.positions != "rotary":
         return None
     scaling = None
-    if config.rotary_scaling is not None:
+    if config.rotary_scaling is not None and not in_windows:
         arguments = dict(config.rotary_scaling)
         kind = arguments.pop("kind", None)
         if kind not in SCALINGS:
@@ -364,7 +377,7 @@ def make_rotary(config: ModelConfig) -> Rotary | None:
         scaling = SCALINGS[kind](**arguments)
     return Rotary(
         config.dim // config.heads if config.head_dim is None else config.head_dim,
-        theta=config.rotary_theta,
+        theta=config.window_theta if in_windows and config.window_theta is not None else config.rotary_theta,
         rotary_dim=config.rotary_dim,
         layout=config.rotary_layout,
         scaling=scaling,

@@ -249,22 +249,29 @@ def _block(
 
     # only self-attention needs the other tokens, as keys; from there on a token is alone
     shown = slice(None) if query is None else slice(query, query + 1)
-    x = yield from _sublayer(block, "attention", block.attention_norm, x, attend, shown)
+    norms = block.attention_norm, block.attention_output_norm
+    x = yield from _sublayer(block, "attention", norms, x, attend, shown)
     if block.cross_norm is not None:
-        x = yield from _sublayer(block, "cross", block.cross_norm, x, look_across)
-    yield from _sublayer(block, "feed-forward", block.feed_forward_norm, x, lambda x: _feed_forward(feed_forward, x))
+        x = yield from _sublayer(block, "cross", (block.cross_norm, block.cross_output_norm), x, look_across)
+    norms = block.feed_forward_norm, block.feed_forward_output_norm
+    yield from _sublayer(block, "feed-forward", norms, x, lambda x: _feed_forward(feed_forward, x))
 
 
 def _sublayer(
     block: Block,
     name: str,
-    norm: nn.Module,
+    norms: tuple[nn.Module, nn.Module | None],
     x: Tensor,
     inner: Callable[[Tensor], Iterator[Step]],
     shown: slice = slice(None),
 ) -> Generator[Step, None, Tensor]:
-    """Norm, the sublayer's own steps, and the sum, in the block's order; returns what goes on."""
+    """Norms, the sublayer's own steps, and the sum, in the block's order; returns what goes on.
+
+    Args:
+        norms: of what goes in (or of the sum), and of what comes out.
+    """
     axes = ("batch", "length", "dim")
+    norm, output_norm = norms
     normed = f"{type(norm).__name__}(x)"
     given = x
     if block.norm_first:
@@ -274,6 +281,9 @@ def _sublayer(
     for step in inner(given):
         last = step.tensor
         yield step._replace(name=f"{name} {step.name}")
+    if output_norm is not None:
+        last = output_norm(last)
+        yield Step(f"{name} output norm", f"{type(output_norm).__name__}({name})", axes, last)
     x = x[:, shown] + last
     yield Step(f"{name} add", f"x + {name}", axes, x)
     if not block.norm_first:

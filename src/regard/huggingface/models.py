@@ -160,35 +160,78 @@ def open_model(name: str) -> tuple[Decoder | ForeignModel, ForeignTokenizer, str
         ValueError: there is no such model, it is none that foretells the next token, or it needs code of its own, which
             is never run. ImportError: transformers is missing.
     """
-    need(f"the model {name!r}", "hf", "transformers")
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.hub import cached_file
-
-    if not Path(name).is_dir():  # a name: its folder in the cache
-        name = _asked(name, lambda: str(Path(cached_file(name, "config.json", local_files_only=True) or "").parent))
-    config = _asked(name, lambda: AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True))
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder or _masked(config):
-        kinds = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-        raise ValueError(f"model: {name} is no language model that foretells the next token ({kinds})")
-    tokenizer = ForeignTokenizer(
-        _asked(name, lambda: AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True))
-    )
+    folder, config = _described(name)
+    if not _foretells(config):
+        raise ValueError(f"model: {folder} is no language model that foretells the next token ({_kinds(config)})")
+    tokenizer = ForeignTokenizer(_tokenizer(folder))
     why = None
-    tensors = read_tensors(Path(name))
+    tensors = read_tensors(Path(folder))
     try:
         own = from_state_dict(next(iter(config.architectures or [""])), config, tensors)
         if isinstance(own, Decoder):
             return own.float().eval(), tokenizer, None
     except ValueError as error:
         why = str(error).partition("\n")[0].removeprefix("from_transformers: ")
+    return ForeignModel(_run_by_transformers(folder, config)), tokenizer, why
+
+
+def open_as_it_is(name: str) -> tuple[Any, Any]:
+    """A model of transformers that reads one text, run by transformers with regard's attention, and its tokenizer.
+
+    Raises:
+        ValueError: as `open_model`; but it need not foretell the next token. ImportError: transformers is missing.
+    """
+    folder, config = _described(name)
+    tokenizer = _tokenizer(folder)
+    return _run_by_transformers(folder, config), tokenizer
+
+
+def _described(name: str) -> tuple[str, Any]:
+    """The folder of a model and its configuration."""
+    need(f"the model {name!r}", "hf", "transformers")
+    from transformers import AutoConfig
+    from transformers.utils.hub import cached_file
+
+    folder = name
+    if not Path(name).is_dir():  # a name: its folder in the cache
+        folder = _asked(name, lambda: str(Path(cached_file(name, "config.json", local_files_only=True) or "").parent))
+    config = _asked(folder, lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"model: {folder} reads a text and writes another ({_kinds(config)}); of such models regard takes those "
+            "that regard train --task translate wrote, and of models of transformers those that read one text"
+        )
+    return folder, config
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return _asked(folder, lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+
+
+def _run_by_transformers(folder: str, config: Any) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM
+
     register()
-    theirs = _asked(
-        name,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            name, trust_remote_code=False, local_files_only=True, attn_implementation="regard", dtype=torch.float32
+    kind = AutoModelForCausalLM if _foretells(config) else AutoModel
+    return _asked(
+        folder,
+        lambda: kind.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, attn_implementation="regard", dtype=torch.float32
         ),
-    )
-    return ForeignModel(theirs.eval()), tokenizer, why
+    ).eval()
+
+
+def _kinds(config: Any) -> str:
+    return ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+
+
+def _foretells(config: Any) -> bool:
+    """Whether a model is one that foretells the next token."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not _masked(config)
 
 
 def _masked(config: Any) -> bool:

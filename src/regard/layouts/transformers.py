@@ -1,8 +1,10 @@
-"""A GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers: names of tensors, and settings from its config."""
+"""Models of transformers as models of regard: names of tensors, and settings from their config."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +32,12 @@ LLAMA: Names = {
     "layers.*.mlp.down_proj.*": "layers.*.feed_forward.output.*",
     "norm.weight": "norm.weight",
     "lm_head.weight": "logits.weight",
+}
+GEMMA2: Names = {
+    **LLAMA,
+    "layers.*.post_attention_layernorm.weight": "layers.*.attention_output_norm.weight",
+    "layers.*.pre_feedforward_layernorm.weight": "layers.*.feed_forward_norm.weight",
+    "layers.*.post_feedforward_layernorm.weight": "layers.*.feed_forward_output_norm.weight",
 }
 BERT: Names = {
     "embeddings.word_embeddings.weight": "embedding.weight",
@@ -63,7 +71,7 @@ BERT_CLASSIFIER: Names = {
 }
 Model = Decoder | Encoder | MaskedLanguageModel | Classifier
 
-LAYOUTS["from_transformers"] = "a GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers"
+LAYOUTS["from_transformers"] = "a GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma or BERT of transformers"
 
 
 def from_transformers(model: nn.Module) -> Model:
@@ -72,6 +80,7 @@ def from_transformers(model: nn.Module) -> Model:
     | model of transformers | result |
     |---|---|
     | `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM` | `Decoder` |
+    | `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM` | `Decoder`, in float32 |
     | `GPT2Model`, `LlamaModel`, `MistralModel`, `Qwen2Model`, `Qwen3Model` | `Decoder`, for its `states` |
     | `BertModel` | `Encoder`, without the pooler |
     | `BertForMaskedLM` | `MaskedLanguageModel` |
@@ -108,6 +117,9 @@ def from_state_dict(name: str, theirs: Any, state_dict: Mapping[str, Tensor]) ->
         missing = f": regard has no {MISSING_PARTS[name]}" if name in MISSING_PARTS else ""
         raise ValueError(f"from_transformers: model must be one of {', '.join(ARCHITECTURES)}, got {name}{missing}")
     tensors = Renamed("from_transformers", architecture.names, without(upright(state_dict), *architecture.prefixes))
+    if architecture.norms_from_one:
+        for their, tensor in tensors.items():  # in float32, since 1 + w may have more digits than bfloat16 has
+            tensors[their] = tensor.float() + 1 if their.endswith("norm.weight") else tensor.float()
     settings = architecture.settings(theirs)
     config = config_of(tensors, theirs.num_attention_heads, inside=architecture.inside, **settings)
     if config.layers != theirs.num_hidden_layers:
@@ -134,6 +146,10 @@ GATED_ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "swiglu",
     "gelu": "geglu",
     "gelu_python": "geglu",
+    "gelu_new": "geglu_tanh",
+    "gelu_fast": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_accurate": "geglu_tanh",
 }
 
 ROTARY: Mapping[str, tuple[str, ...]] = {
@@ -184,15 +200,55 @@ def _mistral(theirs: Any) -> dict[str, Any]:
 
 
 def _qwen2(theirs: Any) -> dict[str, Any]:
-    kinds = set(getattr(theirs, "layer_types", None) or ())
-    if not theirs.use_sliding_window or kinds == {"full_attention"}:
-        return _llama(theirs)
-    if kinds == {"sliding_attention"}:
-        return _mistral(theirs)
-    raise ValueError(
-        "from_transformers: a regard model has one window for all layers, so layer_types must be all full_attention or "
-        f"all sliding_attention, got {', '.join(sorted(kinds)) or None}"
+    return {**_llama(theirs), "window": _windows(theirs) if theirs.use_sliding_window else None}
+
+
+def _windows(theirs: Any) -> int | tuple[int | None, ...] | None:
+    """The window of each layer; of all, where it is the same."""
+    kinds: Mapping[str, int | None] = {"full_attention": None, "sliding_attention": theirs.sliding_window}
+    unknown = sorted(set(theirs.layer_types) - set(kinds))
+    if unknown:
+        raise ValueError(f"from_transformers: layer_types must be {' or '.join(kinds)}, got {', '.join(unknown)}")
+    each = tuple(kinds[name] for name in theirs.layer_types)
+    return each[0] if len(set(each)) == 1 else each
+
+
+def _gemma(theirs: Any) -> dict[str, Any]:
+    return {**_llama(theirs), "embedding_scale": math.sqrt(theirs.hidden_size)}
+
+
+def _gemma2(theirs: Any) -> dict[str, Any]:
+    _require(theirs, is_causal=True, partial_rotary_factor=1.0, use_bidirectional_attention=False)
+    return {
+        "positions": "rotary",
+        **_rotary_of_layers(theirs),
+        "norm": "rms",
+        "norm_eps": theirs.rms_norm_eps,
+        "output_norms": True,
+        "embedding_scale": math.sqrt(theirs.hidden_size),
+        "activation": _activation(theirs, "hidden_activation", GATED_ACTIVATIONS),
+        "window": _windows(theirs),
+        "scale": theirs.query_pre_attn_scalar**-0.5,
+        "softcap": theirs.attn_logit_softcapping,
+        "logit_softcap": theirs.final_logit_softcapping,
+        "padding_id": theirs.pad_token_id,
+        "attention_dropout": theirs.attention_dropout,
+    }
+
+
+def _rotary_of_layers(theirs: Any) -> dict[str, Any]:
+    """`rotary`, where layers with a window may have a rotation of their own (Gemma 3)."""
+    given = getattr(theirs, "rope_parameters", None) or {}
+    if "full_attention" not in given:
+        return rotary(theirs)
+    context = theirs.max_position_embeddings
+    full, sliding = (
+        rotary(SimpleNamespace(rope_parameters=given[name], max_position_embeddings=context))
+        for name in ("full_attention", "sliding_attention")
     )
+    if "rotary_scaling" in sliding:
+        raise ValueError("from_transformers: scaled positions in layers with a window are not supported")
+    return {**full, "context_length": context, "window_theta": sliding["rotary_theta"]}
 
 
 def _bert(theirs: Any) -> dict[str, Any]:
@@ -282,6 +338,8 @@ class Architecture:
     """Prefixes of its names, except those of its output heads."""
     inside: str = ""
     """Prefix of the stack's names in the result."""
+    norms_from_one: bool = False
+    """Whether norms multiply by 1 + weight; such a model comes over in float32."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -295,6 +353,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2Model": Architecture(LLAMA, _qwen2),
     "Qwen3ForCausalLM": Architecture(LLAMA, _qwen2, prefixes=("model.",)),
     "Qwen3Model": Architecture(LLAMA, _qwen2),
+    "GemmaForCausalLM": Architecture(LLAMA, _gemma, prefixes=("model.",), norms_from_one=True),
+    "GemmaModel": Architecture(LLAMA, _gemma, norms_from_one=True),
+    "Gemma2ForCausalLM": Architecture(GEMMA2, _gemma2, prefixes=("model.",), norms_from_one=True),
+    "Gemma2Model": Architecture(GEMMA2, _gemma2, norms_from_one=True),
+    "Gemma3ForCausalLM": Architecture(GEMMA2, _gemma2, prefixes=("model.",), norms_from_one=True),
+    "Gemma3TextModel": Architecture(GEMMA2, _gemma2, norms_from_one=True),
     "BertModel": Architecture(BERT, _bert, lambda config, _: Encoder(config)),
     "BertForMaskedLM": Architecture(
         BERT_MASKED, _bert, lambda config, _: MaskedLanguageModel(Encoder(config)), ("bert.",), "encoder."
@@ -309,9 +373,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 MISSING_PARTS: dict[str, str] = {
-    "GemmaForCausalLM": "norm whose weight is counted from 1",
-    "Gemma2ForCausalLM": "norm after a sublayer as well as before it, and no window in every other layer",
-    "Gemma3ForCausalLM": "norm after a sublayer as well as before it, and no second rotation for layers with a window",
     "GptOssForCausalLM": "choice among several feed-forward networks for each token",
     "MixtralForCausalLM": "choice among several feed-forward networks for each token",
     "T5ForConditionalGeneration": "table of biases by distance that all layers of a stack share",

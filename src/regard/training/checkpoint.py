@@ -86,7 +86,7 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL, *, weights: str = WEIGHTS
     >>> loaded.model.config.layers
     6
     """
-    if _of_transformers(name):
+    if of_transformers(name):
         from regard.huggingface.models import open_model
 
         foreign_model, its_tokenizer, why = open_model(os.fspath(name))
@@ -137,7 +137,7 @@ def find(name: str | os.PathLike[str]) -> Path:
     )
 
 
-def _of_transformers(name: str | os.PathLike[str]) -> bool:
+def of_transformers(name: str | os.PathLike[str]) -> bool:
     """Whether a name is that of a folder that transformers wrote, or of a model in its cache: OWNER/NAME."""
     if Path(name).exists():
         return (Path(name) / "config.json").is_file()

@@ -1,17 +1,15 @@
 """Models that read texts for the page: regard's own, and those of transformers."""
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from regard.extras import need
 from regard.layers import MultiHeadAttention
 from regard.models import Decoder
-from regard.training.checkpoint import PRETRAINED, Loaded, bundled, load
+from regard.training.checkpoint import Loaded, load, of_transformers
+from regard.training.task import describe
 from regard.viewer.texts import Tokens, of_ids, of_text
 
 
@@ -129,32 +127,21 @@ class TransformersReader:
 
 
 def find_reader(name: str) -> Reader:
-    """A model that reads texts.
+    """A model that reads texts: one of regard's own, or one of transformers, as transformers runs it.
 
     Args:
-        name: of a model in the package, a folder that `regard train` or transformers wrote, or of a model that
-            transformers finds in its cache on this machine.
+        name: as in `regard.load`.
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it does not read one text. ImportError: a package is missing.
     """
-    folder = Path(name)
-    if not (folder / "config.json").is_file() and (folder.exists() or (PRETRAINED / name).is_dir()):
-        loaded = load(name)
-        if not isinstance(loaded.model, Decoder):
-            raise ValueError(f"model: expected a language model that reads one text, got {type(loaded.model).__name__}")
-        return DecoderReader(loaded)
-    need(f"the model {name!r}, which is no name in the package ({', '.join(bundled())}),", "hf", "transformers")
-    transformers = importlib.import_module("transformers")
-    importlib.import_module("regard.huggingface").register()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-        causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-        model = kind.from_pretrained(name, local_files_only=True, attn_implementation="regard")
-    except (OSError, ValueError, KeyError) as error:
+    if of_transformers(name):
+        from regard.huggingface.models import open_as_it_is
+
+        return TransformersReader(name, *open_as_it_is(name))
+    loaded = load(name)
+    if not isinstance(loaded.model, Decoder):
         raise ValueError(
-            f"model: no model {name!r}; expected a name (in the package: {', '.join(bundled())}), a folder that regard "
-            f"train or transformers wrote, or a model in transformers' cache (it says: {str(error).splitlines()[0]})"
-        ) from error
-    return TransformersReader(name, model, tokenizer)
+            f"model: expected a language model, which foretells the next token of one text; {name} is of the kind "
+            f"{describe(loaded.model)}"
+        )
+    return DecoderReader(loaded)
