@@ -59,6 +59,7 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/cost.py
 	$(BIN)/python benchmarks/cost.py --memory
 	$(BIN)/python benchmarks/first_run.py
+	$(BIN)/python benchmarks/sections.py
 	$(BIN)/python benchmarks/viewer.py
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/masks.py

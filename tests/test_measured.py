@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -148,3 +149,46 @@ def test_the_first_run_learns_and_one_with_a_tenth_of_the_rate_learns_less() -> 
     runs = {run["learning_rate"]: run for run in stored("first_run")["runs"]}
     assert runs[0.003]["loss"][-1] < 0.6 * runs[0.003]["loss"][0]
     assert runs[0.003]["bits_per_byte"] < min(runs[0.0003]["bits_per_byte"], runs[0.003]["xz_bits_per_byte"])
+
+
+# --- sections.py: models at work -------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_sections_trains_a_classifier_and_tells_its_confusion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = script("sections")
+    monkeypatch.setattr(
+        sections,
+        "SIZES",
+        {
+            "dim": 16,
+            "layers": 1,
+            "heads": 2,
+            "context_length": 16,
+            "vocab_size": 300,
+            "batch_size": 8,
+            "learning_rate": 0.02,
+        },
+    )
+    rows = [f"{label},{word} {number}" for label, word in (("pets", "cat"), ("cars", "jeep")) for number in range(20)]
+    (tmp_path / "texts.csv").write_text("\n".join(["label,text", *rows]))
+    file = tmp_path / "sections.json"
+    sections.main(["--steps", "60", "--data", str(tmp_path / "texts.csv"), "--output", str(file)])
+    said = json.loads(file.read_text())
+    assert said.keys() == stored("sections").keys()
+    assert said["labels"] == ["cars", "pets"]
+    assert said["counts"] == [[2, 0], [0, 2]]
+    assert (said["accuracy"], said["usual"], said["f1"]) == (1.0, 0.5, 1.0)
+
+
+def test_what_is_stored_of_the_sections_follows_from_its_confusion_and_beats_the_most_frequent_label() -> None:
+    from regard.training.classifying import Confusion
+
+    said = stored("sections")
+    found = Confusion(tuple(said["labels"]), torch.tensor(said["counts"]))
+    assert said["accuracy"] == pytest.approx(found.accuracy, abs=1e-4)
+    assert said["usual"] == pytest.approx(found.usual, abs=1e-4)
+    assert said["f1"] == pytest.approx(found.f1, abs=1e-4)
+    assert len(said["labels"]) == 8
+    assert said["accuracy"] > 2 * said["usual"] or said["accuracy"] > 0.8
