@@ -46,8 +46,8 @@ class Cells(NamedTuple):
         """Cells of a rectangle in which nothing has been seen yet."""
         rows, columns = (-(-len(span) // step) for span in (queries, keys))
         refuse_many(rows * columns, "cells", "larger cells")
-        hidden = call.zeros(rows, columns).fill_(-math.inf)
-        return Cells(hidden, call.zeros(rows, columns) if sums else None, step, len(queries))
+        peaks = call.zeros(0).new_full((call.grid.batch, call.grid.heads, rows, columns), -math.inf)
+        return Cells(peaks, call.zeros(rows, columns) if sums else None, step, len(queries))
 
     def coarser(self) -> "Cells":
         """Cells of twice the size."""
@@ -104,7 +104,8 @@ class Filling(Statistic[Tensor | None]):
         step, (peaks, sums) = self.cells.step, part
         rows, columns = (slice(first // step, (stop - 1) // step + 1) for first, stop in (down, across))
         at = ..., rows, columns
-        self.cells.peaks[at] = torch.maximum(self.cells.peaks[at], peaks)
+        into = self.cells.peaks[at]
+        torch.maximum(into, peaks, out=into)
         if self.cells.sums is not None and self.received is not None and sums is not None:
             self.cells.sums[at] += pooled(sums, across[0], step, -1, "mean")
             self.received[..., slice(*across)] += sums.sum(-2)
