@@ -64,6 +64,8 @@ MODELS = {
     "rotary positions, grouped heads and a window": ("decoder", {"kv_heads": 2, "window": 4}, {}),
     "learned positions, and packed documents": (
         "decoder", {"positions": "learned"}, {"mask": Document.from_lengths([5, 1, 6])}),
+    "a rotation of its own in every other layer, with a window": (
+        "decoder", {"window": (4, None), "window_theta": 100.0}, {}),
     "alibi, and a softcap": ("decoder", {"positions": "alibi", "softcap": 5.0, "head_norm": True}, {}),
     "rotary positions that depend on the longest": (
         "decoder", {"rotary_scaling": {"kind": "dynamic", "factor": 2.0, "original_context": 6}}, {}),
