@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import GRID, HEADS, KEY_LEN, QUERY_LEN, biases
-from comparing import assert_close
+from comparing import assert_close, assert_within_budget
 from regard.biases import Alibi, Given, RelativeBias, Sum, as_bias
+from regard.functional import attention, plan
 from regard.masks import Causal
 from regard.shapes import Grid, ShapeError
 
@@ -272,3 +273,23 @@ def test_a_bias_that_fits_a_call_in_two_ways_is_refused_until_it_says_which():
         Given(numbers).bind(Grid(3, 3, 5, 7))
     with pytest.raises(ShapeError, match=r"bias \[2, 7\] does not .*; if it is \[batch, key_len\]: bias\[:, None, No"):
         Given(numbers[0, :2]).bind(Grid(2, 3, 5, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dtype):
+    query, key, value = (torch.randn(2, 4, 300, 16, dtype=dtype) for _ in range(3))
+    table = torch.randn(1, 4, 300, 300, dtype=dtype)
+    table[:, :, :, 7] = -math.inf  # nobody sees this key
+    table[:, 1, 5] = -math.inf  # this query sees nothing
+    planned = plan(query, key, value, bias=table)
+    assert (planned.kernel, planned.quadratic_numbers) == ("sdpa", 0)
+    exact = attention(*(t.double() for t in (query, key, value)), bias=table.double(), kernel="reference")
+    plain = attention(query, key, value, bias=table, kernel="reference")
+    for poison in (0.0, math.nan, math.inf):
+        key[:, :, 7], value[:, :, 7] = poison, poison
+        output = attention(query, key, value, bias=table)
+        assert not output[:, 1, 5].any()
+        assert_within_budget(output, exact, plain, f"{dtype} {poison}")
+    learning = table.detach().requires_grad_()
+    attention(query, key.nan_to_num(0, 0), value.nan_to_num(0, 0), bias=learning).sum().backward()
+    assert learning.grad.isfinite().all()

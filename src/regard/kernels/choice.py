@@ -58,6 +58,11 @@ PREFERENCES = (
     ),
     Preference(
         sdpa.KERNEL,
+        "torch's own function reads a finished table of biases as it is",
+        _in_process(sdpa.reads_a_table),
+    ),
+    Preference(
+        sdpa.KERNEL,
         "torch's own function supports the whole call",
         lambda call: exporting() or sdpa.quadratic_numbers(call) <= FEW_NUMBERS,
     ),

@@ -3,13 +3,14 @@
 It has no softcap, no sink and no log-sum-exp, and its dropout is not reproducible; its causal mask is aligned top-left
 (regard's offset 0). Any other mask is passed as a tensor of query_len x key_len: exact, but slow. Two things that
 torch leaves to the caller are done here: fully masked keys are zeroed, since NaN in them would reach the output, and a
-bias is never rounded to a lower precision.
+bias is never rounded to a lower precision. A bias that is a finished table is read in place.
 """
 
 import math
 
 from torch import Tensor
 
+from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
@@ -31,7 +32,7 @@ def cannot(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
         return "torch's dropout cannot be reproduced from a seed and indices"
-    if scoring.bias is not None and call.query.dtype in HALF:
+    if scoring.bias is not None and call.query.dtype in HALF and finished_table(call) is None:
         return f"the bias would be rounded to {call.query.dtype}"
     return None
 
@@ -42,6 +43,11 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     if prepared is not None:
         return prepared(call.query, call.key, call.value)
     scoring, (query, key, value) = call.scoring, call[:3]
+    table = finished_table(call)
+    if table is not None and call.inspectable:
+        output = full_attention(query, key, value, scale=scoring.scale, attn_mask=table)
+        if not has_nan(output):
+            return output, None
     hidden, added = hidden_in_call(scoring), None
     if scoring.bias is not None:
         queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
@@ -87,6 +93,22 @@ def prepare(call: Call) -> Prepared | None:
     return attend
 
 
+def finished_table(call: Call) -> Tensor | None:
+    """The bias, if it is all that is added and torch can read it in place: a number for each query and key, in the
+    query's dtype."""
+    scoring = call.scoring
+    if not isinstance(scoring.bias, Given) or scoring.mask_or_everything is not EVERYTHING:
+        return None
+    numbers = scoring.bias.numbers
+    whole = numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len)
+    return numbers if whole and numbers.dtype == call.query.dtype else None
+
+
+def reads_a_table(call: Call) -> bool:
+    """Whether the call is torch's function with a finished table, without a copy of it and without gradients."""
+    return call.inspectable and call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
+
+
 def num_scores(call: Call) -> int:
     """All of them; of a causal square what torch's fused operator for the CPU leaves in."""
     grid, scoring = call.scoring.grid, call.scoring
@@ -97,8 +119,10 @@ def num_scores(call: Call) -> int:
 
 
 def quadratic_numbers(call: Call) -> int:
-    """The mask or bias tensor; and all scores where torch cannot use its fused operator."""
+    """The mask or bias tensor, unless it is read in place; and all scores where torch cannot use its fused operator."""
     scoring, grid = call.scoring, call.scoring.grid
+    if reads_a_table(call):
+        return 0
     scores = grid.query_len * grid.key_len
     fused = call.query.shape[-1] == call.value.shape[-1]
     numbers = 0
