@@ -72,10 +72,10 @@ def test_texts_of_a_batch_read_no_padding_to_speak_of():
     assert sum(numbers) <= 2 * (600 + 40)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "alibi", None])
-def test_a_model_with_a_window_and_relative_positions_goes_on_past_its_context_as_if_it_had_none(positions):
-    model = decoder(window=4, positions=positions)
-    longer = decoder(context_length=200, window=4, positions=positions)
+@pytest.mark.parametrize(("positions", "window"), [("rotary", 4), ("alibi", 4), (None, 4), ("rotary", (4, 2))])
+def test_a_model_with_a_window_and_relative_positions_goes_on_past_its_context_as_if_it_had_none(positions, window):
+    model = decoder(window=window, positions=positions)
+    longer = decoder(context_length=200, window=window, positions=positions)
     longer.load_state_dict(model.state_dict())
     prompt = torch.randint(VOCAB, (40,)).tolist()  # longer than the context, too
     text = list(prompt)

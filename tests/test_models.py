@@ -107,6 +107,27 @@ def test_a_decoder_by_hand():
     assert_close(model(tokens), 3 * torch.tanh(logits / 3))
 
 
+def test_norms_after_sublayers_and_a_window_and_a_rotation_for_each_kind_of_layer_by_hand():
+    model = spread(Decoder(config(layers=3, output_norms=True, window=(3, None), window_theta=50.0, scale=0.2)))
+    tokens = text(2, 7)
+    x = F.embedding(tokens, model.embedding.weight)
+    for number, block in enumerate(model.layers):
+        x = x + block.attention_output_norm(block.attention(block.attention_norm(x)))
+        x = x + block.feed_forward_output_norm(block.feed_forward(block.feed_forward_norm(x)))
+        windowed = number != 1  # the windows are repeated over the layers
+        assert block.attention.mask == (Causal() & Window(3) if windowed else Causal())
+        assert block.attention.rotary.theta == (50.0 if windowed else 10000.0)
+        assert block.attention.scale == 0.2
+    assert_close(model(tokens), model.norm(x) @ model.embedding.weight.T)
+    again = ModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
+    assert again == model.config
+    assert (again.widest, again.endless) == (None, False)
+    every = config(window=[3, 5])
+    assert (every.widest, every.endless) == (5, True)
+    with pytest.raises(ValueError, match="window must be a number, one for each layer, or None, got none of them"):
+        config(window=())
+
+
 def test_an_encoder_by_hand():
     model = spread(
         Encoder(config(positions="learned", segments=2, embedding_norm=True, norm="layer", norm_first=False, bias=True))

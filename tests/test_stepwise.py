@@ -65,6 +65,9 @@ LAYERS = {
     **{f"feed-forward, {name}": lambda name=name: feed_forward(name, **DROPPED) for name in ACTIVATIONS},
     "feed-forward without constants": lambda: feed_forward("swiglu", bias=False),
     "pre-norm block": lambda: block(attention(mask=Causal(), **DROPPED), feed_forward("swiglu", **DROPPED), "rms"),
+    "block with norms after its sublayers": lambda: block(
+        attention(mask=Causal()), feed_forward("geglu_tanh"), "rms", output_norm=lambda dim: make_norm("rms", dim)
+    ),
     "post-norm block": lambda: block(attention(sink=True), feed_forward("relu", **DROPPED), norm_first=False),
 }  # fmt: skip
 
