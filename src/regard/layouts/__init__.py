@@ -14,13 +14,13 @@ three, and with matrices transposed or not:
 | `from_annotated` | one attention layer of four linear maps: `linears.0` to `linears.3` |
 | `from_heads` | one attention layer with a matrix per head |
 | `from_gpt` | a whole GPT-2, minGPT or nanoGPT |
-| `from_transformers` | a GPT-2, Llama, Mistral, Qwen2, Qwen3 or BERT of transformers |
+| `from_transformers` | a GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma or BERT of transformers |
 
 Each library or family of layouts has one file here: a table of names, theirs on the left, regard's on the right, and
 the settings that tensors do not contain. `renaming` does the rest.
 
-Every result has its own copy of the numbers, with their dtype and device. Nothing is guessed: an unknown name, a
-missing tensor, or an unsupported setting that would change the result raises an error that names it.
+Every result has its own copy of the numbers, with their dtype and device (Gemma's in float32). Nothing is guessed: an
+unknown name, a missing tensor, or an unsupported setting that would change the result raises an error that names it.
 """
 
 from regard.layouts.gpt import config_of, from_gpt
