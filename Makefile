@@ -30,11 +30,11 @@ help: ## this list
 look: $(VENV)/.installed ## what each head attends to in FILE=...
 	$(BIN)/regard look $(FILE)
 
-WORKERS ?= 3
+WORKERS ?= 2
 
 unexport PYTHONDONTWRITEBYTECODE  # what one process compiled is read by the next
 
-test: $(VENV)/.installed-dev ## style, types, tests, in WORKERS=3 processes (some tests wait more than they compute)
+test: $(VENV)/.installed-dev ## style, types, tests, in WORKERS=2 processes
 	$(MAKE) --no-print-directory --jobs 2 check tests
 
 tests: $(VENV)/.installed-dev
