@@ -42,12 +42,12 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     prepared = prepare(call)
     if prepared is not None:
         return prepared(call.query, call.key, call.value)
+    return _with_zeros(call), None
+
+
+def _with_zeros(call: Call) -> Tensor:
+    """The result, with zeros in place of hidden queries, keys and values."""
     scoring, (query, key, value) = call.scoring, call[:3]
-    table = finished_table(call)
-    if table is not None and call.inspectable:
-        output = full_attention(query, key, value, scale=scoring.scale, attn_mask=table)
-        if not has_nan(output):
-            return output, None
     hidden, added = hidden_in_call(scoring), None
     if scoring.bias is not None:
         queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
@@ -61,15 +61,15 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     output = full_attention(query, key, value, scale=scoring.scale, attn_mask=added)
     if exporting() and hidden is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
         output = output.masked_fill(~hidden.allowed.any(dim=-1)[..., None], 0.0)
-    return output, None
+    return output
 
 
 def prepare(call: Call) -> Prepared | None:
-    """What a mask adds is computed once, and what it hides is zeroed only if the result is NaN."""
-    scoring, scale = call.scoring, call.scoring.scale
-    if scoring.bias is not None:
+    """What a mask or a finished table adds is known once, and what it hides is zeroed only if the result is NaN."""
+    scoring, scale, table = call.scoring, call.scoring.scale, finished_table(call)
+    if scoring.bias is not None and (table is None or not call.inspectable):
         return None
-    if is_top_left_causal(scoring.mask):
+    if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
 
         def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
@@ -81,13 +81,12 @@ def prepare(call: Call) -> Prepared | None:
     if scoring.mask_or_everything is not EVERYTHING and not call.inspectable:
         return None
     hidden = hidden_in(scoring.mask, scoring.grid)
-    added = None if hidden is None else hidden.numbers(call.query.dtype)
+    added = table if hidden is None else hidden.numbers(call.query.dtype)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         output = full_attention(query, key, value, scale=scale, attn_mask=added)
-        if hidden is not None and has_nan(output):
-            zeroed = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-            output = full_attention(*zeroed, scale=scale, attn_mask=added)
+        if added is not None and has_nan(output):
+            output = _with_zeros(Call(query, key, value, scoring))
         return output, None
 
     return attend
