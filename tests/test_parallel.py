@@ -316,6 +316,21 @@ def test_zigzag_gives_every_rank_the_same_work_under_a_causal_mask(length, size)
     assert plan(shards=shards, heads=1, head_dim=8, mask=Causal()).balance <= 1.02
 
 
+def test_ranks_with_equal_work_have_done_equally_much_after_each_turn():
+    length, size, piece = 16384, 2, 4096
+    shards = Shards.zigzag(length, size)
+    plans = [plan_exchange(bound(Causal(), length), shards, shards, rank) for rank in range(size)]
+    done = [0] * size
+    for turns in zip(*(found.turns for found in plans), strict=True):
+        for rank, turn in enumerate(turns):
+            for part in turn.received:  # whoever sees some of it sees all of it
+                rows = sum(len(held[held.index(max(held.start, part.stop)) :])
+                           for held in shards.ranges[rank] if held.stop > part.stop)  # fmt: skip
+                done[rank] += rows * len(part)
+        assert max(done) - min(done) <= piece * piece // 4
+    assert max(done) == min(done) == 2 * piece * piece
+
+
 def test_shards_that_overlap_or_leave_gaps_are_refused():
     with pytest.raises(ShapeError, match="nobody holds positions 3 to 4"):
         Shards([[range(3)], [range(5, 9)]])

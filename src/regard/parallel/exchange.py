@@ -1,14 +1,15 @@
 """Which keys travel from whom to whom, and when: a plan that every rank makes alone, from the mask.
 
 At distance d, every rank sends to the rank d places later and receives from the rank d places earlier, only what the
-receiver's queries may see, in parcels of bounded size. A mask that hides nothing makes this an all-gather in a ring; a
+receiver's queries may see, in parcels of bounded size. Every rank spreads its parcels over equally many turns, few keys
+as well as many: where ranks have equally much to compute at a distance, they then have in each turn, and none waits for
+another that took larger steps. A mask that hides nothing makes this an all-gather in a ring; a
 window, an exchange with neighbours; documents that lie whole on a rank, nothing.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from regard.parallel.seen import seen_keys
 from regard.parallel.shards import Shards
 
 PARCELS_PER_SHARD = 8
-"""Parcels into which the largest shard of keys is divided: about four of them are held at a time, sent or received,
-with as many gradients in the backward pass."""
+"""Turns at each distance, and the most parcels into which the keys of one rank for another are divided: about four
+parcels are held at a time, sent or received, with as many gradients in the backward pass."""
 
 MIN_PARCEL_KEYS = 1024
 """Parcels of fewer keys take longer to begin than to travel."""
@@ -103,28 +104,29 @@ def _remembered(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exc
 
 
 def _planned(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
-    ranks, most = keys.ranks, max(MIN_PARCEL_KEYS, -(-keys.largest // PARCELS_PER_SHARD))
-    turns = []
+    ranks, turns = keys.ranks, []
     for distance in range(1, ranks):
         target, source = (rank + distance) % ranks, (rank - distance) % ranks
         sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank])
         received = seen_keys(known.mask, queries.ranges[rank], keys.ranges[source])
-        for out, into in zip_longest(parcels(sent, most), parcels(received, most), fillvalue=()):
-            turns.append(Turn(target, out, source, into))
+        both = zip(parcels(sent), parcels(received), strict=True)
+        turns += [Turn(target, out, source, into) for out, into in both if out or into]
     return Exchange(queries.ranges[rank], keys.ranges[rank], tuple(turns))
 
 
-def parcels(keys: Sequence[range], most: int) -> Iterator[Keys]:
-    """The same keys in parcels of at most so many."""
-    parcel: list[range] = []
-    room = most
-    for part in keys:
-        while part:
+def parcels(keys: Sequence[range]) -> Iterator[Keys]:
+    """The same keys, for each turn its parcel: equally large ones, evenly spread, with empty turns between them."""
+    total = count(keys)
+    number = min(PARCELS_PER_SHARD, -(-total // MIN_PARCEL_KEYS))
+    left, sent = list(reversed(keys)), 0
+    for turn in range(PARCELS_PER_SHARD):
+        parcel: list[range] = []
+        room = -(-total * -(-(turn + 1) * number // PARCELS_PER_SHARD) // number) - sent if number else 0
+        sent += room
+        while room:
+            part = left.pop()
             parcel.append(part[:room])
             room -= len(parcel[-1])
-            part = part[len(parcel[-1]) :]
-            if not room:
-                yield tuple(parcel)
-                parcel, room = [], most
-    if parcel:
+            if part[len(parcel[-1]) :]:
+                left.append(part[len(parcel[-1]) :])
         yield tuple(parcel)

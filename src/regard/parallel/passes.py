@@ -5,6 +5,7 @@ travel again, and the gradients of a parcel go back to the rank that holds its k
 the turns: so results do not depend on who is faster.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -83,31 +84,45 @@ class _Packed:
             grad_value[:, :, places] += self.value[:, :, at]
 
 
+MAX_TURNS_AHEAD = 2
+"""Turns that may begin before the one at hand is computed: two where the first brings no keys."""
+
+
 class Arrivals:
     """The parcels of a pass, each asked for while the one before it is computed."""
 
     def __init__(self, call: ShardedCall, key: Tensor, value: Tensor, tag: int) -> None:
         self._call, self._key, self._value, self._tag = call, key, value, tag
-        self._next = self._begin(0)
+        self._begun: deque[tuple[_Packed, _Packed, Transfer]] = deque()
+        self._begin_after(-1)
 
-    def _begin(self, number: int) -> tuple[_Packed, _Packed, Transfer] | None:
-        turns, own = self._call.exchange.turns, self._call.exchange.own
-        if number >= len(turns):
-            return None
-        turn, key, value = turns[number], self._key, self._value
+    def _begin_after(self, number: int) -> None:
+        """Begins the turns after this one until keys have been asked for."""
+        ahead = self._call.exchange.turns[number + 1 : number + 1 + MAX_TURNS_AHEAD]
+        for place, turn in enumerate(ahead):
+            if place == len(self._begun):
+                self._begun.append(self._begin(turn))
+            if turn.received:
+                return
+
+    def _begin(self, turn: Turn) -> tuple[_Packed, _Packed, Transfer]:
+        key, value = self._key, self._value
         sent, received = (_Packed(keys, key, value, key.dtype) for keys in (turn.sent, turn.received))
-        sent.fill(own, key, value)
+        sent.fill(self._call.exchange.own, key, value)
         to, come = Message(turn.target, sent.flat), Message(turn.source, received.flat)
         return sent, received, self._call.channel.start([to], [come], self._tag)
 
     def __iter__(self) -> Iterator[tuple[Turn, _Packed]]:
         for number, turn in enumerate(self._call.exchange.turns):
-            assert self._next is not None
-            _, received, transfer = self._next
-            transfer.wait()
-            self._next = None  # what was sent is not needed any more
-            self._next = self._begin(number + 1)
+            received = self._arrived()
+            self._begin_after(number)
             yield turn, received
+
+    def _arrived(self) -> _Packed:
+        """The next parcel; what was sent with it is let go."""
+        _, received, transfer = self._begun.popleft()
+        transfer.wait()
+        return received
 
 
 def forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,17 +171,15 @@ def backward(
             origins: Origins = {}
             part = call.part(rows, seen, query[:, :, places], key[:, :, columns], value[:, :, columns], origins)
             of_queries = (output, lse, grad_output, grad_lse)
-            three, more = gradients_of_part(part, *(None if t is None else t[:, :, places] for t in of_queries))  # type: ignore[arg-type]
-            for total, one in zip((grad_query[:, :, places], to_key[:, :, columns], to_value[:, :, columns]), three,
-                                  strict=True):  # fmt: skip
-                total += one
+            into = grad_query[:, :, places], to_key[:, :, columns], to_value[:, :, columns]
+            more = gradients_of_part(part, *(None if t is None else t[:, :, places] for t in of_queries), grads=into)  # type: ignore[arg-type]
             for tensor, grad in zip(part.scoring.learned(), more, strict=True):
                 if grad is not None:
                     origin = origins.get(id(tensor))
-                    into = grads[number_of[id(tensor if origin is None else origin.whole)]]
-                    assert into is not None
-                    into = into if origin is None else of_rectangle(into, origin.rows, origin.columns)
-                    into += grad
+                    total = grads[number_of[id(tensor if origin is None else origin.whole)]]
+                    assert total is not None
+                    total = total if origin is None else of_rectangle(total, origin.rows, origin.columns)
+                    total += grad
 
     pull(own, key, value, grad_key, grad_value)
     returning: tuple[_Packed, _Packed, Transfer] | None = None

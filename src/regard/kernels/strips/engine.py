@@ -5,7 +5,7 @@ the whole row (Dao et al. 2022, appendix B.4). A sink changes only these two: it
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -114,8 +114,13 @@ def backward(
     lse: Tensor,
     grad_output: Tensor,
     grad_lse: Tensor | None,
+    grads: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, sink and `learned`."""
+    """The gradients of query, key, value, sink and `learned`.
+
+    Args:
+        grads: what those of query, key and value are added to, of lse's dtype; None: zeros.
+    """
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
     by_distance = is_by_distance(scoring)
     finite = finite_lse(lse)
@@ -129,7 +134,8 @@ def backward(
     added = Added(scoring, plan, lse.dtype, learned)
     careful = _may_leak(scoring, plan, query, key, value)
     # gradients of shared keys accumulate in float32, whatever the call's dtype
-    grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
+    if grads is None:
+        grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
     for strip in _not_empty(plan, query):
         part = Part(strip, added, dropout, careful)
         if not by_flash or (not by_distance and products_pay(strip, query, key, backward=True)):

@@ -3,6 +3,8 @@
 Both are computed in float32 or wider, whatever the dtype of query, key and value, since they are added to others.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from regard.kernels.call import Call
@@ -19,20 +21,17 @@ def attend_part(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of_part(
-    call: Call, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """What these keys add to the gradients of query, key and value, and of the learned tensors of the scoring.
+    call: Call, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None, *, grads: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Adds the gradients of query, key and value to `grads`; returns those of the learned tensors of the scoring.
 
     Args:
         output, lse, grad_output, grad_lse: of whole rows: all keys and the sink.
     """
     tensors = upcast(call.query), upcast(call.key), upcast(call.value)
     wide = call._replace(query=tensors[0], key=tensors[1], value=tensors[2], wants_lse=True)
-    query, key, value, _, *learned = engine.backward(
+    found = engine.backward(
         *tensors, None, call.scoring, call.dropout, plan_of(wide), *call.scoring.learned(),
-        output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
+        output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse, grads=grads,
     )  # fmt: skip
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    return (query, key, value), tuple(learned)
+    return found[4:]
