@@ -225,6 +225,26 @@ def test_a_reader_that_goes_early_leaves_quietly(model: Path, option: list[str])
         assert process.stderr.read() == b""
 
 
+def test_a_prompt_is_piped_in_by_its_name_and_without(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--model", model, "--count", 3, "--seed", 1, "--json")
+    wanted = Run(capsys, "generate", "the cat", *options).out
+    for arguments, typed in ((("-",), "the cat\n"), ((), "the cat\n"), (("the cat",), "")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+        assert Run(capsys, "generate", *arguments, *options).out == wanted
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert json.loads(Run(capsys, "generate", *options).out)["prompt"] == ""
+
+
+def test_vectors_are_made_of_lines_that_are_piped_in(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Run(capsys, "embed", "the cat", "the mat", "--model", model).out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n\n  the mat\n")))
+    assert Run(capsys, "embed", "-", "--model", model).out == wanted
+
+
 def test_standard_input_is_read(model: Path) -> None:
     command = [
         sys.executable,
@@ -397,7 +417,14 @@ BAD = {
     "an unknown example": (["explain", "--example", "four-tokens"], "three-tokens"),
     "nothing to resume": (["train", "{tmp}/nowhere", "--resume"], "without --resume a new run begins"),
     "no texts to train on": (["train", "{tmp}/run", "--data", "{tmp}/damaged", "--pattern", "*.md"], "*.md"),
-    "a probability above one": (["generate", "the", "--top-p", "1.5"], "top_p must be"),
+    "a probability above one": (["generate", "the", "--top-p", "1.5"], "Invalid value for '--top-p'"),
+    "a share below nothing": (["generate", "the", "--min-p", "-1"], "Invalid value for '--min-p'"),
+    "nothing to end before": (["generate", "the", "--stop", ""], "--stop: empty"),
+    "a file to go on with": (["generate", "{tmp}/latin.txt"], "is a file; to read what is in it: regard generate - <"),
+    "a file to translate": (["translate", "{tmp}/latin.txt"], "is a file; to read what is in it: regard translate - <"),
+    "a file for a vector": (["embed", "{tmp}/latin.txt"], "is a file; to read what is in it: regard embed - <"),
+    "neighbours of nothing": (["embed", "a", "--nearest", " "], "--nearest: empty"),
+    "a vector of a translator": (["embed", "a", "--model", "dates"], "dates is of the kind encoder-decoder"),
     "no mask": (["plan", "--mask", "Casual()"], "mask: 'Casual' is no mask; did you mean Causal?"),
     "a mask for another batch": (["plan", "--mask", "Padding([3, 4])"], "Padding: lengths is for batch=2"),
     "an unknown kernel": (["plan", "--kernel", "magic"], "no kernel named 'magic'"),
@@ -470,6 +497,25 @@ def test_what_training_tells_of_names_is_shown_and_not_sent(tmp_path: Path, caps
     assert run.code == 0, run.err
     assert f"written: {tmp_path / ESCAPE}".replace("\x1b", "␛") in run.err
     assert "\x1b" not in run.err
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+def test_what_a_command_tells_is_broken_between_words_too(width: int) -> None:
+    from rich.console import Console
+
+    from regard.cli import console
+
+    paper = io.StringIO()
+    said = (
+        "held out: 3.725 bits per byte (xz -9e: 1.220 file by file)\n\n  query [batch=1, heads=12, query_len=1024] " * 3
+    )
+    console.tell(Console(file=paper, force_terminal=True, width=width, color_system=None), said)
+    lines = paper.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert " ".join(paper.getvalue().split()) == " ".join(said.split())
+    piped = io.StringIO()
+    console.tell(Console(file=piped, width=width), said)
+    assert piped.getvalue().splitlines() == said.splitlines()
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
@@ -570,7 +616,9 @@ def test_a_class_in_a_file_of_masks_can_be_written_down_without_further_ado():
 NO_MASKS = {
     "Casual()": "'Casual' is no mask; did you mean Causal?",
     "Causal": "got 'Causal'; write Causal(...)",
-    "Causal() and Window(3)": "expected masks joined by & | ~",
+    "Causal() and Window(3)": "expected masks joined by & | ~, got 'Causal() and Window(3)'; write & for and",
+    "Causal() or Window(3)": "write | for or",
+    "not Causal()": "write ~ for not",
     "Causal() + Window(3)": "expected masks joined by & | ~",
     "3": "expected masks joined by & | ~, got '3'",
     "Window()": "missing 1 required positional argument: 'w'",
@@ -724,6 +772,17 @@ def test_a_help_fills_its_lines_at_any_width(
     for paragraph in words:
         for line, after in pairwise(paragraph.strip().splitlines()):
             assert len(line) + 1 + len(after.split()[0]) > width - 2, line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_words_of_a_help_have_half_of_a_line_at_least(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = Run(capsys, command, "--help").out.splitlines()
+    for line in lines:
+        if (found := re.match(r"│ {12,}(?=[^ │])", line)) is not None:  # where words go on that began beside an option
+            assert found.end() <= 46, line
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)

@@ -33,10 +33,10 @@ def _width(stream: TextIO) -> int | None:
 
 
 def tell(console: Console, words: str, style: str | None = None) -> None:
-    """Words in lines of their own length, with nothing in them that a terminal would obey, whoever wrote them."""
+    """Words with nothing in them that a terminal would obey, whoever wrote them; broken between words on a terminal."""
     from regard.display.letters import obeyed_by_none
 
-    console.print(obeyed_by_none(words), style=style, markup=False, soft_wrap=True)
+    _print_lines(console, Text(obeyed_by_none(words), style or ""), hang=2)
 
 
 def print_plain(words: str, *, hang: int) -> None:
@@ -45,10 +45,23 @@ def print_plain(words: str, *, hang: int) -> None:
     if not console.is_terminal:
         print(words, flush=True)
         return
+    _print_lines(console, Text(words.removesuffix("\n")), hang=hang)
+
+
+def print_cut(words: str) -> None:
+    """One line on standard output, cut with an ellipsis where the terminal ends, or after 120 cells without one."""
+    from regard.display.letters import fitted
+
+    console = open_console()
+    print(fitted(words, console.width if console.is_terminal else 120).rstrip(), flush=True)
+
+
+def _print_lines(console: Console, text: Text, *, hang: int) -> None:
     from regard.display.paper import flowed
 
-    for line in words.splitlines():
-        for part in flowed(console, Text(line), console.width, hang=hang if console.width >= 2 * hang else 2):
+    for line in text.split("\n", allow_blank=True):
+        room = console.width if console.is_terminal else line.cell_len
+        for part in flowed(console, line, room, hang=hang if room >= 2 * hang else 2):
             console.print(part, no_wrap=True, overflow="ignore", crop=False)
 
 

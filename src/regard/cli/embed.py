@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.console import open_console, progress_bar, tell
-from regard.cli.inputs import load_model
+from regard.cli.console import open_console, print_cut, progress_bar, tell
+from regard.cli.inputs import load_model, read_texts
 from regard.cli.options import ModelOption
 
 if TYPE_CHECKING:
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from regard.embedding import Near
 
 TextsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar='"TEXT"...', help="Texts in quotes; or --data for those of a file.")
+    list[str] | None,
+    typer.Argument(
+        metavar='"TEXT"...', help="Texts in quotes; - for the lines of standard input; or --data for those of a file."
+    ),
 ]
 DataOption = Annotated[
     Path | None,
@@ -37,7 +40,7 @@ def embed(
     nearest: Annotated[
         str | None, typer.Option("--nearest", metavar="TEXT", help="Show the texts that are nearest to this one.")
     ] = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="How many of the nearest.")] = 5,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many of the nearest.")] = 5,
 ) -> None:
     """Turn texts into vectors: the mean of the states that a model gives their tokens.
 
@@ -55,8 +58,10 @@ def embed(
 
     if output is not None and output.suffix not in (".safetensors", ".jsonl"):
         raise ValueError(f"--output: expected a file in .safetensors or .jsonl, got {output}")
+    if nearest is not None and not nearest.strip():
+        raise ValueError("--nearest: empty; give the text whose neighbours to find")
     words = _texts("embed", texts, data, column)
-    loaded = load_model(model)
+    loaded = load_model(model, "decoder", "masked language model", "classifier")
     tokenizer = loaded.tokenizer
     rows = [[tokenizer.end_id, *ids] for ids in tokenizer.encode_batch(words)]
     with progress_bar(open_console(stderr=True), transient=True) as bar:
@@ -96,7 +101,6 @@ def classify(
       regard classify "Wait for a future with a timeout." --model runs/sections
       regard classify --data reviews.csv --model runs/reviews --json
     """
-    from regard.display.letters import visible
     from regard.training.classifying import probabilities
 
     if not model:
@@ -112,7 +116,7 @@ def classify(
                 told = {"text": text, "label": labels[best], "probabilities": dict(zip(labels, shares, strict=True))}
                 print(json.dumps(told, ensure_ascii=False))
             else:
-                print(f"{shares[best]:6.1%}  {visible(labels[best])}  {visible(text)[:80]}")
+                print_cut(f"{shares[best]:6.1%}  {labels[best]}  {text}")
 
 
 def _texts(command: str, texts: list[str] | None, data: Path | None, column: str) -> list[str]:
@@ -121,9 +125,9 @@ def _texts(command: str, texts: list[str] | None, data: Path | None, column: str
     from regard.training.text import read_text
 
     if (texts is None) == (data is None):
-        raise ValueError(f"{command}: give texts in quotes or --data FILE, one of the two")
+        raise ValueError(f"{command}: give texts in quotes, - for standard input, or --data FILE: one of these")
     if data is None:
-        found = texts or []
+        found = read_texts(command, texts or [])
     elif data.suffix.lower() in KINDS:
         found = [text for (text,) in read_table(data, [column]).rows]
     else:
@@ -145,7 +149,5 @@ def _write(output: Path, words: list[str], vectors: "Tensor") -> None:
 
 
 def _show(words: list[str], near: "list[Near]") -> None:
-    from regard.display.letters import visible
-
     for number, cosine in near:
-        print(f"{cosine:6.3f}  {visible(words[number])[:110]}")
+        print_cut(f"{cosine:6.3f}  {words[number]}")

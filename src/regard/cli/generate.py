@@ -1,6 +1,7 @@
 """regard generate: text from a language model."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli.console import open_console
-from regard.cli.inputs import load_model
+from regard.cli.inputs import load_model, read_input, words_of
 from regard.cli.options import ModelOption
 
 if TYPE_CHECKING:
@@ -21,24 +22,47 @@ if TYPE_CHECKING:
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar='"TEXT"...', help="What the text begins with; several are written side by side."),
+        typer.Argument(
+            metavar='"TEXT"...',
+            help="What the text begins with; several are written side by side; - for standard input.",
+        ),
     ] = None,
     model: ModelOption = "stdlib",
-    count: Annotated[int, typer.Option("--count", min=1, help="How many tokens to write, at most.")] = 128,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many tokens to write, at most.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token; 1 draws as the model says.")
+        float,
+        typer.Option(
+            "--temperature", metavar="T", min=0, help="0 takes the likeliest token; 1 draws as the model says."
+        ),
     ] = 0.8,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=1, help="Draw only from the k likeliest tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", min=1, help="Draw only from the k likeliest tokens.")
+    ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option("--top-p", help="Draw only from the likeliest tokens that together have this probability."),
+        typer.Option(
+            "--top-p",
+            metavar="P",
+            min=0,
+            max=1,
+            help="Draw only from the likeliest tokens that together have this probability.",
+        ),
     ] = 0.95,
     min_p: Annotated[
         float | None,
-        typer.Option("--min-p", help="Draw only tokens at least this many times as probable as the likeliest."),
+        typer.Option(
+            "--min-p",
+            metavar="P",
+            min=0,
+            max=1,
+            help="Draw only tokens at least this many times as probable as the likeliest.",
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Above 1, tokens that came before become less likely.")
+        float,
+        typer.Option(
+            "--repetition-penalty", metavar="R", min=0, help="Above 1, tokens that came before become less likely."
+        ),
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
@@ -59,11 +83,14 @@ def generate(
       regard generate "def main(" --count 60 --seed 5
       regard generate "import os, sys" --temperature 0 --count 40
       regard generate "def area(" "def volume(" --stop return --seed 1
+      cat notes.txt | regard generate -
     """
     from regard.generation import generate_batch
 
+    if stop and not all(stop):
+        raise ValueError("--stop: empty; give the text to end before")
+    texts = _prompts(prompts)
     loaded = load_model(model, "decoder")
-    texts = prompts or [""]
     generators = [_seeded(seed) for _ in texts]
     rows = [_Row(loaded, prompt, stop or []) for prompt in texts]
     steps = generate_batch(
@@ -85,6 +112,14 @@ def generate(
         _told(rows, following)
     else:
         _streamed(rows, following)
+
+
+def _prompts(texts: list[str] | None) -> list[str]:
+    """What to go on with; standard input in place of -, or of nothing where something is piped in."""
+    if not texts:
+        texts = [""] if sys.stdin is None or sys.stdin.isatty() else ["-"]
+    # a text that is piped in ends with its last line's end, as echo writes it: the model goes on with that line
+    return [read_input().removesuffix("\n") if text == "-" else text and words_of("generate", text) for text in texts]
 
 
 class _Row:

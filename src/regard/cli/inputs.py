@@ -1,6 +1,9 @@
 """What a command is given to work on: a text, a model."""
 
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +18,57 @@ if TYPE_CHECKING:
 
 def read_text_argument(text: str) -> tuple[str, str]:
     """The words to look at, and what to call them: a file's, standard input's, or the argument itself."""
-    from regard.training.text import MAX_TEXT_BYTES, read_text
+    from regard.training.text import read_text
 
     if text == "-":
-        data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
-        if len(data) > MAX_TEXT_BYTES:
-            raise ValueError(f"standard input: more than {MAX_TEXT_BYTES:,} bytes")
-        try:
-            words = data.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
-        if not words or "\0" in words:
-            raise ValueError("standard input: empty" if not words else "standard input: a binary file, not text")
+        if not (words := read_input()):
+            raise ValueError("standard input: empty")
         return words, "standard input"
     if _names_a_file(text):
         return read_text(text), text
     if not text.strip():
         raise ValueError('text: empty; give a file or a text in quotes, as in regard look "the cat sat"')
     return text, "your text"
+
+
+def read_input() -> str:
+    """What is piped in, or nothing."""
+    from regard.training.text import MAX_TEXT_BYTES
+
+    data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(f"standard input: more than {MAX_TEXT_BYTES:,} bytes")
+    try:
+        words = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
+    if "\0" in words:
+        raise ValueError("standard input: a binary file, not text")
+    return words
+
+
+def read_texts(command: str, texts: Sequence[str]) -> list[str]:
+    """The arguments, without space around them, or in place of - the lines of standard input that are not blank."""
+    found = []
+    for text in texts:
+        lines = read_text_argument("-")[0].splitlines() if text == "-" else [words_of(command, text)]
+        found += [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise ValueError("standard input: no line with something in it")
+    return found
+
+
+def words_of(command: str, text: str) -> str:
+    """An argument that can be a text only, and is no file by mistake.
+
+    Raises:
+        ValueError: it is empty, or the name of a file.
+    """
+    if not text.strip():
+        raise ValueError(f'text: empty; give one in quotes, as in regard {command} "3 March 2026"')
+    if os.path.isfile(text):
+        raise ValueError(f"text: {text!r} is a file; to read what is in it: regard {command} - < {shlex.quote(text)}")
+    return text
 
 
 def names_a_recording(text: str) -> bool:

@@ -50,6 +50,10 @@ def _mask(node: ast.expr) -> "Mask":
         return _made(node)
     written = ast.unparse(node)
     hint = f"; write {written}(...)" if written in _known() else ""
+    if isinstance(node, ast.BoolOp):
+        hint = "; write & for and" if isinstance(node.op, ast.And) else "; write | for or"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        hint = "; write ~ for not"
     raise ValueError(f"mask: expected masks joined by & | ~, got {written!r}{hint}")
 
 

@@ -24,18 +24,22 @@ def plan(
             help='Which keys a query may attend to, with & | ~: "Causal() & Window(256)". Default: all of them.',
         ),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=1, help="Number of keys, and of queries.")] = 1024,
+    length: Annotated[int, typer.Option("--length", metavar="N", min=1, help="Number of keys, and of queries.")] = 1024,
     query_len: Annotated[
-        int | None, typer.Option("--query-len", min=1, help="Number of queries, the last of the text. Default: length.")
+        int | None,
+        typer.Option(
+            "--query-len", metavar="N", min=1, help="Number of queries, the last of the text. Default: length."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in the call.")] = 1,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Query heads.")] = 12,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Sequences in the call.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Query heads.")] = 12,
     kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", min=1, help="Key and value heads. Default: as many as heads.")
+        int | None,
+        typer.Option("--kv-heads", metavar="N", min=1, help="Key and value heads. Default: as many as heads."),
     ] = None,
-    head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Size of one query or key.")] = 64,
+    head_dim: Annotated[int, typer.Option("--head-dim", metavar="N", min=1, help="Size of one query or key.")] = 64,
     value_dim: Annotated[
-        int | None, typer.Option("--value-dim", min=1, help="Size of one value. Default: head-dim.")
+        int | None, typer.Option("--value-dim", metavar="N", min=1, help="Size of one value. Default: head-dim.")
     ] = None,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16", "float16"],
@@ -49,7 +53,7 @@ def plan(
     backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted too.")] = False,
     kernel: Annotated[str, typer.Option("--kernel", metavar="NAME", help="This kernel and no other.")] = "auto",
     tile_size: Annotated[
-        int, typer.Option("--tile-size", min=1, help="Side of the squares that are counted as tiles.")
+        int, typer.Option("--tile-size", metavar="N", min=1, help="Side of the squares that are counted as tiles.")
     ] = 128,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,10 +106,11 @@ def bench(
         ),
     ] = False,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, help="Calls whose median is taken. Default: 15; 5 if --quick.")
+        int | None,
+        typer.Option("--repeats", metavar="N", min=1, help="Calls whose median is taken. Default: 15; 5 if --quick."),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads. Default: torch's choice.")
+        int | None, typer.Option("--threads", metavar="N", min=1, help="CPU threads. Default: torch's choice.")
     ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="DEVICE", help="cpu, or cuda: timed by CUDA events.")

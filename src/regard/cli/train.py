@@ -23,7 +23,7 @@ def train(
         Literal["text", "translate", "masked", "classify"] | None,
         typer.Option(
             "--task",
-            metavar="text|translate|masked|classify",
+            metavar="TASK",
             rich_help_panel=DATA,
             help="What to learn: text, to go on with texts; translate, to write one text for another; masked, to "
             "foretell hidden tokens from both sides; classify, to tell the label of a text. Default: text.",
@@ -178,7 +178,7 @@ def train(
         Literal["linear", "cosine", "constant"] | None,
         typer.Option(
             "--schedule",
-            metavar="linear|cosine|constant",
+            metavar="SCHEDULE",
             rich_help_panel=TRAINING,
             help="How the learning rate falls: linear and cosine to 0 at the last step, constant not at all. "
             "Default: linear.",

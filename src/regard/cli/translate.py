@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli.console import open_console
-from regard.cli.inputs import load_model, read_text_argument
+from regard.cli.inputs import load_model, read_texts
 from regard.cli.options import JsonOption, ModelOption
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ def translate(
     ] = None,
     model: ModelOption = "dates",
     beams: Annotated[
-        int, typer.Option("--beams", min=1, help="Beginnings of a translation that are kept while it is written.")
+        int,
+        typer.Option(
+            "--beams", metavar="N", min=1, help="Beginnings of a translation that are kept while it is written."
+        ),
     ] = 1,
     length_penalty: Annotated[
         float,
@@ -28,7 +31,9 @@ def translate(
     ] = 1.0,
     count: Annotated[
         int | None,
-        typer.Option("--count", min=1, help="Tokens of a translation, at most. Default: the model's context."),
+        typer.Option(
+            "--count", metavar="N", min=1, help="Tokens of a translation, at most. Default: the model's context."
+        ),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="All translations that were kept, with their probabilities.")
@@ -50,7 +55,7 @@ def translate(
     """
     from regard.training.translating import translate_texts
 
-    sources = _sources(texts or ["-"])
+    sources = read_texts("translate", texts or ["-"])
     loaded = load_model(model, "encoder-decoder")
     found = translate_texts(
         loaded.model, loaded.tokenizer, sources, count=count, beams=beams, length_penalty=length_penalty
@@ -61,20 +66,6 @@ def translate(
             print(json.dumps(told, ensure_ascii=False), flush=True)
         else:
             _print(source, translations if every else translations[:1], every)
-
-
-def _sources(texts: list[str]) -> list[str]:
-    """The arguments, without space around them, or in place of - the lines of standard input that are not blank."""
-    sources = []
-    for text in texts:
-        if text == "-":
-            lines = read_text_argument("-")[0].splitlines()
-        elif text.strip():
-            lines = [text]
-        else:
-            raise ValueError('text: empty; give one in quotes, as in regard translate "3. März 2026"')
-        sources += [line.strip() for line in lines if line.strip()]
-    return sources
 
 
 def _print(source: str, translations: "list[Translation]", every: bool) -> None:
