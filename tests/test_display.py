@@ -233,6 +233,20 @@ def test_a_token_of_another_window_is_named_with_its_window(bundled):
         find_token(script, 0, 4, "twelve")
 
 
+@pytest.mark.parametrize(("text", "told"), [("Käse, Käse", "of the 2 that make up one character"), ("a cheese", "")])
+def test_what_a_label_says_of_numbers_and_parts_is_explained_where_it_stands(bundled, text, told):
+    paper = Paper(Console(file=io.StringIO(), width=200, highlight=False), Palette())
+    script = Script(bundled.tokenizer, text)
+    view = look(bundled.model, script, name="stdlib", source="a text", query=next(
+        n + 1 for n in range(len(script.ids)) if (script.part(n)[1] > 1) == bool(told)
+    ))  # fmt: skip
+    print_look(paper, view)
+    printed = paper.console.file.getvalue()
+    assert "In brackets: a token's number." in printed
+    assert (f"'{view.label(view.query)}' is token 1 {told}" in printed) is bool(told)
+    assert ("make up one character" in printed) is bool(told)
+
+
 def test_the_guesses_are_the_models_own_and_those_without_a_head_are_its_own_without_it(bundled):
     text = "self.quillback = quillback; self.quill"
     gone = [Place(5, 0), Place(5, 3)]

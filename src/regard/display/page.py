@@ -212,7 +212,11 @@ def _print_strongest(paper: Paper, view: Look) -> None:
     paper.lines(lines)
     if not paper.palette.coloured:
         paper.quiet("Under the text: weights in tenths, 9 for 0.9 and more, . for 0.01 to 0.1, ^ the token that looks")
-    paper.quiet(f"{OPENING} is token 0, which stands before every text and means its beginning")
+    paper.quiet(f"In brackets: a token's number. {OPENING} is token 0, which stands before every text: its beginning")
+    shown = [view.query, *strongest]
+    if (part := next((n for n in shown if n and view.script.part(view.start + n - 1)[1] > 1), None)) is not None:
+        number, count = view.script.part(view.start + part - 1)
+        paper.quiet(f"{quoted(view.label(part))} is token {number} of the {count} that make up one character")
 
 
 def _print_expected(paper: Paper, view: Look) -> None:

@@ -31,14 +31,18 @@ class Script:
 
     def label(self, token: int) -> str:
         """A token in one line: its text; of a character of several tokens, which part of it."""
+        number, count = self.part(token)
+        return visible(self.written(token)) + (f" {number}/{count}" if count > 1 else "")
+
+    def part(self, token: int) -> tuple[int, int]:
+        """Which token of a character this is, from 1, and of how many."""
         start, stop = self.spans[token]
         first = last = token
         while first > 0 and self.spans[first - 1][1] > start:
             first -= 1
         while last + 1 < len(self.spans) and self.spans[last + 1][0] < stop:
             last += 1
-        part = "" if first == last else f" {token - first + 1}/{last - first + 1}"
-        return visible(self.text[start:stop]) + part
+        return token - first + 1, last - first + 1
 
 
 def find_token(script: Script, start: int, count: int, wanted: str) -> int:
