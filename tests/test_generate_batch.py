@@ -10,6 +10,7 @@ from comparing import assert_close
 from regard.configuration import ModelConfig
 from regard.generation import TextStream, generate, generate_batch, sample
 from regard.generation.sampling import Sampling
+from regard.kernels import hidden
 from regard.models import Decoder
 from test_generation import seeded, spread
 
@@ -218,3 +219,25 @@ def test_nothing_is_held_back_longer_than_it_has_to_be():
     assert [cut.add(byte) for byte in "é".encode()[:1]] + [cut.end()] == ["", "\ufffd"]
     with pytest.raises(ValueError, match="stop must be a list of texts, none of them empty, got 'END'"):
         TextStream(Bytes(), stop="END")
+
+
+def test_what_hides_the_slots_before_a_row_is_prepared_once_for_all_layers(monkeypatch):
+    model, looked = decoder(layers=5), []
+    look = hidden._looked_at
+    monkeypatch.setattr(hidden, "_looked_at", lambda *given: looked.append(1) or look(*given))
+    steps = 0
+    for step in generate_batch(model, [[3, 1, 4], [1]], 9, temperature=0):
+        assert len(step) == 2
+        steps += 1
+    assert len(looked) <= steps
+
+
+def test_texts_are_read_at_once_where_padding_costs_less_than_a_call(monkeypatch):
+    model, read = decoder(context_length=300), []
+    states = model.states
+    monkeypatch.setattr(
+        model, "states", lambda tokens, **more: read.append(list(tokens.shape)) or states(tokens, **more)
+    )
+    lengths = [200, 3, 1, 9, 210]
+    next(generate_batch(model, [[7] * length for length in lengths], 1))
+    assert read == [[3, 9], [2, 210]]

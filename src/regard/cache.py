@@ -225,8 +225,9 @@ class Cache:
         layer = self._layers[0] if self._layers else None
         if layer is None or layer.starts is None:
             return None
-        slots = torch.arange(layer.kept + count, device=layer.starts.device)
-        return Padding(slots >= (layer.starts - (layer.length - layer.kept))[:, None])
+        with torch.inference_mode(False):  # a mask that can be compared is prepared once, for all layers
+            slots = torch.arange(layer.kept + count, device=layer.starts.device)
+            return Padding(slots >= (layer.starts - (layer.length - layer.kept))[:, None])
 
     def reorder(self, rows: Tensor) -> None:
         """`LayerCache.reorder` in every layer."""

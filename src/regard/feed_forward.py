@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard import hints
 from regard.hints import hinted
+from regard.linear import Linear
 from regard.shapes import ShapeError, check_flag, check_floating, check_rate, check_whole
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"]
@@ -63,9 +64,9 @@ class FeedForward(nn.Module):
         check_rate("FeedForward", "dropout", dropout)
         check_rate("FeedForward", "output_dropout", output_dropout)
         self.activation, self.dropout, self.output_dropout = activation, dropout, output_dropout
-        self.input = nn.Linear(dim, hidden_dim, bias=bias)
-        self.gate = nn.Linear(dim, hidden_dim, bias=bias) if activation in GATED_ACTIVATIONS else None
-        self.output = nn.Linear(hidden_dim, dim, bias=bias)
+        self.input = Linear(dim, hidden_dim, bias=bias)
+        self.gate = Linear(dim, hidden_dim, bias=bias) if activation in GATED_ACTIVATIONS else None
+        self.output = Linear(hidden_dim, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         check_floating("FeedForward", "x", x, "[batch, length, dim]")

@@ -24,6 +24,7 @@ from regard.cache import LayerCache
 from regard.graphs import tracing
 from regard.hints import hinted
 from regard.hooks import Heads, ScoringArguments, Share, attend, share_of
+from regard.linear import Linear
 from regard.masks import Mask, check_mask
 from regard.positions import Rotary
 from regard.scores import Additive
@@ -218,11 +219,11 @@ class MultiHeadAttention(nn.Module):
         self.dropout, self.output_dropout, self.context_length = dropout, output_dropout, context_length
         self.rotary = rotary
 
-        self.query = nn.Linear(dim, key_dim, bias=projection_bias)
-        self.key = nn.Linear(key_input, kv_heads * self.head_dim, bias=projection_bias)
-        self.value = nn.Linear(value_input, kv_heads * self.value_dim, bias=projection_bias)
+        self.query = Linear(dim, key_dim, bias=projection_bias)
+        self.key = Linear(key_input, kv_heads * self.head_dim, bias=projection_bias)
+        self.value = Linear(value_input, kv_heads * self.value_dim, bias=projection_bias)
         self.output = (
-            nn.Linear(value_dim, dim, bias=projection_bias if output_bias is None else output_bias) if output else None
+            Linear(value_dim, dim, bias=projection_bias if output_bias is None else output_bias) if output else None
         )
         self.query_norm = None if head_norm is None else head_norm(self.head_dim)
         self.key_norm = None if head_norm is None else head_norm(self.head_dim)

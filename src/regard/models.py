@@ -23,6 +23,7 @@ from regard.feed_forward import ACTIVATIONS, FeedForward
 from regard.hints import hinted
 from regard.hooks import share_of
 from regard.layers import Block, MultiHeadAttention, TokenEmbedding, check_no_cache, check_tokens, make_norm
+from regard.linear import linear
 from regard.masks import Causal, Mask, Window
 from regard.positions import (
     DynamicScaling,
@@ -245,7 +246,7 @@ class Logits(nn.Module):
             nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, states: Tensor) -> Tensor:
-        logits = F.linear(states, self.weight)
+        logits = linear(states, self.weight)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

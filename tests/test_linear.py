@@ -1,0 +1,84 @@
+"""The linear map of layers and models: in blocks for a few rows, and torch's own everywhere else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from comparing import assert_close
+from regard import Decoder, ModelConfig, linear
+from regard.kernels import processor
+
+SIZES = [(257, 256), (50 * 16 + 13, 96), (16, 4096), (48, 5003)]
+"""Outputs that are and are not a multiple of the blocks, and inputs too many for the products that are turned round."""
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Counts what is computed in blocks, on any build of torch."""
+    counted = []
+    in_blocks = linear._in_blocks
+    monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(linear, "_in_blocks", lambda *given: counted.append(1) or in_blocks(*given))
+    return counted
+
+
+def layer(inputs, outputs, bias=True):
+    return linear.Linear(inputs, outputs, bias=bias).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_a_few_rows_in_blocks_are_what_they_are_at_once(blocks, outputs, inputs, rows, bias):
+    made = layer(inputs, outputs, bias)
+    x = torch.randn(rows, 1, inputs)
+    wanted = F.linear(x.double(), made.weight.double(), made.bias.double() if bias else None).float()
+    assert_close(made(x), wanted)
+    assert_close(made(x.mT.contiguous().mT), wanted)
+    assert len(blocks) == 2
+
+
+def test_everything_else_is_torchs_own_to_the_last_bit(blocks, monkeypatch):
+    made, x = layer(256, 257), torch.randn(3, 256)
+    learning = linear.Linear(256, 257)
+    other = [
+        (made, torch.randn(17, 256)),
+        (made, torch.randn(256)),
+        (made, torch.randn(0, 256)),
+        (layer(8, 8), torch.randn(1, 8)),
+        (layer(256, 257).double(), x.double()),
+        (layer(256, 257).bfloat16(), x.bfloat16()),
+        (learning, x),
+    ]
+    for given, rows in other:
+        assert torch.equal(given(rows), F.linear(rows, given.weight, given.bias))
+    with torch.no_grad():
+        learning(x)
+    assert blocks == [1], "without gradients it is in blocks"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(x).dtype == torch.bfloat16
+    assert_close(torch.func.vmap(made)(x[:, None])[:, 0], made(x))
+    assert blocks == [1, 1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    made(torch.randn(5, 256))
+    assert blocks == [1, 1], "one thread gains nothing from blocks of more rows than are turned round"
+    monkeypatch.setattr(processor, "MKL", False)
+    made(x)
+    assert blocks == [1, 1]
+
+
+def test_a_row_that_does_not_fit_is_refused_in_torchs_own_words(blocks):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(256, 257)(torch.randn(3, 255))
+
+
+def test_every_large_matrix_of_a_model_that_writes_is_read_in_blocks(blocks):
+    sizes = {"vocab_size": 300, "context_length": 8, "dim": 256, "layers": 2, "heads": 4, "hidden_dim": 512}
+    model = Decoder(ModelConfig.preset("gpt2", **sizes)).eval()
+    tokens = torch.randint(300, (1, 3))
+    wanted = model(tokens)
+    assert not blocks
+    with torch.inference_mode():
+        assert_close(model(tokens), wanted)
+    assert len(blocks) == 2 * 6 + 1
