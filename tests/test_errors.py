@@ -149,3 +149,85 @@ def test_an_argument_is_taken_or_refused_in_words(name):
             except Exception as error:
                 pytest.fail(f"{name}, {argument}={type(wrong).__name__}: {type(error).__name__}: {error}")
     assert refused >= len(good)
+
+
+def _recorded():
+    model = Decoder(CONFIG)
+    with regard.record(model) as recording:
+        model(TOKENS)
+    return recording
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    {
+        "a layer in another precision": (
+            lambda: MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8).half()),
+            TypeError,
+            "query must be torch.float32, as the layer's weights are, got torch.float16",
+        ),
+        "numbers of tokens for a layer": (
+            lambda: MultiHeadAttention(8, 2)(torch.zeros(1, 3, 8).long()),
+            TypeError,
+            "got torch.int64",
+        ),
+        "half a head": (lambda: MultiHeadAttention(8, 2.0), ValueError, "heads must be a whole number, got 2.0"),
+        "a learned scale": (
+            lambda: attention(Q, Q, Q, scale=torch.ones(())),
+            ValueError,
+            "a tensor is a factor of the query: query * scale, with scale=1.0",
+        ),
+        "and in a rule": (
+            lambda: attention(Q, Q, Q, mask=Where(lambda batch, head, query, key: key <= query and key > 1)),
+            TypeError,
+            "write & | ~ for and, or, not, and torch.where for if",
+        ),
+        "logits of a model gone wrong": (
+            lambda: regard.sample(torch.full((1, 4), torch.nan), temperature=0),
+            ValueError,
+            "logits must be numbers, one of each row above -inf",
+        ),
+        "no token allowed": (
+            lambda: regard.sample(torch.full((1, 4), -torch.inf)),
+            ValueError,
+            "logits must be numbers, one of each row above -inf",
+        ),
+        "no model": (lambda: regard.load(None), TypeError, "load: name must be that of a model or a folder, got None"),
+        "words to embed": (
+            lambda: regard.embed(Decoder(CONFIG), ["hello"]),
+            ValueError,
+            "texts must be one or more lists of token numbers",
+        ),
+        "several heads in one": (
+            lambda: regard.Ablate("layers.0", [0, 1]),
+            TypeError,
+            "head must be a number, got list; of several heads, one Ablate each",
+        ),
+        "a layer between two": (lambda: regard.Ablate(0.5, 1), TypeError, "layer must be a name or a number, got 0.5"),
+        "a factor in words": (lambda: regard.Scale(0, 1, "x"), TypeError, "factor must be a number, got 'x'"),
+        "groups below nothing": (
+            lambda: regard.observe(Q, Q).mass(torch.tensor([0, -1, 1])),
+            ValueError,
+            "groups must be numbers from 0 on, got -1",
+        ),
+        "one query of an observation": (
+            lambda: regard.observe(Q, Q).weights(queries=1),
+            TypeError,
+            "queries and keys must be a slice, a range or None for all, got 1",
+        ),
+        "words of a recording": (
+            lambda: _recorded().summary("hello"),
+            TypeError,
+            "summary: tokens must be an int tensor [batch, length], got 'hello'",
+        ),
+        "numbers of texts under jax's name": (
+            lambda: attention(Q, Q, Q, segment_ids=torch.zeros(3)),
+            TypeError,
+            "segment_ids is mask=Document(segment_ids)",
+        ),
+    }.values(),
+)
+def test_a_first_mistake_is_one_error_that_names_the_argument(call, error, words):
+    with pytest.raises(error) as raised:
+        call()
+    assert words in str(raised.value)

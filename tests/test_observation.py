@@ -751,9 +751,9 @@ def test_weights_of_a_long_text_are_refused_and_advice_is_given():
 def test_places_that_do_not_exist_are_refused():
     observation = seen("nothing")
     for rows in (range(-1, 3), range(8), range(0, 6, 2), slice(0, 6, 2)):
-        with pytest.raises(ValueError, match="rows and columns must lie in 0 to 7, in steps of 1, got"):
+        with pytest.raises(ValueError, match="queries and keys must lie in 0 to 7, in steps of 1, got"):
             observation.weights(queries=rows)
-    with pytest.raises(ValueError, match="rows and columns must lie in 0 to 11"):
+    with pytest.raises(ValueError, match="queries and keys must lie in 0 to 11"):
         observation.scores(keys=range(5, 12))
     for head in (-1, 6):
         with pytest.raises(ValueError, match=f"head must be 0 to 5, got {head}"):

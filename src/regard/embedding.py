@@ -47,7 +47,7 @@ def embed(
     if not isinstance(stack, Encoder | Decoder):
         raise TypeError(f"embed: model must be an Encoder, a model on one, or a Decoder, got {kind(model)}")
     given: object = texts
-    if isinstance(given, str) or not len(texts) or not all(len(text) for text in texts):
+    if isinstance(given, str) or not len(texts) or not all(len(t) and not isinstance(t, str) for t in texts):
         raise ValueError("embed: texts must be one or more lists of token numbers, none of them empty")
     states_of = stack.states if isinstance(stack, Decoder) else stack
     context, device = stack.config.context_length, stack.embedding.weight.device

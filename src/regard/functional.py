@@ -174,7 +174,10 @@ def check_call(
     if scale is None:
         scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
     elif not is_number(scale) or not -math.inf < scale < math.inf:
-        raise ValueError(f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}")
+        learned = "; a tensor is a factor of the query: query * scale, with scale=1.0" if is_plain(scale) else ""
+        raise ValueError(
+            f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}{learned}"
+        )
     if softcap is not None and (not is_number(softcap) or not 0 < softcap < math.inf):
         raise ValueError(f"{function}: softcap must be a positive number or None for none, got {kind(softcap)}")
     if mask is not None:

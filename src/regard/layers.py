@@ -10,7 +10,6 @@ References:
     "GLU Variants Improve Transformer".
 """
 
-import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -70,7 +69,7 @@ class TokenEmbedding(nn.Embedding):
         check_whole("TokenEmbedding", "vocab_size", vocab_size)
         check_whole("TokenEmbedding", "dim", dim)
         if padding_id is not None:
-            check_whole("TokenEmbedding", "padding_id", padding_id, least=-sys.maxsize)
+            check_whole("TokenEmbedding", "padding_id", padding_id, least=None)
         if not is_number(scale):
             raise ValueError(f"TokenEmbedding: scale must be a number, got {kind(scale)}")
         if padding_id is not None and not 0 <= padding_id < vocab_size:
@@ -181,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         owner = "MultiHeadAttention"
         check_whole(owner, "dim", dim)
         for name, size in (("heads", heads), ("kv_heads", kv_heads), ("key_dim", key_dim), ("value_dim", value_dim)):
-            check_whole(owner, name, size, least=-sys.maxsize)  # how small is said below, with what it must divide
+            check_whole(owner, name, size, least=None)  # how small is said below, with what it must divide
         for name, size in (("key_input", key_input), ("value_input", value_input)):
             check_whole(owner, name, size)
         for name, flag in (("output", output), ("projection_bias", projection_bias), ("sink", sink)):
@@ -319,11 +318,16 @@ class MultiHeadAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         given = {"query": query, "key": key, "value": value}
         check("MultiHeadAttention", LAYER, **given)
-        wanted = (self.query.in_features, self.key.in_features, self.value.in_features)
-        for (name, tensor), features in zip(given.items(), wanted, strict=True):
-            if tensor.shape[2] != features:
-                what = f"{name} must have {features} features, got {tensor.shape[2]}"
+        for (name, tensor), projection in zip(given.items(), (self.query, self.key, self.value), strict=True):
+            if tensor.shape[2] != projection.in_features:
+                what = f"{name} must have {projection.in_features} features, got {tensor.shape[2]}"
                 raise shape_error("MultiHeadAttention", what, LAYER, given)
+            dtype = projection.weight.dtype
+            if type(projection) is nn.Linear and tensor.dtype != dtype and not torch._C._is_any_autocast_enabled():
+                raise TypeError(
+                    f"MultiHeadAttention: {name} must be {dtype}, as the layer's weights are, got {tensor.dtype}; "
+                    "convert one of them, or run in torch.autocast"
+                )
 
     def extra_repr(self) -> str:
         parts = [f"heads={self.heads}"]

@@ -102,11 +102,12 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_whole(owner: str, name: str, value: object, least: int = 1, hint: str = "") -> int:
-    """A size or count as an int; numpy's integers are accepted, bools are not."""
+def check_whole(owner: str, name: str, value: object, least: int | None = 1, hint: str = "") -> int:
+    """A size or count as an int, not below `least`; numpy's integers are accepted, bools are not."""
     whole = as_whole(value)
-    if whole is None or whole < least:
-        raise ValueError(f"{owner}: {name} must be a whole number, {least} or more, got {kind(value)}{hint}")
+    if whole is None or (least is not None and whole < least):
+        bound = "" if least is None else f", {least} or more"
+        raise ValueError(f"{owner}: {name} must be a whole number{bound}, got {kind(value)}{hint}")
     return whole
 
 

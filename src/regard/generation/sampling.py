@@ -59,6 +59,11 @@ class Sampling:
         Shapes: logits [batch, vocab_size]; came bool [batch, vocab_size], the tokens that came before; -> float32.
         """
         logits = logits.float()
+        if not bool(logits.amax(-1).isfinite().all()):  # NaN too, which is the largest of all
+            raise ValueError(
+                "sample: logits must be numbers, one of each row above -inf, got NaN or inf; do the model's weights "
+                "hold NaN?"
+            )
         if came is not None and self.repetition_penalty != 1:
             penalty = self.repetition_penalty
             logits = torch.where(came, torch.where(logits < 0, logits * penalty, logits / penalty), logits)

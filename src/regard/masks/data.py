@@ -257,7 +257,14 @@ class Where(Mask):
         self.fn = fn
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        allowed = self.fn(batch, head, query, key)
+        try:
+            allowed = self.fn(batch, head, query, key)
+        except RuntimeError as error:
+            if "Boolean value of Tensor" not in str(error):
+                raise
+            raise TypeError(
+                "Where: fn gets tensors of indices, not numbers: write & | ~ for and, or, not, and torch.where for if"
+            ) from error
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = str(allowed.dtype) if isinstance(allowed, Tensor) else type(allowed).__name__
             raise TypeError(f"Where: fn must return a bool tensor (True = may attend), got {got}")

@@ -3,7 +3,6 @@
 A new one derives from `PerQuery`, `PerKey` or `Statistic`; it knows the call and its tiles, and no other statistic.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -110,6 +109,8 @@ class Mass(PerQuery):
     def __init__(self, groups: Tensor) -> None:
         if not is_plain(groups) or groups.dtype not in INTEGER_DTYPES:
             raise TypeError(f"Observation.mass: groups must be an int tensor [batch, key_len], got {kind(groups)}")
+        if groups.numel() and int(groups.min()) < 0:
+            raise ValueError(f"Observation.mass: groups must be numbers from 0 on, got {int(groups.min())}")
         self.groups = groups
 
     def start(self, call: ObservedCall) -> None:
@@ -219,7 +220,7 @@ class Top(Statistic[Largest]):
         self.count = count
 
     def start(self, call: ObservedCall) -> None:
-        check_whole("Observation.top", "count", self.count, least=-sys.maxsize)
+        check_whole("Observation.top", "count", self.count, least=None)
         if not 1 <= self.count <= call.grid.key_len:
             raise ValueError(f"Observation.top: count must be 1 to key_len={call.grid.key_len}, got {self.count}")
         self.weights = call.zeros(call.grid.query_len, self.count)

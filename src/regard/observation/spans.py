@@ -15,10 +15,10 @@ Selection = int | slice
 def span_of(which: Span, length: int) -> range:
     """A selection of queries or keys as a range."""
     if which is not None and not isinstance(which, (slice, range)):
-        raise TypeError(f"Observation: rows and columns are a slice, a range or None for all, got {kind(which)}")
+        raise TypeError(f"Observation: queries and keys must be a slice, a range or None for all, got {kind(which)}")
     chosen = range(length)[slice(None) if which is None else which] if not isinstance(which, range) else which
     if not 0 <= chosen.start <= chosen.stop <= length or chosen.step != 1:
-        raise ValueError(f"Observation: rows and columns must lie in 0 to {length}, in steps of 1, got {which}")
+        raise ValueError(f"Observation: queries and keys must lie in 0 to {length}, in steps of 1, got {which}")
     return chosen
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.hooks import Attend, Heads, Result, ScoringArguments
 from regard.recording.views import HiddenKey
 from regard.recording.watching import Place, watching
-from regard.shapes import ShapeError
+from regard.shapes import ShapeError, as_whole, is_number, is_plain, kind
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,15 @@ class Intervention:
 
     layer: str | int
     head: int
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        if as_whole(self.layer) is None and not isinstance(self.layer, str):
+            raise TypeError(f"{owner}: layer must be a name or a number, got {kind(self.layer)}")
+        if as_whole(self.head) is None:
+            raise TypeError(
+                f"{owner}: head must be a number, got {kind(self.head)}; of several heads, one {owner} each"
+            )
 
     def before(self, scoring: ScoringArguments) -> ScoringArguments:
         """The score arguments that attention gets."""
@@ -42,6 +51,11 @@ class Scale(Intervention):
     """Multiplies the head's output by `factor`."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_number(self.factor) and not is_plain(self.factor):
+            raise TypeError(f"Scale: factor must be a number, got {kind(self.factor)}")
 
     def after(self, output: Tensor) -> Tensor:
         return self.factor * output
@@ -76,6 +90,7 @@ class HideKey(Intervention):
     key: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.key, int) or isinstance(self.key, bool) or self.key < 0:
             raise ValueError(f"HideKey: key must be an index, 0 or more, got {self.key!r}")
 

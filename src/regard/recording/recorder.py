@@ -17,7 +17,7 @@ from regard.recording.reading import Read, Reading
 from regard.recording.summary import Summary, html_table, summarise
 from regard.recording.texts import Piece, Recorded, Text
 from regard.recording.watching import Place, checked, find, named, watching
-from regard.shapes import as_bytes, bytes_of, plural
+from regard.shapes import INTEGER_DTYPES, as_bytes, bytes_of, is_plain, kind, plural
 
 
 class Recording(Mapping[str, Recorded]):
@@ -96,6 +96,8 @@ class Recording(Mapping[str, Recorded]):
         own = {name: None if _reads_others(seen) else seen.tokens for name, seen in layers.items()}
         if given is None:
             return own
+        if not is_plain(given) or given.dtype not in INTEGER_DTYPES:
+            raise TypeError(f"summary: tokens must be an int tensor [batch, length], got {kind(given)}")
         # if one layer read exactly these, layers that read other tokens keep their own
         known = any(read is not None and torch.equal(read, given.to(read)) for read in own.values())
         fitting = {

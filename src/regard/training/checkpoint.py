@@ -26,6 +26,7 @@ from torch import Tensor
 from regard.configuration import ModelConfig
 from regard.extras import need
 from regard.models import Classifier, Decoder, EncoderDecoder, MaskedLanguageModel
+from regard.shapes import kind
 from regard.storage import save
 from regard.training.spreading import like, whole
 from regard.training.text import Tokenizer
@@ -86,6 +87,8 @@ def load(name: str | os.PathLike[str] = DEFAULT_MODEL, *, weights: str = WEIGHTS
     >>> loaded.model.config.layers
     6
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"load: name must be that of a model or a folder, got {kind(name)}")
     if of_transformers(name):
         from regard.huggingface.models import open_model
 
