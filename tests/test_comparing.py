@@ -73,6 +73,17 @@ def test_a_plain_computation_without_error_still_leaves_one_rounding():
         assert_within_budget(torch.tensor([1.0, 2.0 + 4 * eps]), exact, exact.float())
 
 
+def test_the_rounding_of_lse_may_be_told_to_the_budget_and_no_more_than_that():
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    lse = torch.tensor([-6.0, math.inf, 3.0])
+    eps = torch.finfo(torch.float32).eps
+    assert_within_budget(torch.tensor([1.0, 2.0 + 8 * eps]), exact, exact.float(), lse=lse)
+    with pytest.raises(AssertionError):
+        assert_within_budget(torch.tensor([1.0, 2.0 + 10 * eps]), exact, exact.float(), lse=lse)
+    with pytest.raises(AssertionError):
+        assert_within_budget(torch.tensor([1.0, 2.0 + 8 * eps]), exact, exact.float())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_the_budget_fails_on_numbers_that_are_not_finite(value):
     exact, plain = RIGHT, RIGHT.to(torch.bfloat16)
