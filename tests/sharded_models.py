@@ -4,11 +4,13 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torch.utils.checkpoint
 import transformers
 import transformers.models.llama.modeling_llama  # here, so that it is imported once for all ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import regard
 from regard.models import Decoder, Encoder, EncoderDecoder, MaskedLanguageModel
@@ -196,3 +198,40 @@ def grid_step(group, way, changes, tokens, targets, lr):
     optimizer.step()
     found = {name: p.detach() for name, p in model.named_parameters()}
     return loss.detach(), {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in found.items()}
+
+
+def resume(folder, model, optimizer, **more):
+    """What any number of ranks saved, put into a model and its optimizer."""
+    weights, moments = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": moments}
+    dcp.load(saved, checkpoint_id=folder, **more)
+    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+
+
+def step_and_save(group, changes, tokens, targets, into, since=None):
+    """One step of AdamW with FSDP2, on 2 x 2 ranks or 2 in a row, which goes on from what others saved.
+
+    Args:
+        into: where all is saved after the step. since: where others saved; None: the first step.
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if dist.get_world_size(group) == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+        context, share = mesh["context"], mesh["data"].get_local_rank()
+        tokens, targets = tokens.chunk(2)[share], targets.chunk(2)[share]
+    else:
+        mesh = context = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("context",))
+    model = fully_shard(regard_model("decoder", changes, seed=1 if since is None else 2), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if since is not None:
+        resume(since, model, optimizer, process_group=group)
+    shards = Shards.zigzag(tokens.shape[1], 2)
+    batch = cut({"tokens": tokens, "targets": targets}, shards, group=context)
+    with sharded(model, shards, group=context, timeout=600):
+        losses = losses_of(model(batch["tokens"]), batch["targets"])
+    mean_loss(losses, batch["targets"] != -100, group=group, averaged=True, timeout=600).backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=into, process_group=group)

@@ -17,7 +17,9 @@ from sharded_models import (
     records_nothing,
     refused,
     regard_model,
+    resume,
     share_step,
+    step_and_save,
     whole_step,
 )
 from small import VOCAB
@@ -207,6 +209,24 @@ def test_a_step_on_a_mesh_of_data_and_context_is_that_of_one_process(ranks, way)
         assert_close(found, loss.detach())
         for name, parameter in model.named_parameters():
             assert_close(parameters[name], parameter.detach(), f"{name} by {way}", tolerance=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in the process that opens it alone
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(ranks, tmp_path):
+    changes, batches = {"kv_heads": 2}, [(text(4), targets(4)) for _ in range(2)]
+    first, second = (tmp_path / name for name in ("first", "second"))
+    ranks.results(step_and_save, changes, *batches[0], first)  # 2 x 2
+    ranks.results(step_and_save, changes, *batches[1], second, first, ranks=2)
+    model, opened = (regard_model("decoder", changes, seed) for seed in (1, 2))
+    optimizer, moments = (torch.optim.AdamW(of.parameters(), lr=0.01) for of in (model, opened))
+    for folder, (tokens, wanted) in zip((first, second), batches, strict=True):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten()).backward()
+        optimizer.step()
+        resume(folder, opened, moments)  # in one process
+        for (name, here), there in zip(model.named_parameters(), opened.parameters(), strict=True):
+            assert_close(there.detach(), here.detach(), f"{name}, {folder.name} step", tolerance=1e-6)
+            assert_close(moments.state[there]["exp_avg"], optimizer.state[here]["exp_avg"], name, tolerance=1e-6)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
