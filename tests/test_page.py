@@ -408,6 +408,54 @@ def test_a_token_shows_as_text_whatever_it_holds(browser):
 # ---- one token, step by step
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_blank_token_is_seen_in_the_tables(browser, width):
+    text = "x 1  2 3   4 5\n\n    if a ? b : c\n" * 8
+    with served(bundled_session(text)) as address, opened(browser, address, width=width) as page:
+        shows(page, tab="steps", query=34)
+        seen = page.evaluate("""() => [...document.querySelectorAll('.regard th.word button')].map((button) => {
+            const sign = button.firstElementChild ?? button;
+            const [box, cell] = [sign, button.closest('th')].map((one) => one.getBoundingClientRect());
+            const inside = cell.left <= box.left && box.right <= cell.right && cell.top <= box.top;
+            const colour = getComputedStyle(sign).backgroundColor;
+            return { text: button.textContent, inside, width: box.width, colour };
+        })""")
+        blank = [one for one in seen if not one["text"].strip("↵ ")]
+        assert len(blank) >= 6
+        assert len({one["colour"] for one in seen} - {"rgba(0, 0, 0, 0)"}) == 1
+        for one in seen:
+            assert one["colour"] != "rgba(0, 0, 0, 0)", one
+            assert one["inside"], one
+            assert one["width"] >= 6, one
+
+
+def test_a_chosen_token_and_the_numbers_of_an_axis_do_not_cover_each_other(browser, random):
+    with opened(browser, random[1]) as page:
+        page.evaluate("""() => {
+            const drawn = (window.drawn = []);
+            const plain = (window.plainFillText = CanvasRenderingContext2D.prototype.fillText);
+            CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+                const [{ e, f }, { width }] = [this.getTransform(), this.measureText(text)];
+                const [left, top] = [e / devicePixelRatio, f / devicePixelRatio];
+                if (this.canvas.closest('.map')) drawn.push({ text: String(text), left, top, x, y, width });
+                plain.call(this, text, x, y);
+            };
+        }""")
+        try:
+            for key in (200, 203, 211, 90, 0):
+                page.evaluate("() => void (window.drawn.length = 0)")
+                shows(page, query=599, key=key)
+                drawn = page.evaluate("() => window.drawn")
+                (label,) = [one for one in drawn if one["text"] == str(key) and one["x"] == 6][-1:]
+                above = [one for one in drawn if one["x"] != 6 and one["y"] < label["top"] and one["text"].isdigit()]
+                assert len({one["text"] for one in above}) >= 3
+                for one in above:
+                    centre = one["x"] if one["text"] != "0" else one["x"] + one["width"] / 2
+                    assert abs(centre - label["left"]) >= 8 + one["width"] / 2, (label, one)
+        finally:
+            page.evaluate("() => void (CanvasRenderingContext2D.prototype.fillText = window.plainFillText)")
+
+
 def test_the_table_of_steps_holds_the_numbers_of_float64(browser, random):
     _, address, exact = random
     with opened(browser, f"{address}#layer=0&head=1&query=400") as page:

@@ -82,17 +82,15 @@ function paintAxis(context, { viewport, room, colours, label, ...scene }, of) {
 	const middle = (index) => (down ? room.top + viewport.top(index + 0.5) : room.left + viewport.left(index + 0.5));
 	const word = (index, strong) => {
 		const at = middle(index);
-		const text = label(of, index)?.trim();
+		const text = label(of, index);
 		if (text === undefined || at < low - 1 || at > high + 1) return;
 		context.save();
 		context.translate(down ? room.left : at, down ? at : room.top);
 		if (!down) context.rotate(-Math.PI / 2);
-		context.fillStyle = colours.panel;
-		if (cell < LABELLED) context.fillRect(down ? -beside : 2, -8, beside - 2, 16);
 		context.font = `${strong ? '600 12' : Math.min(12, cell - 1)}px ${MONO}`;
 		context.fillStyle = strong ? colours.accent : colours.ink;
 		context.textAlign = down ? 'right' : 'left';
-		context.fillText(fitted(context, text, beside - 14), down ? -6 : 6, 0);
+		context.fillText(fitted(context, text.trim() || '␣', beside - 14), down ? -6 : 6, 0);
 		context.restore();
 	};
 	const chosen = scene[of];
@@ -106,10 +104,11 @@ function paintAxis(context, { viewport, room, colours, label, ...scene }, of) {
 	context.fillStyle = colours.soft;
 	for (let index = Math.ceil(first / step) * step; index < end; index += step) {
 		const at = middle(index);
+		context.fillRect(down ? beside - 5 : Math.round(at), down ? Math.round(at) : beside - 5, down ? 4 : 1, down ? 1 : 4);
+		if (chosen !== null && Math.abs(at - middle(chosen)) < APART / 2) continue;
 		context.textAlign = down ? 'right' : index ? 'center' : 'left';
 		if (down) context.fillText(index, beside - 8, at);
 		else context.fillText(index, index ? at : room.left, beside - 13);
-		context.fillRect(down ? beside - 5 : Math.round(at), down ? Math.round(at) : beside - 5, down ? 4 : 1, down ? 1 : 4);
 	}
 	if (chosen !== null && chosen >= first && chosen < end) word(chosen, true);
 }

@@ -36,7 +36,7 @@ export function createSteps(app) {
 				const value = meta.table[name][i] ?? -Infinity;
 				return h('td', { data: { step: name, value } }, name === 'softmax' ? [number(value), meter(value)] : number(value, 4));
 			});
-			const choose = button(label, () => app.choose({ query: meta.query, key }), { class: 'plain', label: `${label}, token ${key}` });
+			const choose = button(token(label), () => app.choose({ query: meta.query, key }), { class: 'plain', label: `${label}, token ${key}` });
 			return row([`${key} `, choose, hidden ? ' hidden' : ''], cells, { class: i === at && 'chosen' });
 		});
 		const sink = meta.sink > 0 ? `, the sink ${percent(meta.sink)}` : '';

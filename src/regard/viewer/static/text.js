@@ -151,7 +151,7 @@ export function createText(app) {
 		const line = (index, i) => {
 			const weight = weights.values[index];
 			const go = () => app.choose({ [from()]: clicked, [of()]: index });
-			return row([button(labels[i], go, { class: 'plain' }), h('small', ` ${index}`)], h('td', number(weight), meter(weight / weights.top)));
+			return row([button(token(labels[i]), go, { class: 'plain' }), h('small', ` ${index}`)], h('td', number(weight), meter(weight / weights.top)));
 		};
 		replace(list, tops.length ? table('Tokens with most weight', ['token', 'weight'], tops.map(line)) : []);
 	};
