@@ -42,7 +42,7 @@ class Adding:
     """What is added to the scores of a strip: numbers, of which nothing is learned."""
 
     def __init__(self, numbers):
-        self.tiles, self.call = [numbers], SimpleNamespace(wanted=[])
+        self.tiles, self.call, self.may_hide_all = [numbers], SimpleNamespace(wanted=[]), True
 
 
 KINDS = [
@@ -93,6 +93,13 @@ def test_rows_that_share_memory_are_never_added_to_at_once():
     windows = memory.unfold(1, 3, 2).permute(1, 0, 3, 2)
     assert [t.shape for _, (t,) in pieces.stacks([windows], apart=True)] == [(2, 3, 4)] * 5
     assert [t.shape for _, (t,) in pieces.stacks([windows], apart=False)] == [(5, 3, 4)] * 2
+
+
+def test_equal_parts_of_all_heads_are_one_stack_whichever_of_the_two_comes_first():
+    parts = torch.arange(2 * 15 * 4).view(2, 5, 3, 4).transpose(0, 1)  # five parts of two heads
+    ((_, (stack,)),) = pieces.stacks([parts], apart=False)
+    assert stack.data_ptr() == parts.data_ptr()
+    assert stack.flatten().tolist() == list(range(2 * 15 * 4))
 
 
 def test_rows_that_share_memory_add_up_one_after_another():
@@ -153,7 +160,12 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     single, half, brain = torch.float32, torch.float16, torch.bfloat16
     assert suit(single, causal=True)
     assert not suit(single)
-    assert not suit(single, keys=1024, causal=True)
+    assert suit(single, keys=1024, causal=True)
+    assert not suit(single, keys=2048, causal=True)
+    assert not suit(single, keys=64, causal=True)
+    assert suit(single, stack=64, rows=64, keys=64, causal=True)
+    assert not suit(brain, rows=64, keys=64)
+    assert suit(brain, rows=64, keys=64, backward=True)
     assert suit(brain, keys=2048)
     assert not suit(brain, keys=4096)
     assert not suit(brain, stack=2)

@@ -143,6 +143,13 @@ class AddedToStrip:
                 self._tiles.append(self._hidden.numbers(call.dtype))
         return self._tiles
 
+    @property
+    def may_hide_all(self) -> bool:
+        """Whether some query may see no key at all, as far as is known without looking at numbers."""
+        call, hidden = self.call, self._hidden
+        numbers = call._row is not None or call._given or self._made is not None
+        return bool(numbers) or (hidden is not None and hidden.queries is not None)
+
     def reversed_tile(self) -> Tensor | None:
         """All of it with the last query first, as a view of the row of numbers by distance; None if that is not all.
 

@@ -76,7 +76,8 @@ def pieces(
 
 
 def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tensor]]]:
-    """Batch and heads as one axis, without a copy: if strides do not allow it, one batch index or head at a time.
+    """Batch and heads as one axis, in either order, without a copy: if strides do not allow it, one batch index or head
+    at a time.
 
     Args:
         apart: take batch indices one by one, and report which.
@@ -88,6 +89,9 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
             return
         if all(tensor.stride(0) == heads * tensor.stride(1) for tensor in tensors):
             yield 0, [tensor.flatten(0, 1) for tensor in tensors]
+            return
+        if all(tensor.stride(1) == batch * tensor.stride(0) for tensor in tensors):  # equal parts of all heads' texts
+            yield 0, [tensor.transpose(0, 1).flatten(0, 1) for tensor in tensors]
             return
         if heads < batch:
             for head in range(heads):

@@ -49,11 +49,14 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     scores = stack * keys * (tuning.PIECE_QUERIES if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
-    if stack < 8 or scores < 3 << 16:
+    if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
-        return keys <= (512 if backward and (causal or rows > 2 * tuning.PIECE_QUERIES) else 2048)
-    return causal and dtype == torch.float32 and keys in tuning.SQUARES_TORCH_COMPUTES_WHOLE
+        if backward:
+            most = 512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048
+            return scores >= tuning.MIN_SCORES_BACKWARD and keys <= most
+        return scores >= tuning.MIN_SCORES and keys <= 2048
+    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys <= tuning.MAX_KEYS_OF_SQUARE
 
 
 def scores_of_square(length: int) -> int:
@@ -106,24 +109,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
         key, value: [batch, kv_heads, key_len, size].
     """
     by_query = [query, output] if lse is None else [query, output, lse]
-    later = _later(query, formula.causal)
+    later, may_be_empty = _later(query, formula.causal), formula.added is not None and formula.added.may_hide_all
     for piece in _pieces(by_query, [key, value], formula, 1):
         (q, into, *into_lse), (k, v) = piece.by_query, piece.by_key
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
-        top = scores.amax(-1) if into_lse or formula.tiles else None
+        top = scores.amax(-1) if into_lse or may_be_empty else None
         weights = torch.softmax(scores, -1, out=scores)
-        empty = None if top is None or not formula.tiles else top == -math.inf
+        empty = top == -math.inf if top is not None and may_be_empty else None
         if top is not None and into_lse:  # the largest weight is exp(top - lse)
             sums = top.sub_(weights.amax(-1).log_())
             into_lse[0].copy_((sums if empty is None else sums.masked_fill_(empty, -math.inf)).view_as(into_lse[0]))
         if formula.dropped is not None:
             weights.mul_(formula.dropped.factors(piece, weights))
         weights, v = _factors(weights, v)
-        result = weights @ v
+        in_place = into.is_contiguous() and into.dtype == v.dtype
+        result = torch.bmm(weights, v, out=into.flatten(1, 2)) if in_place else weights @ v
         if empty is not None:
             result.masked_fill_(empty[..., None], 0.0)
-        into.copy_(result.view_as(into))
+        if not in_place:
+            into.copy_(result.view_as(into))
 
 
 def gradients(

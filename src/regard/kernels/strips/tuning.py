@@ -19,7 +19,7 @@ KEY_STEP = 32
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
 
-MAX_QUERIES_TOGETHER = 8192
+MAX_QUERIES_TOGETHER = 1 << 15
 """Most queries, over all heads, of strips computed in one batch: the result is copied and should stay in the cache.
 With few heads, a batch keeps all threads busy where a single strip could not. Rows "window", "documents"."""
 
@@ -46,6 +46,14 @@ PIECE_SCORES = 1 << 19
 PIECE_QUERIES = 64
 """Queries of each head per piece of a causal square; more of them compute more masked scores. Row "softcap"."""
 
-SQUARES_TORCH_COMPUTES_WHOLE = range(320, 641)
-"""Lengths of causal squares for which torch computes nearly all scores, since it takes keys 512 at a time. Rows
-"causal 512", "documents of 512"."""
+MAX_KEYS_OF_SQUARE = 1024
+"""Longest causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
+takes keys 512 at a time and all of a shorter square. Rows "causal 512", "8 documents, causal"."""
+
+MIN_STACK = 8
+"""Fewest matrices in a stack that keep all threads and the caches busy in plain products. Row "causal, 3 heads"."""
+
+MIN_SCORES = 1 << 17
+MIN_SCORES_BACKWARD = 1 << 15
+"""Fewest scores at a time for which plain products outweigh the cost of their calls. In bfloat16, torch's operator
+takes several times as long for the gradients of small matrices. Rows "8 documents", "window 256"."""
