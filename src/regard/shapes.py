@@ -304,7 +304,7 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
         tensor = torch.as_tensor(values if hasattr(values, "__array__") else list(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{wanted} {values!r}") from error
-    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor.dim() != 1 or tensor.dtype not in INTEGER_DTYPES:
         raise TypeError(f"{wanted} {tensor.dtype} {list(tensor.shape)}")
     if not isinstance(values, Tensor) and not tracing() and tensor.is_inference():
         with torch.inference_mode(False):  # a fresh copy, whose version can be tracked

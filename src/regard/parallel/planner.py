@@ -224,7 +224,7 @@ def _of_keys(
     received = torch.stack([moved for moved, _ in passes]).sum((0, 2))
     if backward:
         back = of_key * wide * keys
-        received += _by_owner(back) - back.sum(1)
+        received += (_sent(back) - back).sum(1)
     flops = torch.stack([flops for _, flops in passes]).sum(0)
     last = int((keys.sum(0) > 0).nonzero().max()) if bool((keys > 0).any()) else 0
     moved = passes[0][0]
@@ -286,11 +286,6 @@ def _sent(moved: Tensor) -> Tensor:
     ranks = len(moved)
     rank, distance = torch.arange(ranks)[:, None], torch.arange(ranks)
     return moved[(rank + distance) % ranks, distance]
-
-
-def _by_owner(moved: Tensor) -> Tensor:
-    """What each rank sends in all."""
-    return _sent(moved).sum(1)
 
 
 def _seconds(

@@ -17,7 +17,7 @@ from regard.observation.selecting import HeadsBias, HeadsMask
 from regard.recording.texts import ALIGN_BYTES, Piece, Text, aligned
 from regard.rules import is_data, kind_called
 from regard.scores import Scoring
-from regard.shapes import Grid, ShapeError
+from regard.shapes import INTEGER_DTYPES, Grid, ShapeError
 from regard.storage import save
 
 FORMAT = "regard.recording.1"
@@ -218,7 +218,7 @@ def _text_from(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Text:
             continue
         if piece.tokens.shape != (query.shape[0], piece.query_len):
             raise ShapeError(f"tokens {list(piece.tokens.shape)} do not fit {piece.query_len} queries")
-        if piece.tokens.is_floating_point() or piece.tokens.is_complex() or piece.tokens.dtype == torch.bool:
+        if piece.tokens.dtype not in INTEGER_DTYPES:
             raise TypeError(f"tokens must be whole numbers, got {piece.tokens.dtype}")
     heads = None if data["heads"] is None else tuple(data["heads"])
     if heads is not None and (len(set(heads)) < len(heads) or not all(_is_whole(head) for head in heads)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
+from regard.shapes import INTEGER_DTYPES
 
 TOKEN_NAMES = ("tokens", "input_ids")
 """Names of the argument that holds the tokens."""
@@ -102,11 +103,7 @@ class Reading:
 
 
 def _first(values: Any) -> Tensor | None:
-    return next((t for t in values if isinstance(t, Tensor) and t.dim() == 2 and not _cannot_be_ids(t)), None)
-
-
-def _cannot_be_ids(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return next((t for t in values if isinstance(t, Tensor) and t.dim() == 2 and t.dtype in INTEGER_DTYPES), None)
 
 
 def _is_given_tokens(code: CodeType) -> bool:

@@ -239,7 +239,7 @@ def _finish(
         task,
         command="; ".join(commands),
         seconds=seconds,
-        begun_from=None if recipe.start_from is None else _folder_of(recipe.start_from),
+        begun_from=None if recipe.start_from is None else PRETRAINED / recipe.start_from,
     )
     with replacing(folder / CARD) as new:
         new.write_text(written, encoding="utf-8")
@@ -278,10 +278,6 @@ def _placed(recipe: Recipe) -> Recipe:
     if start is not None and Path(start).is_dir():
         start = os.path.abspath(start)
     return replace(recipe, data=data, start_from=start)
-
-
-def _folder_of(start: str) -> Path:
-    return Path(start) if os.path.isabs(start) else PRETRAINED / start
 
 
 def _continued(folder: Path, header: dict[str, Any], changes: dict[str, Any]) -> Recipe:

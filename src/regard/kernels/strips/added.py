@@ -35,7 +35,7 @@ class Added:
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
         learned = tuple(learned)
         self.wanted = [tensor for tensor in learned if tensor.requires_grad]
-        self.grads = [torch.zeros(t.shape, dtype=_at_least_float32(t), device=t.device) for t in self.wanted]
+        self.grads = [t.new_zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.wanted]
         grads = iter(self.grads)
         of_learned = [next(grads) if tensor.requires_grad else None for tensor in learned]
         places = {id(tensor): n for n, tensor in enumerate(scoring.learned())} if learned else {}
@@ -110,10 +110,6 @@ def _all_distances(grid: Grid) -> tuple[Tensor, Tensor]:
     """One query, and keys at every distance that occurs in the call (some lie beyond its last key)."""
     query = torch.tensor([grid.query_len - 1], device=grid.device)
     return query, torch.arange(grid.query_len + grid.key_len - 1, device=grid.device)
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class AddedToStrip:
