@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from regard.training.corpus import Corpus, TextFile, files, folder, standard_library, xz_bits_per_byte
-from regard.training.data import IGNORED, Batch, Packed
+from regard.training.data import Batch, Packed
+from regard.training.loss import IGNORED
 from regard.training.text import Tokenizer, train_tokenizer
 
 

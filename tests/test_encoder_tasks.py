@@ -14,7 +14,8 @@ from regard.embedding import embed, nearest
 from regard.models import Classifier, Decoder, Encoder, MaskedLanguageModel
 from regard.training.checkpoint import load
 from regard.training.classifying import Confusion, split
-from regard.training.data import IGNORED, Packed
+from regard.training.data import Packed
+from regard.training.loss import IGNORED
 from regard.training.masked import Masked
 from regard.training.report import Listener
 from regard.training.run import begin, resume

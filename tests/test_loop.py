@@ -16,8 +16,9 @@ from learning import CONTEXT, model_of, rows
 from regard.models import Decoder
 from regard.training import loop
 from regard.training.checkpoint import load, progress_header, read
-from regard.training.data import IGNORED, Batch, Packed, next_token_loss
+from regard.training.data import Batch, Packed, next_token_loss
 from regard.training.loop import DivergedError, make_optimizers, train
+from regard.training.loss import IGNORED
 from regard.training.metrics import Metrics, read_metrics
 from regard.training.settings import Settings
 from regard.training.text import Tokenizer, train_tokenizer

@@ -125,7 +125,7 @@ def test_what_a_step_takes_is_never_less_than_was_estimated_and_not_many_times_m
     ):
         loss = next_token_loss(model, data.batch(0, 4))
     taken = sum(size for place, size in kept.items() if place not in weights)
-    taken += 4 * 4 * 64 * vocab_size  # the gradient of the logits
+    taken += 4 * 4 * 64 * vocab_size  # the logits, which are there until their gradient is
     assert activations(config, 4 * 64) <= taken <= 8 * activations(config, 4 * 64)
     loss.backward()
     optimizers = make_optimizers(model, Settings(steps=1))

@@ -9,7 +9,7 @@ import torch
 
 from regard import EncoderDecoder, ModelConfig, load
 from regard.training.checkpoint import read, save_model
-from regard.training.data import IGNORED
+from regard.training.loss import IGNORED
 from regard.training.pairs import Pairs
 from regard.training.report import Listener
 from regard.training.run import begin, resume

@@ -31,14 +31,11 @@ from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.masks import Document
+from regard.training.loss import IGNORED, cross_entropy
 from regard.training.text import Tokenizer
-
-IGNORED = -100
-"""The target that counts for nothing: what torch's `cross_entropy` ignores by default."""
 
 T = TypeVar("T", bound=Any)
 
@@ -320,7 +317,7 @@ def rows_of(batch: T, first: int, count: int) -> T:
 def next_token_loss(model: Callable[..., Tensor], batch: Batch) -> Tensor:
     """Mean cross-entropy of the next token, in nats, with attention restricted to each document."""
     logits = model(batch.tokens, mask=Document(batch.documents))
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+    return cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
 
 
 class _Ring:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from regard.masks import Document
 from regard.models import MaskedLanguageModel
-from regard.training.data import IGNORED, Batch, Packed, PerToken, seeded
+from regard.training.data import Batch, Packed, PerToken, seeded
 from regard.training.language import SAMPLED, Language
+from regard.training.loss import IGNORED, cross_entropy
 from regard.training.report import Listener
 from regard.training.settings import Recipe
 from regard.training.task import Task
@@ -82,7 +83,7 @@ class Masked:
     def loss(self, model: Callable[..., Tensor], batch: MaskedBatch) -> Tensor:
         asked = batch.targets != IGNORED
         logits = model(batch.tokens, where=asked, mask=Document(batch.documents))
-        return F.cross_entropy(logits.float(), batch.targets[asked])
+        return cross_entropy(logits, batch.targets[asked])
 
     def tokens(self, batch: MaskedBatch) -> int:
         return batch.tokens.numel()

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.masks import Padding
-from regard.training.data import IGNORED, PerToken, seeded
+from regard.training.data import PerToken, seeded
+from regard.training.loss import IGNORED, cross_entropy
 
 POOL = 50
 """Batches whose pairs are sorted by length together: in the dates of the package, 4% of a source batch is padding."""
@@ -84,7 +84,7 @@ class Pairs:
     def loss(self, model: Callable[..., Tensor], batch: PairBatch) -> Tensor:
         """Mean cross-entropy of the tokens to be written, in nats; the source's padding is seen by nobody."""
         logits = model(batch.source, batch.target, source_mask=Padding(batch.source_lengths))
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch.wanted.flatten())
+        return cross_entropy(logits.flatten(0, 1), batch.wanted.flatten())
 
     def tokens(self, batch: PairBatch) -> int:
         """Tokens of a batch, sources and targets, without padding."""
