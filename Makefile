@@ -62,11 +62,13 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/sections.py
 	$(BIN)/python benchmarks/viewer.py
 	$(BIN)/python benchmarks/page.py
+	$(BIN)/python benchmarks/decoder.py --output benchmarks/results/decoder.json
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
 	$(BIN)/python benchmarks/features.py --report
 	$(BIN)/python benchmarks/models.py --report
 	$(BIN)/python benchmarks/page.py --report
+	$(BIN)/python benchmarks/decoder.py --report
 
 gpu: $(VENV)/.installed-bench ## tests and benchmarks that need an NVIDIA GPU, into benchmarks/results and docs/performance-gpu.md
 	$(BIN)/python benchmarks/gpu.py

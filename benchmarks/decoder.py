@@ -1,9 +1,11 @@
 """A decoder at work: text from a GPT-2 beside transformers' `generate`, and training beside nanoGPT's loop.
 
     python benchmarks/decoder.py [--repeats 5] [--rows "generate*"] [--quick] [--output benchmarks/results/decoder.json]
+    python benchmarks/decoder.py --report       writes the table of docs/models-at-work.md; measures nothing
 
 Generation: the shape of GPT-2 (124 million parameters), random weights, float32, greedy. Both sides have the same
-weights and must write the same tokens before anything is timed; they take turns.
+weights and must write the same tokens before anything is timed; they take turns. A third takes turns with them that
+adds up all weights once for each step, and does nothing else: about what reading them costs.
 
 Training: 6 layers of 384 features in 6 heads, 256 tokens of context, 16 rows, float32, no dropout. The peer is the loop
 that nanoGPT's description gives, written anew: rows cut from one long array at random places, one fused projection for
@@ -39,6 +41,9 @@ from regard.training.loop import train
 from regard.training.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "decoder.json"
+PAGE = Path(__file__).parent.parent / "docs" / "models-at-work.md"
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+READING = "adding up the weights"
 Seconds = dict[str, list[float]]
 
 
@@ -64,7 +69,15 @@ def generation(prompts: list[list[int]], new: int, repeats: int, quick: bool) ->
 
     if transformers_way() != regards_way():
         raise RuntimeError("they write different texts")
-    return new * len(prompts), in_turn({"regard": regards_way, "transformers": transformers_way}, repeats)
+
+    @torch.inference_mode()
+    def reading() -> None:
+        for _ in range(new):
+            for parameter in ours.parameters():
+                parameter.sum()
+
+    ways = {"regard": regards_way, "transformers": transformers_way, READING: reading}
+    return new * len(prompts), in_turn(ways, repeats)
 
 
 def in_turn(ways: dict[str, Callable[[], object]], repeats: int) -> Seconds:
@@ -162,6 +175,30 @@ def training(repeats: int, quick: bool) -> tuple[int, Seconds]:
     return rows * context, seconds
 
 
+def report(data: dict[str, Any]) -> str:
+    """The table of the page."""
+    about = data["machine"]
+    lines = [
+        f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, "
+        f"transformers {about['transformers']}; tokens per second:",
+        "",
+        f"| | regard | beside | times as fast | {READING} |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, row in data["rows"].items():
+        speed, other = row["tokens per second"], row["beside"]
+        read = f"{speed[READING]:,.0f}" if READING in speed else ""
+        faster = f"{row['times as fast']:.2f}"
+        lines.append(f"| {name} | {speed['regard']:,.0f} | {other}: {speed[other]:,.0f} | {faster} | {read} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, table: str) -> str:
+    """The page with this table in the place of the one that it has."""
+    before, rest = page.split(f"{BEGIN}\n", 1)
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+
+
 def main(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     new = 4 if arguments.quick else arguments.new
@@ -178,7 +215,7 @@ def main(arguments: argparse.Namespace) -> dict[str, Any]:
         ),
         "train": lambda: training(arguments.repeats, arguments.quick),
     }
-    told: dict[str, Any] = {"machine": machine(), "rows": {}}
+    told: dict[str, Any] = {"machine": {**machine(), "transformers": transformers.__version__}, "rows": {}}
     for name, task in tasks.items():
         if not fnmatch.fnmatch(name, arguments.rows):
             continue
@@ -202,7 +239,12 @@ if __name__ == "__main__":
     parser.add_argument("--rows", default="*", help="which rows, such as 'train' or 'generate*'")
     parser.add_argument("--quick", action="store_true", help="tiny models: does it run?")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--report", action="store_true", help="write the table from the results, and measure nothing")
     given = parser.parse_args()
+    if given.report:
+        table = report(json.loads(RESULTS.read_text(encoding="utf-8")))
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+        raise SystemExit
     found = main(given)
     if given.output is not None:
         if given.output.is_file():  # rows that were not measured now stay

@@ -1,6 +1,7 @@
 """What the guide measures: the scripts run, their counts are those of the code, and the stored results obey the laws
 that the chapters tell."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -192,3 +193,28 @@ def test_what_is_stored_of_the_sections_follows_from_its_confusion_and_beats_the
     assert said["f1"] == pytest.approx(found.f1, abs=1e-4)
     assert len(said["labels"]) == 8
     assert said["accuracy"] > 2 * said["usual"] or said["accuracy"] > 0.8
+
+
+# --- decoder.py: models at work --------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_decoder_measures_again_what_is_stored() -> None:
+    decoder = script("decoder")
+    before = stored("decoder")
+    found = decoder.main(argparse.Namespace(quick=True, repeats=1, new=2, rows="*"))
+    assert keys(found) == keys(before)
+    assert {name: row["beside"] for name, row in found["rows"].items()} == {
+        name: row["beside"] for name, row in before["rows"].items()
+    }
+    table = decoder.report(found)
+    for name, row in found["rows"].items():
+        assert f"| {name} | {row['tokens per second']['regard']:,.0f} | {row['beside']}: " in table
+    assert decoder.with_table(f"a\n{decoder.BEGIN}\nold\n{decoder.END}\nb\n", table) == (
+        f"a\n{decoder.BEGIN}\n{table}\n{decoder.END}\nb\n"
+    )
+
+
+def test_the_table_of_the_decoder_is_that_of_the_committed_results() -> None:
+    decoder = script("decoder")
+    page = decoder.PAGE.read_text(encoding="utf-8")
+    assert decoder.with_table(page, decoder.report(stored("decoder"))) == page, "run: benchmarks/decoder.py --report"
