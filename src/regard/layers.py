@@ -323,7 +323,7 @@ class MultiHeadAttention(nn.Module):
                 what = f"{name} must have {projection.in_features} features, got {tensor.shape[2]}"
                 raise shape_error("MultiHeadAttention", what, LAYER, given)
             dtype = projection.weight.dtype
-            if type(projection) is nn.Linear and tensor.dtype != dtype and not torch._C._is_any_autocast_enabled():
+            if type(projection) is Linear and tensor.dtype != dtype and not torch._C._is_any_autocast_enabled():
                 raise TypeError(
                     f"MultiHeadAttention: {name} must be {dtype}, as the layer's weights are, got {tensor.dtype}; "
                     "convert one of them, or run in torch.autocast"
