@@ -63,8 +63,11 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 	$(BIN)/python benchmarks/viewer.py
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python benchmarks/decoder.py --output benchmarks/results/decoder.json
+	$(BIN)/python benchmarks/parallel.py
+	$(BIN)/python benchmarks/parallel.py --alone
 	$(BIN)/python benchmarks/masks.py
 	$(BIN)/python benchmarks/masks.py --report
+	$(BIN)/python benchmarks/parallel.py --report
 	$(BIN)/python benchmarks/features.py --report
 	$(BIN)/python benchmarks/models.py --report
 	$(BIN)/python benchmarks/page.py --report

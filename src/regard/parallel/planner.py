@@ -1,12 +1,4 @@
-"""What a call over many ranks would cost: bytes, FLOPs, memory, balance and time, for any length; nothing is computed.
-
-Times come from a model of the passes (`regard.parallel.passes`). All ranks exchange at distance 1, 2, 3, ... in turn; a
-rank begins to receive the next keys when it begins to compute with the last ones, and an exchange begins when both ends
-have begun it:
-
-    wait for keys at distance d  =  max(begun here, begun at both ends) + latency + bytes / bytes per second
-    done with distance d         =  max(keys are here, done with distance d - 1) + FLOPs / FLOPs per second
-"""
+"""What a call over many ranks would cost: bytes, FLOPs, memory, balance and time; nothing of the call is computed."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,9 +8,10 @@ from torch import Tensor
 
 from regard.masks import EVERYTHING, Mask, check_mask
 from regard.parallel.exchange import MIN_PARCEL_KEYS, PARCELS_PER_SHARD
-from regard.parallel.heads import heads_pay
+from regard.parallel.heads import TENSORS, heads_pay
 from regard.parallel.seen import seen_keys
 from regard.parallel.shards import Shards, check_shards
+from regard.parallel.timing import Speeds, seconds, sent, surplus
 from regard.parallel.work import Work, tile_edge
 from regard.scores import Scoring
 from regard.shapes import FLOATING_DTYPES, Grid, as_bytes, check_flag, check_real, check_whole, kind
@@ -100,6 +93,7 @@ def plan(
     flops_per_second: float = 1e11,
     bytes_per_second: float = 1e9,
     latency: float = 1e-4,
+    pass_seconds: float = 1e-3,
     exchange: str = "auto",
 ) -> ParallelPlan:
     """What `regard.parallel.attention` would cost on so many ranks; needs no process group.
@@ -111,9 +105,11 @@ def plan(
         kv_heads, value_dim: None for those of query.
         mask: of the whole sequence.
         backward: whether to count a backward pass too.
-        flops_per_second: of one rank, as it computes attention.
+        flops_per_second: of one rank in dense attention. Where a mask hides much, the same scores take longer than in
+            a dense call; how much is known from the strips that the mask is cut into.
         bytes_per_second: that one rank receives while it sends as many.
-        latency: seconds before an exchange moves anything.
+        latency: seconds before a message moves anything.
+        pass_seconds: what a pass takes however short the text is: ranks agree on the call, results are merged.
         exchange: "keys", "heads" or "auto", as in `attention`.
     Raises:
         ShapeError, TypeError, ValueError: sizes, shards or a mask that do not fit.
@@ -124,7 +120,7 @@ def plan(
     FLOPs   8.59e+09 on the busiest rank, 1.00 times the mean
     sent    keys: 3.0 MiB in all, at most 1.0 MiB to one rank, in 1 steps
     memory  132.5 MiB at most on a rank
-    time    0.0859 s, 0.087 s without overlap
+    time    0.111 s, 0.113 s without overlap
     """
     name = "parallel.plan"
     shards = _shards(name, length, ranks, shards)
@@ -140,7 +136,8 @@ def plan(
     check_flag(name, "backward", backward)
     for what, number in (("flops_per_second", flops_per_second), ("bytes_per_second", bytes_per_second)):
         check_real(name, what, number, 0.0)
-    check_real(name, "latency", latency, -1.0)
+    for what, number in (("latency", latency), ("pass_seconds", pass_seconds)):
+        check_real(name, what, number, -1.0)
     if mask is not None:
         check_mask(name, "mask", mask)
     if exchange not in ("auto", "keys", "heads"):
@@ -151,10 +148,8 @@ def plan(
         pays = heads_pay(Scoring(grid, 1.0, mask=bound), shards, shards, kv_heads, head_dim, value_dim)
         exchange = "heads" if pays else "keys"
     sizes = _Sizes(batch, heads, kv_heads, head_dim, value_dim, dtype.itemsize)
-    rates = flops_per_second, bytes_per_second, latency
-    if exchange == "heads":
-        return _of_heads(bound, shards, sizes, backward, *rates)
-    return _of_keys(bound, shards, sizes, backward, *rates)
+    speeds = Speeds(flops_per_second, bytes_per_second, latency, pass_seconds)
+    return (_of_heads if exchange == "heads" else _of_keys)(bound, shards, sizes, backward, speeds)
 
 
 class _Sizes(NamedTuple):
@@ -183,13 +178,13 @@ class _Sizes(NamedTuple):
         return [self.batch * self.heads * count for count in both[: 1 + backward]]
 
 
-def _of_heads(
-    mask: Mask, shards: Shards, sizes: _Sizes, backward: bool, flops_per_second: float, bytes_per_second: float,
-    latency: float,
-) -> ParallelPlan:  # fmt: skip
+def _of_heads(mask: Mask, shards: Shards, sizes: _Sizes, backward: bool, speeds: Speeds) -> ParallelPlan:
     """The plan where heads are dealt over ranks: equal work, and the same numbers whatever the mask."""
     ranks, length = shards.ranks, shards.length
-    work = Work(mask, [[range(length)] if length else []], length, tile_edge(length, 1)).of(0)
+    whole, edge = [[range(length)] if length else []], tile_edge(length, 1)
+    work = Work(mask, whole, length, edge).of(0)
+    grid = Grid(sizes.batch, sizes.heads, length, length)
+    slower = float(surplus(mask, whole, grid, sizes.head_dim, edge)[0])
     of_query, of_output = (sizes.batch * sizes.heads * dim for dim in (sizes.head_dim, sizes.value_dim))
     received = []
     for rank in range(ranks):
@@ -199,36 +194,36 @@ def _of_heads(
         numbers += backward * (there * of_output + back * (of_query + sizes.of_key))
         received.append(numbers * sizes.itemsize // ranks)
     flops = sum(sizes.flops(backward)) * work / ranks
-    seconds = flops / flops_per_second + max(received) / bytes_per_second + 5 * (1 + backward) * latency
+    took = slower * flops / speeds.flops_per_second + max(received) / speeds.bytes_per_second
+    took += (1 + backward) * (TENSORS * speeds.latency + speeds.pass_seconds)
     tensors = shards.largest * (of_query + sizes.of_key + of_output) * sizes.itemsize
     return ParallelPlan(
         shards, repr(mask), "heads", backward, (0,) * ranks, tuple(received), (flops,) * ranks,
-        (2 + 2 * backward) * tensors, (Step(0, 0, flops), Step(1, max(received), 0.0)), seconds, seconds,
+        (2 + 2 * backward) * tensors, (Step(0, 0, flops), Step(1, max(received), 0.0)), took, took,
     )  # fmt: skip
 
 
-def _of_keys(
-    bound: Mask, shards: Shards, sizes: _Sizes, backward: bool, flops_per_second: float, bytes_per_second: float,
-    latency: float,
-) -> ParallelPlan:  # fmt: skip
+def _of_keys(bound: Mask, shards: Shards, sizes: _Sizes, backward: bool, speeds: Speeds) -> ParallelPlan:
     """The plan where keys travel to the queries that may see them."""
     scores, keys = _between(bound, shards)
     of_key, wide = sizes.of_key, sizes.wide
     bytes_of_key = of_key * sizes.itemsize, of_key * (sizes.itemsize + wide)
     passes = [(keys * size, scores * count) for size, count in zip(bytes_of_key, sizes.flops(backward), strict=False)]
-    seconds = [0.0, 0.0]
-    for moved, flops in passes:
-        for way in (True, False):
-            seconds[not way] += _seconds(moved, flops, flops_per_second, bytes_per_second, latency, overlap=way)
+    grid = Grid(sizes.batch, sizes.heads, shards.length, shards.length)
+    slower = surplus(bound, shards.ranges, grid, sizes.head_dim, tile_edge(shards.length, shards.ranks))[:, None]
+    took = [
+        sum(seconds(moved, keys, slower * flops, speeds, overlap=way) for moved, flops in passes)
+        for way in (True, False)
+    ]
     # gradients return the other way: a rank receives those of the keys that it sent
     received = torch.stack([moved for moved, _ in passes]).sum((0, 2))
     if backward:
         back = of_key * wide * keys
-        received += (_sent(back) - back).sum(1)
+        received += (sent(back) - back).sum(1)
     flops = torch.stack([flops for _, flops in passes]).sum(0)
     last = int((keys.sum(0) > 0).nonzero().max()) if bool((keys > 0).any()) else 0
     moved = passes[0][0]
-    most = moved.maximum(_sent(moved)).amax(0)
+    most = moved.maximum(sent(moved)).amax(0)
     return ParallelPlan(
         shards,
         repr(bound),
@@ -239,7 +234,7 @@ def _of_keys(
         tuple(flops.sum(1).tolist()),
         _peak(shards, keys, sizes, backward),
         tuple(Step(d, int(most[d]), float(flops[:, d].max())) for d in range(last + 1)),
-        *seconds,
+        *took,
     )
 
 
@@ -279,34 +274,6 @@ def _covered(ranges: list[range], ends: Tensor) -> Tensor:
     before = (stops - starts).cumsum(0) - (stops - starts)
     at = torch.searchsorted(starts, ends, right=True) - 1
     return (before[at] + (ends.minimum(stops[at]) - starts[at])).double()
-
-
-def _sent(moved: Tensor) -> Tensor:
-    """What each rank sends at each distance, from what each receives: [rank, distance]."""
-    ranks = len(moved)
-    rank, distance = torch.arange(ranks)[:, None], torch.arange(ranks)
-    return moved[(rank + distance) % ranks, distance]
-
-
-def _seconds(
-    moved: Tensor, flops: Tensor, flops_per_second: float, bytes_per_second: float, latency: float, *, overlap: bool
-) -> float:
-    """The time of the slowest rank in one pass (see the module)."""
-    ranks = torch.arange(len(moved))
-    out = _sent(moved)
-    busy = flops / flops_per_second
-    begun, done = torch.zeros(len(moved), dtype=torch.float64), busy[:, 0]
-    for distance in range(1, len(moved)):
-        source, target = (ranks - distance) % len(moved), (ranks + distance) % len(moved)
-        receives, sends = moved[:, distance] > 0, out[:, distance] > 0
-        start = begun if overlap else done
-        both = torch.where(receives, start.maximum(start[source]), start)
-        both = torch.where(sends, both.maximum(start[target]), both)
-        took = moved[:, distance].maximum(out[:, distance]) / bytes_per_second
-        here = torch.where(receives | sends, both + latency + took, start)
-        begun = here.maximum(done)
-        done = begun + busy[:, distance]
-    return float(done.max())
 
 
 def _peak(shards: Shards, keys: Tensor, sizes: _Sizes, backward: bool) -> int:

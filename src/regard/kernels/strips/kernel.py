@@ -16,7 +16,7 @@ from regard.biases import Given
 from regard.graphs import exporting, tracing
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel
-from regard.kernels.strips import engine, products
+from regard.kernels.strips import engine, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
@@ -132,16 +132,7 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square those that its engine computes."""
-    grid, count = call.scoring.grid, 0
-    flash = engine.flash_can(call.query, call.scoring, call.dropout)
-    for strip in plan_of(_planned(call, reordering(call))).strips:
-        of_one = len(strip.queries) * strip.keys
-        if strip.kind is Kind.CAUSAL:
-            by_products = not flash or engine.products_pay(strip, call.query, call.key)
-            keys = strip.keys
-            of_one = products.scores_of_square(keys) if by_products else fused.causal_scores(keys, keys)
-        count += of_one * strip.times * (grid.batch if strip.batch_index is None else 1)
-    return grid.heads * count
+    return sum(options.num_scores(strip, call) for strip in plan_of(_planned(call, reordering(call))).strips)
 
 
 def peak_bytes(call: Call) -> int:

@@ -1,17 +1,28 @@
-"""How to cut the strips of a call, given the engine that computes them."""
+"""How to cut the strips of a call, given the engine that computes them, and what they cost."""
 
 from regard.biases import Given
+from regard.kernels import fused
 from regard.kernels.call import Call
-from regard.kernels.strips import engine, tuning
+from regard.kernels.strips import engine, products, tuning
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.grouping import StripPlan, plan_strips
-from regard.kernels.strips.plan import PlanOptions
+from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.numerics import upcast
 
 
 def plan_of(call: Call) -> StripPlan:
     """The strips of a call."""
     return plan_strips(call.scoring.mask_or_everything, call.scoring.grid, options(call))
+
+
+def num_scores(strip: Strip, call: Call) -> int:
+    """Scores that its engine computes for a strip of a call, over batch and heads."""
+    grid, of_one = call.scoring.grid, len(strip.queries) * strip.keys
+    if strip.kind is Kind.CAUSAL:
+        flash = engine.flash_can(call.query, call.scoring, call.dropout)
+        by_products = not flash or engine.products_pay(strip, call.query, call.key)
+        of_one = products.scores_of_square(strip.keys) if by_products else fused.causal_scores(strip.keys, strip.keys)
+    return of_one * strip.times * grid.heads * (grid.batch if strip.batch_index is None else 1)
 
 
 def is_given(call: Call) -> bool:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.kernels.strips import engine
-from regard.kernels.strips.options import plan_of
+from regard.kernels.strips import engine, tuning
+from regard.kernels.strips.options import num_scores, plan_of
 from regard.numerics import upcast
 
 
@@ -35,3 +35,17 @@ def gradients_of_part(
         output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse, grads=grads,
     )  # fmt: skip
     return found[4:]
+
+
+def scores_in_time(call: Call) -> float:
+    """The scores of a dense call, over batch and heads, that takes as long as `attend_part` and merging its result.
+
+    More than the mask allows: strips hold hidden scores too, short ones make smaller products, and each call of torch's
+    operator takes some time by itself.
+    """
+    grid, cost = call.scoring.grid, 0.0
+    for strip in plan_of(call).strips:
+        if strip.keys and strip.queries:
+            cost += num_scores(strip, call) * (1 + tuning.SHORT_STRIP_QUERIES / len(strip.queries))
+            cost += tuning.SCORES_PER_CALL
+    return cost + tuning.SCORES_PER_RESULT * grid.batch * grid.heads * grid.query_len

@@ -26,6 +26,10 @@ With few heads, a batch keeps all threads busy where a single strip could not. R
 SCORES_PER_CALL = 1 << 13
 """Overhead of calling torch's operator once, in scores of one head. Row "window"."""
 
+SCORES_PER_RESULT = 16
+"""Copying a query's result and merging it with that for other keys, in scores of its head. Row "window 256" of
+benchmarks/parallel.py."""
+
 SCORES_PER_STRIP_OF_PRODUCTS = 1 << 16
 """Scores of all heads that plain products compute in the time that a strip takes by itself. Row "dropout, window"."""
 
