@@ -127,3 +127,24 @@ def test_an_interruption_is_quiet_while_a_command_still_loads() -> None:
         _, said = started.communicate()
         # at once, the interpreter may stand before or in the first instruction of main: it says three lines for each
         assert len(said.splitlines()) <= (6 if wait == 0 else 0), said
+
+
+SWALLOWING = """
+import os, signal, sys
+from regard import cli
+from regard.cli import app
+
+def interrupted_import(**more):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("cannot load module more than once per process") from None
+
+app.app = interrupted_import
+cli.main()
+"""
+
+
+def test_an_interruption_that_a_library_hides_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", SWALLOWING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

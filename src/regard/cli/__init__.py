@@ -6,14 +6,25 @@ exit code 2. A command imports what it needs when it runs, so that ``--help`` is
 Here belongs what turns words on a command line into calls. What a command does and shows is in the rest of the package.
 """
 
+import signal
 import sys
+from types import FrameType
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Runs the command line; an interruption is quiet from the first moment on."""
+    interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
     try:
+        signal.signal(signal.SIGINT, interrupt)
         from regard.extras import need
 
         try:
@@ -23,6 +34,9 @@ def main() -> None:
             sys.exit(2)
         from regard.cli.app import run
 
-        run()
+        # a library that is interrupted in its import may hide that, and fail when it is imported again
+        run(interrupted=lambda: interrupted)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -3,6 +3,7 @@
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -52,8 +53,12 @@ def options(
     """Look into attention: what each head of a language model attends to, and why."""
 
 
-def run() -> None:
-    """Runs the command that was typed; bad input is one message and exit code 2."""
+def run(interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Runs the command that was typed; bad input is one message and exit code 2.
+
+    Args:
+        interrupted: whether the process was interrupted; no error is told after that.
+    """
     console = open_console(stderr=True)
     try:
         code = app(standalone_mode=False, prog_name="regard")
@@ -63,6 +68,8 @@ def run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (ValueError, TypeError, ImportError, RuntimeError, OSError) as error:
+        if interrupted():
+            sys.exit(130)
         tell(console, f"regard: {error}", style="red")
         sys.exit(2)
     except Exception as error:

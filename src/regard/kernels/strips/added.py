@@ -7,6 +7,7 @@ place. Any other bias is evaluated for every score.
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,6 +58,16 @@ class Added:
             self._band_is_in_row = True
             inside = band.allowed(*_all_distances(scoring.grid))
             self._row = self._row.masked_fill(~inside[:, :, 0], -math.inf)
+
+    @cached_property
+    def hides(self) -> bool:
+        """Whether a bias may hide something; looked up only in the few numbers by distance."""
+        if self._given or self._others:
+            return True
+        if self._row is None:
+            return False
+        looking_costs = self._row.device.type != "cpu" or torch._C._are_functorch_transforms_active()
+        return looking_costs or bool(self._row.isneginf().any())
 
     def of(self, strip: Strip) -> "AddedToStrip":
         return AddedToStrip(self, strip)
@@ -142,9 +153,7 @@ class AddedToStrip:
     @property
     def may_hide_all(self) -> bool:
         """Whether some query may see no key at all, as far as is known without looking at numbers."""
-        call, hidden = self.call, self._hidden
-        numbers = call._row is not None or call._given or self._made is not None
-        return bool(numbers) or (hidden is not None and hidden.queries is not None)
+        return self.call.hides or (self._hidden is not None and self._hidden.queries is not None)
 
     def reversed_tile(self) -> Tensor | None:
         """All of it with the last query first, as a view of the row of numbers by distance; None if that is not all.

@@ -74,7 +74,7 @@ def forward(
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
     added = Added(scoring, plan, upcast(query[:0]).dtype)
-    careful = _may_leak(scoring, plan, query, key, value)
+    careful = (plan.hides or added.hides) and not harmless(query, key, value)  # what is hidden could reach a result
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
     output = empty(*query.shape[:3], value.shape[3])
@@ -132,7 +132,7 @@ def backward(
     whole_rows = not by_flash and not plan.merges and query.dtype != lse.dtype
     less_lse = torch.zeros_like(lse) if grad_lse is None else -grad_lse
     added = Added(scoring, plan, lse.dtype, learned)
-    careful = _may_leak(scoring, plan, query, key, value)
+    careful = (plan.hides or added.hides) and not harmless(query, key, value)  # what is hidden could reach a result
     # gradients of shared keys accumulate in float32, whatever the call's dtype
     if grads is None:
         grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
@@ -191,11 +191,6 @@ def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
     return plain and fused.FLASH and query.device.type == "cpu"
 
 
-def _may_leak(scoring: Scoring, plan: StripPlan, *tensors: Tensor) -> bool:
-    """Whether what is hidden could reach a result: something is hidden, and not every number is harmless."""
-    return (plan.hides or scoring.bias is not None) and not harmless(*tensors)
-
-
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
     """The strips that have anything to compute."""
     return (strip for strip in plan.strips if strip.keys and all(query.shape[:3]))
@@ -227,7 +222,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     else:
         numbers = part.added.whole()
     output, lse = fused.flash(query, key, value, scale=scale, attn_mask=numbers)
-    if numbers is not None:
+    if numbers is not None and part.added.may_hide_all:
         nothing = lse == 0.0  # the operator's lse of a fully masked query, and by coincidence of others
         if bool(nothing.any()):
             empty = (numbers.amax(-1) == -math.inf).expand(lse.shape)
