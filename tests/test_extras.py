@@ -148,3 +148,22 @@ cli.main()
 def test_an_interruption_that_a_library_hides_is_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", SWALLOWING], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+LOSING = """
+import os, signal
+from regard import cli
+from regard.cli import app
+
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+app.app = lambda **more: [Interrupting() and None, print("went on")]
+cli.main()
+"""
+
+
+def test_an_interruption_that_python_cannot_raise_ends_the_command() -> None:
+    done = subprocess.run([sys.executable, "-c", LOSING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

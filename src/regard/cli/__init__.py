@@ -6,6 +6,7 @@ exit code 2. A command imports what it needs when it runs, so that ``--help`` is
 Here belongs what turns words on a command line into calls. What a command does and shows is in the rest of the package.
 """
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -22,8 +23,14 @@ def main() -> None:
         interrupted = True
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
+    def end_at_once(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is KeyboardInterrupt:  # raised where Python only tells of it, and would go on
+            os._exit(130)
+        sys.__unraisablehook__(lost)
+
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     try:
+        sys.unraisablehook = end_at_once
         signal.signal(signal.SIGINT, interrupt)
         from regard.extras import need
 
@@ -39,4 +46,5 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[0])
+        sys.unraisablehook = before[1]
