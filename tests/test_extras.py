@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -167,3 +168,25 @@ cli.main()
 def test_an_interruption_that_python_cannot_raise_ends_the_command() -> None:
     done = subprocess.run([sys.executable, "-c", LOSING], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "ours"),
+    [
+        ("generate", "--max-new-tokens", "--count"),
+        ("train", "--lr", "--learning-rate"),
+        ("train", "--d-model", "--dim"),
+    ],
+)
+def test_an_option_of_other_programs_is_answered_with_its_name_here(command: str, theirs: str, ours: str) -> None:
+    done = run(command, "x", theirs, "8")
+    assert done.returncode == 2
+    assert re.search(rf"No such option: {theirs}\b.*{ours}\b", done.stderr)
+    assert ours not in run("explain", "x", theirs, "8").stderr  # a command that has no such option
+
+
+def test_an_option_without_its_value_is_one_error() -> None:
+    done = run("generate", "x", "--temperature")
+    assert done.returncode == 2
+    assert "Option '--temperature' requires an argument" in done.stderr
+    assert "Traceback" not in done.stderr

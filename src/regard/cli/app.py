@@ -53,6 +53,21 @@ def options(
     """Look into attention: what each head of a language model attends to, and why."""
 
 
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("--max-new-tokens", "--max-tokens", "--max-length", "--n-predict"), "--count"),
+    **dict.fromkeys(("--lr", "--learning_rate"), "--learning-rate"),
+    **dict.fromkeys(("--max-steps", "--max_steps", "--iterations", "--max-iters"), "--steps"),
+    **dict.fromkeys(("--n-layer", "--num-layers", "--num-hidden-layers"), "--layers"),
+    **dict.fromkeys(("--n-head", "--num-heads", "--num-attention-heads"), "--heads"),
+    **dict.fromkeys(("--n-embd", "--hidden-size", "--d-model"), "--dim"),
+    **dict.fromkeys(("--block-size", "--seq-len", "--max-seq-len"), "--context-length"),
+    **dict.fromkeys(("--grad-clip", "--max-grad-norm"), "--clip"),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum"), "--accumulate"),
+    **dict.fromkeys(("--per-device-train-batch-size", "--micro-batch-size"), "--batch-size"),
+}
+"""What other programs call an option, and what regard calls it: who types the one is told the other."""
+
+
 def run(interrupted: Callable[[], bool] = lambda: False) -> None:
     """Runs the command that was typed; bad input is one message and exit code 2.
 
@@ -77,6 +92,9 @@ def run(interrupted: Callable[[], bool] = lambda: False) -> None:
         if not hasattr(usage, "show"):
             raise
         usage.message = obeyed_by_none(usage.message)
+        meant = NAMES_ELSEWHERE.get(getattr(usage, "option_name", ""))
+        if meant is not None and any(meant in parameter.opts for parameter in usage.ctx.command.params):
+            usage.possibilities = [meant]
         usage.show()
         sys.exit(2)
     sys.exit(code if isinstance(code, int) else 0)
