@@ -74,7 +74,7 @@ def forward(
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
     added = Added(scoring, plan, upcast(query[:0]).dtype)
-    careful = (plan.hides or added.hides) and not harmless(query, key, value)  # what is hidden could reach a result
+    careful = _may_leak(added, plan, query, key, value)
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
     output = empty(*query.shape[:3], value.shape[3])
@@ -132,7 +132,7 @@ def backward(
     whole_rows = not by_flash and not plan.merges and query.dtype != lse.dtype
     less_lse = torch.zeros_like(lse) if grad_lse is None else -grad_lse
     added = Added(scoring, plan, lse.dtype, learned)
-    careful = (plan.hides or added.hides) and not harmless(query, key, value)  # what is hidden could reach a result
+    careful = _may_leak(added, plan, query, key, value)
     # gradients of shared keys accumulate in float32, whatever the call's dtype
     if grads is None:
         grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
@@ -189,6 +189,11 @@ def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
     """Whether torch's operator supports the call, on this device."""
     plain = dropout is None and scoring.softcap is None and scoring.additive is None
     return plain and fused.FLASH and query.device.type == "cpu"
+
+
+def _may_leak(added: Added, plan: StripPlan, *tensors: Tensor) -> bool:
+    """Whether what is hidden could reach a result: something is hidden, and not every number is harmless."""
+    return (plan.hides or added.hides) and not harmless(*tensors)
 
 
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
