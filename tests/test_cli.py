@@ -245,6 +245,14 @@ def test_vectors_are_made_of_lines_that_are_piped_in(
     assert Run(capsys, "embed", "-", "--model", model).out == wanted
 
 
+def test_translations_stand_beside_the_lines_that_are_piped_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "\ufeff3. März 2026\r\n\r\n2026年3月3日\r\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert Run(capsys, "translate").out == "2026-03-03\n\n2026-03-03\n"
+
+
 def test_standard_input_is_read(model: Path) -> None:
     command = [
         sys.executable,

@@ -104,8 +104,15 @@ def test_an_encoder_that_learned_hidden_tokens_is_where_a_classifier_starts(tabl
     first, then = (load(tmp_path / name).model.encoder.state_dict() for name in ("masked", "then"))
     for name in first:
         assert_close(first[name], then[name], tolerance=1e-3)
-    with pytest.raises(ValueError, match=r"--from: .* is a model of another kind, a masked language model"):
+    with pytest.raises(ValueError, match=r"--from: .* is a model of another kind: masked language model"):
         begin(tmp_path / "other", Recipe(data=str(texts), start_from=str(tmp_path / "masked")))
+
+
+def test_hidden_tokens_are_learned_in_bfloat16_without_a_word_from_torch() -> None:
+    model = MaskedLanguageModel(ModelConfig(vocab_size=29, context_length=8, dim=12, layers=1, heads=2, norm="rms"))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(torch.randint(29, (2, 7)))
+    assert logits.isfinite().all()
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -175,6 +182,7 @@ BAD = {
     "label_once.csv": ("text,label\na,x\nb,x\nc,y\n", "there is one of 'y'"),
     "one_label.csv": ("text,label\na,x\nb,x\n", "expected two labels or more, got 'x' alone"),
     "table.xml": ("<a/>", "expected a table, a file in .csv, .tsv, .jsonl, got .xml"),
+    "no_rows.jsonl": ("\n\n", "expected rows with names, found none"),
     "broken.jsonl": ('{"text": "a", "label": "b"}\n{"text"', "line 2 is no JSON"),
 }
 

@@ -37,6 +37,7 @@ def test_a_text_is_read_with_newlines_alone_and_without_a_byte_order_mark(tmp_pa
     [
         (b"", "the file is empty"),
         (b"\xef\xbb\xbf", "the file is empty"),
+        ("caf\xe9".encode("utf-16"), "expected UTF-8, got UTF-16\n  hint: save the file as UTF-8"),
         (b"PK\x03\x04\x00", "got NUL at byte 4"),
         (b"caf\xe9 noir", "expected UTF-8, got 0xe9 at byte 3 "),
         (b"\xef\xbb\xbfcaf\xe9 noir", "expected UTF-8, got 0xe9 at byte 6 "),

@@ -1,5 +1,7 @@
 """Pairs of texts: read from tables, batched, learned, gone on with."""
 
+import csv
+import io
 import json
 import random
 from pathlib import Path
@@ -44,6 +46,36 @@ def test_the_same_rows_are_read_from_csv_tsv_and_jsonl(tmp_path):
         assert read_table(tmp_path / name, ["to", "from"]).rows == [(b, a) for a, b in rows]
     assert read_table(tmp_path / "a.csv", [None, None]).columns == ("from", "to")
     assert read_table(tmp_path / "a.csv", [None, "from"]).columns == ("to", "from")
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [('"Yes", she said', "a"), ("plain", "b")],
+        [("two\nlines", "a"), ('a "word"', "b")],
+        [("a\ttab", "a"), ('"all of it"', "b")],
+        [('"', "a"), ("'", "b")],
+    ],
+)
+def test_fields_that_a_program_put_in_quotes_are_read_without_them(rows, quoting, tmp_path):
+    text = io.StringIO()
+    csv.writer(text, delimiter="\t", quoting=quoting).writerows([("from", "to"), *rows])
+    assert read_table(written(tmp_path, "a.tsv", text.getvalue()), [None, None]).rows == rows
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [('"open', "a"), ('close"', "b")],
+        [('"Yes" she said', "a"), ('"all of it"', "b")],
+        [('"all of it"', "a"), ("plain", '"')],
+        [('6" by 8""', "a"), ('""', "b")],
+    ],
+)
+def test_quotes_in_fields_apart_by_tabs_stay_where_nothing_was_quoted(rows, tmp_path):
+    text = "from\tto\n" + "".join(f"{a}\t{b}\n" for a, b in rows)
+    assert read_table(written(tmp_path, "a.tsv", text), [None, None]).rows == rows
 
 
 @pytest.mark.parametrize(
@@ -196,7 +228,7 @@ def test_what_cannot_be_trained_on_is_said_before_anything_is_written(table, tmp
     for given, says in (
         ({}, "--data: expected a table of pairs"),
         ({"data": str(table), "target": "words"}, "expected a column 'words', the file has letters, digits"),
-        ({"data": str(table), "start_from": "stdlib"}, "--from: stdlib is a model of another kind, a decoder"),
+        ({"data": str(table), "start_from": "stdlib"}, "--from: stdlib is a model of another kind: decoder"),
         ({"data": str(table), "context_length": 2}, "no pair fits into 2 tokens"),
     ):
         with pytest.raises(ValueError, match=says):

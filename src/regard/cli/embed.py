@@ -131,7 +131,7 @@ def _texts(command: str, texts: list[str] | None, data: Path | None, column: str
     elif data.suffix.lower() in KINDS:
         found = [text for (text,) in read_table(data, [column]).rows]
     else:
-        found = [line for line in read_text(data).splitlines() if line.strip()]
+        found = [line for line in read_text(data).split("\n") if line.strip()]
     if not found or not all(text.strip() for text in found):
         raise ValueError(f"{command}: expected texts with something in them, got {'an empty one' if found else 'none'}")
     return found

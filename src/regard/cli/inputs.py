@@ -33,27 +33,29 @@ def read_text_argument(text: str) -> tuple[str, str]:
 
 def read_input() -> str:
     """What is piped in, or nothing."""
-    from regard.training.text import MAX_TEXT_BYTES
+    from regard.training.text import MAX_TEXT_BYTES, as_text
 
     data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise ValueError(f"standard input: more than {MAX_TEXT_BYTES:,} bytes")
-    try:
-        words = data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input: not UTF-8 text ({error.reason} at byte {error.start:,})") from None
-    if "\0" in words:
-        raise ValueError("standard input: a binary file, not text")
-    return words
+    return as_text("standard input", data)
 
 
 def read_texts(command: str, texts: Sequence[str]) -> list[str]:
     """The arguments, without space around them, or in place of - the lines of standard input that are not blank."""
+    return [line for line in read_lines(command, texts) if line]
+
+
+def read_lines(command: str, texts: Sequence[str]) -> list[str]:
+    """As `read_texts`, with the blank lines of standard input, for output that stands line by line beside its input."""
     found = []
     for text in texts:
-        lines = read_text_argument("-")[0].splitlines() if text == "-" else [words_of(command, text)]
-        found += [line.strip() for line in lines if line.strip()]
-    if not found:
+        if text == "-":
+            found += read_text_argument("-")[0].removesuffix("\n").split("\n")
+        else:
+            found.append(words_of(command, text))
+    found = [line.strip() for line in found]
+    if not any(found):
         raise ValueError("standard input: no line with something in it")
     return found
 
@@ -65,7 +67,7 @@ def words_of(command: str, text: str) -> str:
         ValueError: it is empty, or the name of a file.
     """
     if not text.strip():
-        raise ValueError(f'text: empty; give one in quotes, as in regard {command} "3 March 2026"')
+        raise ValueError(f'text: empty; give one in quotes, as in regard {command} "the cat sat"')
     if os.path.isfile(text):
         raise ValueError(f"text: {text!r} is a file; to read what is in it: regard {command} - < {shlex.quote(text)}")
     return text

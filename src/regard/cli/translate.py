@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli.console import open_console
-from regard.cli.inputs import load_model, read_texts
+from regard.cli.inputs import load_model, read_lines
 from regard.cli.options import JsonOption, ModelOption
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def translate(
     """Translate texts, with a model that was trained on pairs.
 
     The bundled model reads a date as people write it, in one of 66 languages, and writes it as ISO 8601. There is one
-    line of output for each text, in order.
+    line of output for each text, in order, and a blank one for a blank line of standard input.
 
     [bold]Examples[/bold]
 
@@ -55,17 +55,20 @@ def translate(
     """
     from regard.training.translating import translate_texts
 
-    sources = read_texts("translate", texts or ["-"])
+    lines = read_lines("translate", texts or ["-"])
+    sources = [line for line in lines if line]
     loaded = load_model(model, "encoder-decoder")
     found = translate_texts(
         loaded.model, loaded.tokenizer, sources, count=count, beams=beams, length_penalty=length_penalty
     )
-    for source, translations in zip(sources, found, strict=True):
-        if as_json:
-            told = {"source": source, "translations": [translation._asdict() for translation in translations]}
+    given = iter(found)
+    for line in lines:
+        translations = next(given) if line else []
+        if not as_json:
+            _print(line, translations if every else translations[:1], every)
+        elif line:
+            told = {"source": line, "translations": [translation._asdict() for translation in translations]}
             print(json.dumps(told, ensure_ascii=False), flush=True)
-        else:
-            _print(source, translations if every else translations[:1], every)
 
 
 def _print(source: str, translations: "list[Translation]", every: bool) -> None:
@@ -74,6 +77,8 @@ def _print(source: str, translations: "list[Translation]", every: bool) -> None:
     console = open_console()
     # a file gets the text as it is; a terminal gets nothing that it would obey
     shown = obeyed_by_none if console.is_terminal else str
+    if not translations:
+        print(flush=True)
     for translation in translations:
         line = translation.text if not every else f"{translation.probability:.4f}\t{translation.text}\t{source}"
         print(shown(line), flush=True)

@@ -317,7 +317,7 @@ def _first(name: str, kind: type[Task]) -> Loaded[Any]:
     """The model that a run starts from."""
     first = load(name)
     if not kind.may_start_from(first.model):
-        raise ValueError(f"--from: {name} is a model of another kind, a {describe(first.model)}")
+        raise ValueError(f"--from: {name} is a model of another kind: {describe(first.model)}")
     return first
 
 

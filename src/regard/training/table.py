@@ -1,7 +1,7 @@
 """Rows of texts from a table: a CSV, TSV or JSONL file with named columns.
 
     .csv     fields in quotes where they hold a comma, a quote or a newline (RFC 4180); the first row names the columns
-    .tsv     fields apart by tabs, nothing quoted; the first row names the columns
+    .tsv     fields apart by tabs, in quotes where the program that wrote them quotes; the first row names the columns
     .jsonl   one JSON object in each line
 
 A row in which a wanted field is missing or blank is left out, and counted.
@@ -10,6 +10,7 @@ A row in which a wanted field is missing or blank is left out, and counted.
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -54,6 +55,8 @@ def read_table(path: str | PathLike[str], columns: Sequence[str | None]) -> Tabl
     if kind not in KINDS:
         raise ValueError(f"{path}: expected a table, a file in {', '.join(KINDS)}")
     names, records = KINDS[kind](str(path), text)
+    if not names:
+        raise ValueError(f"{path}: expected rows with names, found none")
     chosen = _chosen(str(path), names, columns)
     found = [tuple(record.get(name, "").strip() for name in chosen) for record in records]
     rows = [row for row in found if all(row)]
@@ -79,18 +82,45 @@ Records = tuple[list[str], Iterator[dict[str, str]]]
 
 
 def _csv(path: str, text: str) -> Records:
-    def lines() -> Iterator[list[str]]:
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        try:
-            yield from reader
-        except csv.Error as error:
-            raise ValueError(f"{path}: line {reader.line_num:,} is no CSV: {error}") from None
+    return _with_names(path, _quoted(path, text, ","))
 
-    return _with_names(path, lines())
+
+def _quoted(path: str, text: str, apart: str) -> Iterator[list[str]]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=apart, strict=True)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {reader.line_num:,} is no CSV: {error}") from None
 
 
 def _tsv(path: str, text: str) -> Records:
-    return _with_names(path, (line.split("\t") for line in text.split("\n")))
+    """Some programs quote fields that hold a quote, a tab or a newline, as in a CSV; others write them as they are."""
+    plain = [line.split("\t") for line in text.split("\n")]
+    rows = plain
+    if '"' in text:
+        try:
+            quoted = list(_quoted(path, text, "\t"))
+        except ValueError:
+            pass
+        else:
+            if _even(quoted) and (not _even(plain) or _in_quotes(plain)):
+                rows = quoted
+    return _with_names(path, iter(rows))
+
+
+def _even(rows: list[list[str]]) -> bool:
+    """Whether every row has as many fields as the first."""
+    return all(len(row) == len(rows[0]) for row in rows if any(row))
+
+
+def _in_quotes(rows: list[list[str]]) -> bool:
+    """Whether fields have what only a program that quotes writes: doubled quotes, or quotes around every name."""
+    return all(_QUOTED.fullmatch(name) for name in rows[0]) or any(
+        _QUOTED.fullmatch(field) and '""' in field[1:-1] for row in rows for field in row
+    )
+
+
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 def _with_names(path: str, lines: Iterator[list[str]]) -> Records:

@@ -18,6 +18,7 @@ References:
     [2] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2.
 """
 
+import codecs
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -80,17 +81,30 @@ def read_text(path: str | PathLike[str], *, largest: int = MAX_TEXT_BYTES) -> st
         raise ValueError(
             f"{path}: expected at most {largest:,} bytes, got {max(size, len(data)):,}\n  hint: split the file"
         )
+    text = as_text(str(path), data)
+    if not text:
+        raise ValueError(f"{path}: the file is empty")
+    return text
+
+
+def as_text(name: str, data: bytes) -> str:
+    """UTF-8 as text, its line ends made newlines and without a byte-order mark; `name` is what an error calls it.
+
+    >>> as_text("notes", b"one\\r\\ntwo")
+    'one\\ntwo'
+    """
+    hint = "save the file as UTF-8"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name}: expected UTF-8, got UTF-16\n  hint: {hint}")
     if (nul := data.find(0)) >= 0:
-        raise ValueError(f"{path}: expected text, got NUL at byte {nul:,}\n  hint: this looks like a binary file")
+        raise ValueError(f"{name}: expected text, got NUL at byte {nul:,}\n  hint: this looks like a binary file")
     try:
         text = data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: expected UTF-8, got 0x{data[error.start]:02x} at byte {error.start:,} ({error.reason})\n"
-            "  hint: save the file as UTF-8"
+            f"{name}: expected UTF-8, got 0x{data[error.start]:02x} at byte {error.start:,} ({error.reason})\n"
+            f"  hint: {hint}"
         ) from None
-    if not text:
-        raise ValueError(f"{path}: the file is empty")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
