@@ -228,7 +228,8 @@ def test_each_row_of_a_batch_has_its_own_weights_and_tokens(browser):
     query, key = torch.randn(2, 3, 2, 30, 8, generator=torch.Generator().manual_seed(5))
     seen = regard.observe(query, key, mask=Causal())
     run = run_of(seen)
-    run.others = {30: [of_ids([100 * row + n for n in range(30)]) for row in range(3)]}
+    texts = tuple(of_ids([100 * row + n for n in range(30)]) for row in range(3))
+    run.texts = dict.fromkeys(run.layers, texts)
     with served(Session([run])) as address, opened(browser, f"{address}#batch=2&layer=0&head=1&query=20") as page:
         for row in (2, 0):
             assert page.get_by_label("Row", exact=True).input_value() == str(row)
@@ -405,6 +406,13 @@ def test_a_token_shows_as_text_whatever_it_holds(browser):
         assert '<img src="x"' in page.locator(".what").inner_text()
 
 
+def test_a_character_of_several_tokens_is_written_once(browser):
+    with served(bundled_session("x = 夜")) as address, opened(browser, address) as page:
+        parts = page.locator(".text").inner_text().replace("夜", "", 1)
+        assert "夜" not in parts
+        assert "2/" in parts
+
+
 # ---- one token, step by step
 
 
@@ -557,6 +565,18 @@ def test_a_head_that_is_off_changes_the_guesses_as_an_intervention_does(browser,
         page.get_by_label("Undo 5.0 off").click()
         at_rest(page)
         assert len(state_of(page)["changes"]) == 1
+
+
+@pytest.mark.parametrize("typed", ["3.5", "-1", "482", ""])
+def test_only_a_token_of_the_text_can_be_hidden(browser, bundled, typed):
+    _, address = bundled
+    with opened(browser, f"{address}#layer=5&head=0&query=300&tab=change") as page:
+        page.get_by_label("do", exact=True).select_option("k")
+        page.get_by_label("Factor, or token").fill(typed)
+        page.get_by_role("button", name="Add").click()
+        page.get_by_text(f"{typed or 'Nothing'} is no token of this text").wait_for()
+        assert state_of(page)["changes"] == []
+        page.get_by_role("button", name="Close").click()
 
 
 def test_two_heads_side_by_side_say_how_far_apart_they_are(browser, random):

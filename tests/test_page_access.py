@@ -54,14 +54,16 @@ def recorded(query_len, key_len, *, heads=2, seed=0, scoring=None, **more):
     return Recorded(seen.query, seen.key, seen.scoring, seen.lse, value=value, **more)
 
 
-def cross_session():
-    german, english = words("die Katze sass auf der Matte"), words("the cat sat on the mat because it was tired")
+def cross_session(source="the cat sat on the mat because it was tired"):
+    german, english = words("die Katze sass auf der Matte"), words(source)
     queries, keys = len(german), len(english)
     layers = {
         "decoder.self": recorded(queries, queries, scoring={"mask": Causal()}),
         "decoder.cross": recorded(queries, keys, seed=1, cross=True),
+        "encoder.self": recorded(keys, keys, seed=2),
     }
-    return Session([Run("translator", "a sentence", layers, german, {keys: [english]})])
+    texts = {**dict.fromkeys(("decoder.self", "decoder.cross"), (german,)), "encoder.self": [english]}
+    return Session([Run("translator", "a sentence", layers, texts=texts)])
 
 
 def picture_session():
@@ -176,6 +178,21 @@ def test_cross_attention_is_two_texts(browser):
         page.locator('[data-head="0.1"]').click()
         at_rest(page)
         assert page.locator(".text").count() == 1
+
+
+def test_two_texts_of_as_many_tokens_are_not_taken_for_each_other(browser):
+    with served(cross_session("the cat sat on the mat")) as address, opened(browser, f"{address}#layer=1") as page:
+        german, english = page.locator(".text").all_inner_texts()
+        assert "Katze" in german
+        assert "cat" in english
+        for layer, text in ((0, german), (2, english), (0, german)):
+            page.locator(f'[data-head="{layer}.0"]').click()
+            at_rest(page)
+            assert page.locator(".text").all_inner_texts() == [text]
+        page.get_by_role("tab", name="Two heads").click()
+        at_rest(page)
+        others = page.get_by_label("Compare with").locator("option").all()
+        assert [one.get_attribute("value") for one in others] == ["", "0.1"]
 
 
 def test_patches_are_shown_on_their_picture(browser):

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from browsing import at_rest, browsing, opened, pixel_of, shows, state_of, tile_of
-from regard import Causal, Window
+from regard import Causal, Window, observe
+from regard.recording.texts import Recorded
 
 pytest.importorskip("starlette", reason="the page needs the extra regard[view]")
 
+from regard.viewer.run import Run
+from regard.viewer.session import Session
 from viewing import bundled_session, finished, floats, observed_session
 
 PROGRAM = "def total(prices):\n    return sum(prices)\n\n\ndef mean(prices):\n    return total(prices)\n"
@@ -76,7 +79,7 @@ def test_every_panel_of_a_saved_page_works_offline(browser, whole):
         shows(page, tab="columns")
         assert page.locator(".more thead th:visible").count() == 37
         shows(page, tab="change")
-        page.get_by_text("This needs the model itself").wait_for()
+        page.get_by_text("This needs a model that foretells").wait_for()
         shows(page, tab="example")
         page.get_by_label("x, row 0, column 0").fill("3")
         page.wait_for_timeout(200)
@@ -118,3 +121,32 @@ def test_one_long_head_is_a_small_file_with_an_exact_map(browser, tmp_path):
             keys=slice(1300 // cell * cell, (1300 // cell + 1) * cell),
         )[0, 1]
         assert found["code"] == pytest.approx(65535 + 2048 * float(block.max().log2()), abs=300)
+
+
+def test_a_saved_page_has_the_picture_that_was_read(browser, tmp_path):
+    picture = torch.zeros(20, 30, 4, dtype=torch.uint8)
+    picture[..., 1] = picture[..., 3] = 255  # green
+    seen = observe(*torch.randn(2, 1, 1, 6, 4, generator=torch.Generator().manual_seed(3)))
+    layer = Recorded(seen.query, seen.key, seen.scoring, patches=(2, 3))
+    session = Session([Run("vision", "a picture", {"vision": layer}, picture=picture)])
+    with opened(browser, saved(session, tmp_path), offline=True) as page:
+        drawn = page.locator(".pictures canvas").evaluate(
+            "canvas => [...canvas.getContext('2d').getImageData(2, 2, 1, 1).data]"
+        )
+        assert drawn[1] > drawn[2] + 20
+
+
+def test_what_a_saved_page_cannot_tell_of_a_head_is_not_told_of_another(browser, tmp_path):
+    bias = torch.zeros(2, 40, 40)
+    bias[1] = torch.randn(40, 40, generator=torch.Generator().manual_seed(1))
+    session, _ = observed_session(40, bias=bias)
+    with opened(browser, saved(session, tmp_path), offline=True) as page:
+        shows(page, layer=0, head=0, query=20, key=3, arcs=True)
+        panels = [page.locator(".text-panel tbody tr"), page.locator(".steps li"), page.locator(".readout b")]
+        panels[-1].wait_for()
+        shows(page, head=1)
+        page.get_by_text("no single weight can be read").wait_for()
+        at_rest(page)
+        assert [panel.count() for panel in panels] == [0, 0, 0]
+        assert page.locator(".text [style*=background]").count() == 0
+        page.get_by_role("button", name="Close").click()

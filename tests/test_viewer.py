@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from regard import Alibi, Causal, Dense, Document, Padding, Window
+from regard import Alibi, Causal, Dense, Document, Padding, Prefix, Window
 from regard.viewer.codes import ONE, PER_OCTAVE, decode, encode
 from viewing import ask, observed_session
 
@@ -121,3 +121,19 @@ def test_a_larger_cell_says_where_its_largest_weight_is(session_and_weights):
     assert cell["max"] == pytest.approx(float(part.max()), rel=1e-4)
     assert cell["mass"] == pytest.approx(float(part.sum()) / 32, rel=1e-4)
     assert float(weights[0, cell["query"], cell["key"]]) == float(part.max())
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (Causal() & Window(30), "window 30"),
+        (Causal() & (Window(20) | Prefix(3)), "window 20 and the first 3"),
+        (Causal() & (Prefix(torch.tensor([3])) | Window(20)), "window 20 and the first keys"),
+        (Causal() | Prefix(3), None),
+        (Causal() & (Window(20) | Document(torch.zeros(60, dtype=torch.int64))), None),
+    ],
+)
+def test_a_window_is_named_with_the_first_keys_that_are_seen_besides(mask, words):
+    session, _ = observed_session(60, mask=mask)
+    (layer,) = ask(session, "info")[0]["layers"]
+    assert [trait for trait in layer["traits"] if "window" in trait] == ([] if words is None else [words])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import regard
-from regard import Alibi, Causal, Dense, Prefix, Window
+from regard import Alibi, Causal, Dense, Prefix, Strided, Window
 from regard.viewer import export as exporting
 from regard.viewer import notebook
 from regard.viewer.bundle import STATIC, joined, sources
@@ -60,6 +60,9 @@ class File:
         return torch.where(seen, (scores - lse[:, None]).exp(), 0.0)
 
 
+OF_DISTANCE = torch.randn(2, 299, generator=torch.Generator().manual_seed(1)).unfold(1, 150, 1).flip(1)
+"""A bias [heads, 150, 150] that only a look at its numbers shows to be one of distances."""
+
 CALLS = {
     "causal": {},
     "streaming": {"mask": Causal() & (Window(40) | Prefix(3))},
@@ -67,6 +70,9 @@ CALLS = {
     "softcap and sink": {"softcap": 3.0, "sink": torch.tensor([1.0, -2.0])},
     "alibi": {"bias": Alibi(2) + Alibi(slopes=torch.tensor([0.5, 0.1]))},
     "grouped": {"heads": 4, "kv_heads": 2},
+    "every third": {"mask": Causal() & Strided(3)},
+    "at random": {"mask": Dense(torch.rand(150, 150, generator=torch.Generator().manual_seed(1)) > 0.5)},
+    "a table of distances": {"bias": OF_DISTANCE},
 }
 
 
@@ -95,7 +101,8 @@ def test_the_weights_that_follow_from_a_file_are_those_of_the_call(scoring):
     ],
     ids=["a table", "at random"],
 )
-def test_what_a_browser_cannot_compute_is_finished_cells(scoring):
+def test_what_a_browser_cannot_compute_is_finished_cells(scoring, monkeypatch):
+    monkeypatch.setattr(exporting, "MAX_SPANS", 200)
     session, exact = observed_session(200, **scoring)
     file = File(export(session.runs[0]))
     for head, weights in zip(file.data["heads"], exact.weights()[0], strict=True):
@@ -256,12 +263,30 @@ def test_each_row_of_a_batch_has_its_tokens_and_its_file():
         session.handle("start", {"what": "export", "batch": 2})
 
 
+def test_each_layer_has_the_tokens_that_it_read():
+    torch.manual_seed(0)
+    model = regard.EncoderDecoder(regard.ModelConfig(vocab_size=30, context_length=8, dim=8, layers=1, heads=2))
+    with torch.inference_mode(), regard.record(model) as recording:
+        model(torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9]]))
+    session = Session([notebook.run_of(recording)])
+    layers = session.handle("info", {})[0]["layers"]
+    read = {
+        layer["name"]: [session.handle("tokens", {"layer": n, "of": of})[0]["ids"] for of in ("query", "key")]
+        for n, layer in enumerate(layers)
+    }
+    source, target = [3, 4, 5], [7, 8, 9]
+    assert [*read.values()] == [[source, source], [target, target], [target, source]]
+    assert [layer["texts"] for layer in layers] == [[0, 0], [1, 1], [1, 0]]
+
+
 def test_what_is_viewed_can_be_an_observation_and_an_image_has_its_picture():
     seen = regard.observe(*torch.randn(2, 1, 2, 5, 4), mask=Causal())
     run = notebook.run_of(seen)
     assert run.names == ["attention"]
     image = torch.rand(3, 4, 6)
     run = notebook.run_of(seen, image=image)
+    file = File(export(run))
+    assert torch.equal(file.blob(file.data["picture"], torch.uint8).view(4, 6, 4), run.picture)
     meta, data = Session([run]).handle("picture", {})
     assert meta == {"width": 6, "height": 4}
     pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(4, 6, 4)

@@ -2,8 +2,8 @@
 
 A browser computes every weight itself, from query and key, a log-sum-exp for every query, and the ranges of keys that
 each query may attend to; so any mask, softcap, sink and bias of distances is exact, but for the rounding of query and
-key that the file states. A head that this cannot say (additive similarity, a bias that is a table, a mask that hides
-keys at random) has finished cells instead.
+key that the file states. A head that this cannot say (additive similarity, a bias of each pair by itself, a mask that
+hides very many keys at random) has finished cells instead.
 
 A tensor is rounded to whole numbers of 16 bits or fewer, each row with a scale of its own, and deflated with the high
 bytes apart from the low ones. How many bits depends on how much there is.
@@ -47,8 +47,9 @@ bits and no values. More are refused: a file of some 100 MiB."""
 
 COARSE_BITS = 12
 
-MAX_SPANS_PER_QUERY = 16
-"""Ranges of visible keys, of a query on average; a mask with more has finished cells."""
+MAX_SPANS = 1 << 21
+"""Ranges of visible keys in all: 16 for each query at 131,072 tokens, or a causal mask at random at 2,900; a mask with
+more has finished cells, which take no less room."""
 
 MIN_TOKENS_WITH_CELLS, CELL_STEP, MAX_CELLS = 1024, 8, 1 << 21
 """From more tokens on the coarse cells of a head are in the file too: of 8 x 8 weights, larger where they are many."""
@@ -198,7 +199,7 @@ def _short(codes: Tensor) -> bytes:
 
 def visible_spans(scoring: Scoring) -> tuple[Tensor, Tensor, Tensor] | None:
     """Which keys each query of one head sees, as ranges: query i has those from start[i] to start[i + 1], each of the
-    keys from first to stop; int32. None where there are more than `MAX_SPANS_PER_QUERY` for a query."""
+    keys from first to stop; int32. None where there are more than `MAX_SPANS`."""
     query_len, key_len = scoring.grid.query_len, scoring.grid.key_len
     counts, firsts, stops, total = [], [], [], 0
     for start in range(0, query_len, QUERIES_AT_ONCE):
@@ -212,7 +213,7 @@ def visible_spans(scoring: Scoring) -> tuple[Tensor, Tensor, Tensor] | None:
         firsts.append((steps > 0).nonzero()[:, 1])
         stops.append((steps < 0).nonzero()[:, 1])
         total += len(firsts[-1])
-        if total > MAX_SPANS_PER_QUERY * query_len:
+        if total > MAX_SPANS:
             return None
     start_of = F.pad(torch.cat(counts).cumsum(0), (1, 0))
     return start_of.to(torch.int32), torch.cat(firsts).to(torch.int32), torch.cat(stops).to(torch.int32)
@@ -223,12 +224,13 @@ def of_distances(scoring: Scoring) -> Tensor | bool | None:
     one that is no function of that distance."""
     if scoring.bias is None:
         return None
-    if not _is_of_distance(scoring.bias):
-        return False
     query_len, key_len = scoring.grid.query_len, scoring.grid.key_len
     behind = scoring.bias.values(range(query_len), range(1))[0, 0, :, 0].expand(query_len)
     ahead = scoring.bias.values(range(1), range(key_len))[0, 0, 0].expand(key_len)
-    return torch.cat([behind.flip(0), ahead[1:]]).float().nan_to_num(0.0, 0.0, 0.0)
+    found = torch.cat([behind.flip(0), ahead[1:]]).float()
+    if not (_is_of_distance(scoring.bias) or _is_everywhere(scoring.bias, found, query_len)):
+        return False
+    return found.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _is_of_distance(bias: Bias) -> bool:
@@ -238,6 +240,17 @@ def _is_of_distance(bias: Bias) -> bool:
     if isinstance(bias, HeadsBias):
         return _is_of_distance(bias.bias)
     return bias.of_distance
+
+
+def _is_everywhere(bias: Bias, distances: Tensor, query_len: int) -> bool:
+    """Whether a bias of one head, such as a table that a model computed, has these numbers for every pair."""
+    windows = distances.unfold(0, len(distances) - query_len + 1, 1).flip(0)  # row i: of query i, with every key
+    parts = (range(start, min(start + QUERIES_AT_ONCE, query_len)) for start in range(0, query_len, QUERIES_AT_ONCE))
+    keys = range(windows.shape[1])
+    return all(
+        torch.equal(bias.values(rows, keys)[0, 0].float().expand(len(rows), -1), windows[rows.start : rows.stop])
+        for rows in parts
+    )
 
 
 @torch.inference_mode()
@@ -277,6 +290,7 @@ def export(
             "format": FORMAT,
             "answers": _answers(run, chosen, batch, file.bits, file.values),
             "heads": found,
+            "picture": None if run.picture is None else file.blobs.add(raw(run.picture)),
             "spans": file.spans,
             "blobs": file.blobs.packed,
         }

@@ -8,6 +8,7 @@ With anywidget it is live. Without, and in a notebook that was saved, it is the 
 import html
 import os
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,10 +53,22 @@ def run_of(seen: Recording | Observation, *, source: str = "", tokens: Any = Non
     else:
         decode = getattr(tokens, "decode", None)
         written = None if decode is None else (lambda number: str(decode([number])))
-        read = {seen.tokens.shape[1]: seen.tokens for seen in layers.values() if seen.tokens is not None}
-        run.others = {length: [of_ids(row, written) for row in rows.tolist()] for length, rows in read.items()}
+        run.texts = _texts({name: seen.tokens for name, seen in layers.items() if seen.tokens is not None}, written)
     run.picture = None if image is None else _picture(image)
     return run
+
+
+def _texts(read: Mapping[str, Tensor], written: Callable[[int], str] | None) -> dict[str, list[Tokens]]:
+    """What layers read, by name: of layers that read the same numbers one object."""
+    known: list[tuple[Tensor, list[Tokens]]] = []
+    found = {}
+    for name, ids in read.items():
+        rows = next((rows for other, rows in known if torch.equal(ids, other)), None)
+        if rows is None:
+            rows = [of_ids(row, written) for row in ids.tolist()]
+            known.append((ids, rows))
+        found[name] = rows
+    return found
 
 
 def _picture(image: Tensor) -> Tensor:

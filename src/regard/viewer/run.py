@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.masks import And, Band, Mask, Tile
+from regard.masks import And, Band, Mask, Or, Prefix, Tile
 from regard.observation import Observation
 from regard.observation.comparing import Comparison
 from regard.observation.streaming import Progress, silent
@@ -30,8 +30,8 @@ class Run:
     Attributes:
         model, source: what to call them.
         layers: what was recorded, by name, in order.
-        tokens: of the queries of batch index 0; None where nothing is known of them. others: of other texts, such as
-            the keys of cross-attention, by length and then by batch index.
+        tokens: of batch index 0, where all layers read one text; else None. texts: of the queries of a layer, by its
+            name and then by batch index; layers that read the same have the same object.
         outputs: what the model's heads gave, [batch, heads, query_len, value_dim] by layer name, where it was kept.
         written: the whole text that it was read from, with the place of its first token and how many there are.
         start: which token of the whole text comes first. total: how many the whole text has. opening: whether token 0
@@ -47,7 +47,7 @@ class Run:
     source: str
     layers: Mapping[str, Recorded]
     tokens: Tokens | None = None
-    others: Mapping[int, Sequence[Tokens]] = field(default_factory=dict)
+    texts: Mapping[str, Sequence[Tokens]] = field(default_factory=dict)
     outputs: Mapping[str, Tensor] = field(default_factory=dict)
     text: str | None = None
     reader: Any = None
@@ -125,23 +125,36 @@ class Run:
 
     def tokens_of(self, layer: int, of: str, batch: int = 0) -> Tokens:
         """The tokens of a layer's queries or keys."""
+        rows, length, patches = self._axis(layer, of)
+        return rows[batch] if batch < len(rows) else of_places(length, patches)
+
+    def _axis(self, layer: int, of: str) -> tuple[Sequence[Tokens], int, tuple[int, int] | None]:
+        """The texts along a layer's queries or keys, where they are known; how long they are; of an image, its patches.
+
+        The keys of cross-attention are the queries of another layer: the first that read another text of that length.
+        """
         seen = self.layer(layer)
         length = seen.grid.query_len if of == "query" else seen.grid.key_len
+        rows = self.texts.get(self.names[layer], ())
         if of == "key" and seen.cross:
-            return self._other(length, batch)
+            own = rows
+            rows = next((rows for rows in self.texts.values() if rows is not own and len(rows[0]) == length), ())
+            return rows, length, None
         if seen.patches is not None:
-            return of_places(length, seen.patches)
-        if self.tokens is not None and len(self.tokens) == length and batch == 0:
-            return self.tokens
-        return self._other(length, batch)
-
-    def _other(self, length: int, batch: int) -> Tokens:
-        rows = self.others.get(length, ())
-        return rows[batch] if batch < len(rows) else of_places(length)
+            return (), length, seen.patches
+        if self.tokens is not None:
+            rows = [self.tokens]
+        return (rows if rows and len(rows[0]) == length else ()), length, None
 
     def described(self) -> list[dict[str, Any]]:
-        """The layers in a few numbers each."""
-        return [_described(name, seen) for name, seen in self.layers.items()]
+        """The layers in a few numbers each; `texts`: which text the queries are, and which the keys, numbered."""
+        known: dict[tuple[Any, ...], int] = {}
+        layers = []
+        for number, (name, seen) in enumerate(self.layers.items()):
+            axes = (self._axis(number, of) for of in ("query", "key"))
+            same = [(id(rows[0]),) if rows else (length, patches) for rows, length, patches in axes]
+            layers.append({**_described(name, seen), "texts": [known.setdefault(text, len(known)) for text in same]})
+        return layers
 
     @torch.inference_mode()
     def summarise(self, progress: Progress = silent) -> list[HeadSummary]:
@@ -174,12 +187,12 @@ def of_recording(recording: Recording) -> dict[str, Recorded]:
 
 
 def _described(name: str, seen: Recorded) -> dict[str, Any]:
-    scoring, grid, window = seen.scoring, seen.grid, _window(seen)
+    scoring, grid, (window, in_words) = seen.scoring, seen.grid, _window(seen)
     kv_heads = seen.key.shape[1]
     group = grid.heads // kv_heads
     traits = {
         "cross-attention": seen.cross,
-        f"window {window or 0:,}": window is not None,
+        in_words: window is not None,
         "sink": scoring.sink is not None,
         f"{group} heads per key head": group > 1,
         f"{' × '.join(map(str, seen.patches or ()))} patches": seen.patches is not None,
@@ -221,10 +234,18 @@ def _hides_later_keys(seen: Recorded) -> bool:
     return bool(later) and all(mask.tile(range(row, row + 1), range(key, key_len)) is Tile.EMPTY for row, key in later)
 
 
-def _window(seen: Recorded) -> int | None:
-    """How many keys back a query sees at most, itself included, where the mask is one of a window."""
-    bands = (rule.before for rule in _rules(seen.scoring.mask) if isinstance(rule, Band))
-    return min((before + 1 for before in bands if before is not None), default=None)
+def _window(seen: Recorded) -> tuple[int | None, str]:
+    """How many keys back a query sees at most, itself included, where the mask is one of a window; the same in words,
+    with the first keys that it sees besides."""
+    found = []
+    for rule in _rules(seen.scoring.mask):
+        band, first = (rule.left, rule.right) if isinstance(rule, Or) else (rule, None)
+        if first is not None and isinstance(band, Prefix):
+            band, first = first, band
+        if isinstance(band, Band) and band.before is not None and (first is None or isinstance(first, Prefix)):
+            besides = "" if first is None else f" and the first {first.n if isinstance(first.n, int) else 'keys'}"
+            found.append((band.before + 1, f"window {band.before + 1:,}{besides}"))
+    return min(found, default=(None, ""))
 
 
 def _rules(mask: Mask | None) -> list[Mask]:

@@ -40,7 +40,8 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		hashTimer = setTimeout(writeHash, HASH_WAIT);
 	});
 	const { state } = store;
-	const summaries = { heads: [], kinds: [], complete: false, at: new Map() };
+	const unknown = () => ({ heads: [], kinds: [], complete: false, at: new Map() });
+	const summaries = unknown();
 	const screen = matchMedia('(prefers-color-scheme: dark)');
 	const live = h('div.hidden-words', { 'aria-live': 'polite' });
 	const said = h('div.fault', { hidden: true });
@@ -101,16 +102,14 @@ export async function startPage(root, transport, { linked = true } = {}) {
 			saidTimer = setTimeout(hush, SAID);
 		},
 		has: (layer, head) => Boolean(info.layers[layer]?.heads.includes(head)),
-		// Whether a head can be shown together with the open one: as many queries, as many keys.
-		alike: (layer, head) => app.has(layer, head) && ['query_len', 'key_len', 'cross'].every((name) => info.layers[layer][name] === app.layer[name]),
+		// Whether a head can be shown together with the open one: it reads the same.
+		alike: (layer, head) => app.has(layer, head) && `${info.layers[layer].texts}` === `${app.layer.texts}`,
 		alikeHeads: () => info.layers.flatMap((layer, i) => layer.heads.filter((head) => app.alike(i, head)).map((head) => [i, head])),
 		setHeads: () => state.set.map((one) => one.split('.').map(Number)).filter((one) => app.alike(...one)),
 		summary: (layer, head) => summaries.at.get(`${layer}.${head}`),
 		tokens(of) {
-			const { query_len: queries, key_len: keys, cross, patches } = app.layer;
-			const length = of === 'query' ? queries : keys;
-			const shared = !cross && !patches && queries === keys;
-			const name = [app.reading, length, shared || [state.layer, of]].join();
+			const length = app.layer[`${of}_len`];
+			const name = [app.reading, length, app.layer.texts[of === 'query' ? 0 : 1]].join();
 			if (!axes.has(name)) {
 				const { layer } = state;
 				axes.set(name, new Tokens(length, async (start, stop) => (await app.call('tokens', { of, layer, start, stop })).meta, () => tell(new Changes(['tokens']))));
@@ -167,7 +166,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		const { layers, start, stop, total } = info;
 		const size = total && stop - start < total ? `tokens ${count(start)} to ${count(stop - 1)} of ${count(total)}` : plural(stop - start, 'token');
 		const heads = plural(layers.flatMap((layer) => layer.heads).length, 'head');
-		replace(what, h('b', info.model), ` reading ${info.source || 'a text'} · ${size} · ${plural(layers.length, 'layer')}, ${heads}${info.growing ? ' · being written' : ''}`, info.rounded ? h('small', ` · ${info.rounded}`) : null);
+		replace(what, h('b', info.model), ` reading ${info.source || 'a text'} · ${size} · ${plural(layers.length, 'layer')}, ${heads}${info.growing ? ' · being written' : ''}`, info.rounded && h('small', ` · ${info.rounded}`));
 		if (linked) document.title = `${info.source || info.model} · regard`;
 	};
 	const summarise = app.latest(async (signal) => {
@@ -200,13 +199,13 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		if (first && linked) store.read(location.hash);
 		else if (other) store.set({ batch: 0, query: null, key: null, at: null, span: null, changes: [], other: [] });
 		const told = first ? address() : new Map();
-		if (other && chosen && !told.has('layer')) store.set({ layer: chosen.layer, head: chosen.head });
-		if (other && chosen && !told.has('query') && !told.has('key')) store.set({ query: chosen.query });
-		if (other) suggested = chosen && !told.has('layer') && !told.has('query') ? { ...chosen } : null;
+		if (other && !told.has('layer')) store.set({ layer: chosen.layer, head: chosen.head });
+		if (other && !told.has('query') && !told.has('key')) store.set({ query: chosen.query });
+		if (other) suggested = !told.has('layer') && !told.has('query') ? { ...chosen } : null;
 		if (grows) store.set({ query: app.layer.query_len - 1, key: null, at: null });
 		settle();
 		describe();
-		if (other) Object.assign(summaries, { heads: [], kinds: [], complete: false, at: new Map() });
+		if (other) Object.assign(summaries, unknown());
 		if (other || longer || !grows) tell(new Changes(['run', 'layer', 'head', 'query', 'key', 'tab']));
 		if (!info.growing) summarise();
 	}

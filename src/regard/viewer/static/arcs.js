@@ -88,9 +88,12 @@ export function createArcs(app) {
 		}
 		for (const settle of settles) settle();
 		bounds.forEach((one, i) => (one.value = queries[i] - i));
-		const names = shown.map(([l, n], i) => [shown.length > 1 ? h('span.swatch', { style: { background: headColour(i, app.dark) } }) : '', ` ${l}.${n} `]);
-		replace(legend, 'Heads: ', names, heads.length > HEADS ? `(the first ${HEADS} of ${heads.length})` : '', `. The ${KEYS} largest weights of each token, from ${LEAST} up.`);
+		const names = shown.map(([l, n], i) => [' ', shown.length > 1 && h('span.swatch', { style: { background: headColour(i, app.dark) } }), ` ${l}.${n}`]);
+		replace(legend, 'Heads:', names, heads.length > HEADS && ` (the first ${HEADS} of ${heads.length})`, `. The ${KEYS} largest weights of each token, from ${LEAST} up.`);
 		mark();
+		draw();
+	}, () => {
+		lines = [];
 		draw();
 	});
 	const element = h('div', h('div.tools', h('label.field', 'tokens', bounds[0]), h('label.field', 'to', bounds[1])),

@@ -19,7 +19,7 @@ export function createChange(app) {
 	const add = () => {
 		const one = { layer: Number(layer.value), head: Number(head.value), what: what.select.value, value: value.hidden ? null : value.valueAsNumber };
 		if (!app.has(one.layer, one.head)) return app.fault(new Error(`There is no head ${one.head} in layer ${one.layer}`));
-		if (Number.isNaN(one.value) || (one.what === 'k' && !(one.value < app.info.layers[one.layer].key_len))) return app.fault(new Error(`${value.value || 'Nothing'} is no ${one.what === 'k' ? 'token of this text' : 'factor'}`));
+		if (Number.isNaN(one.value) || (one.what === 'k' && !(one.value >>> 0 === one.value && one.value < app.info.layers[one.layer].key_len))) return app.fault(new Error(`${value.value || 'Nothing'} is no ${one.what === 'k' ? 'token of this text' : 'factor'}`));
 		const same = (other) => ['layer', 'head', 'what'].every((name) => other[name] === one[name]) && (one.what !== 'k' || other.value === one.value);
 		return store.set({ changes: [...state.changes.filter((other) => !same(other)), one] });
 	};
@@ -40,11 +40,11 @@ export function createChange(app) {
 		return table('Guesses for the next token', ['next token', 'as it is', 'changed', 'difference'], rows);
 	};
 	const losses = ({ before, after }) => {
-		const line = ([name, words_]) => (typeof before[name] === 'number' ? row(words_, [h('td', number(before[name], 4)), h('td', { data: { loss: after[name] } }, number(after[name], 4)), h('td', { class: after[name] > before[name] ? 'down' : 'up' }, `${after[name] < before[name] ? '' : '+'}${number(after[name] - before[name])}`)]) : null);
-		return h('div', h('p.tag', 'Loss: how much the text surprises the model, in nats per token; less is better.'), table('Loss', ['', 'as it is', 'changed', 'difference'], [['loss', 'whole text'], ['rest', 'after this token']].map(line).filter(Boolean)));
+		const line = ([name, words_]) => before[name] !== null && row(words_, [h('td', number(before[name], 4)), h('td', { data: { loss: after[name] } }, number(after[name], 4)), h('td', { class: after[name] > before[name] ? 'down' : 'up' }, `${after[name] < before[name] ? '' : '+'}${number(after[name] - before[name])}`)]);
+		return h('div', h('p.tag', 'Loss: how much the text surprises the model, in nats per token; less is better.'), table('Loss', ['', 'as it is', 'changed', 'difference'], [['loss', 'whole text'], ['rest', 'after the next token']].map(line)));
 	};
 	const load = app.latest(async (signal) => {
-		const waiting = !app.info.can.intervene ? 'This needs the model itself: a recording or a saved page holds none.' : !state.changes.length ? 'Nothing is changed yet. The open head is filled in above: press Add.' : '';
+		const waiting = !app.info.can.intervene ? 'This needs a model that foretells the next token; a recording or a saved page holds none.' : !state.changes.length ? 'Nothing is changed yet. The open head is filled in above: press Add.' : '';
 		if (waiting) {
 			said.textContent = waiting;
 			return void replace(body);
@@ -57,10 +57,9 @@ export function createChange(app) {
 		if (ended.state !== 'done') return;
 		replace(said, 'What the model expects after ', token(await app.tokens('query').labelled(query), query), ':');
 		replace(body, guesses(ended.result), losses(ended.result));
-	}, (error) => {
-		said.textContent = 'The changed model gave no answer.';
-		replace(body);
-		app.fault(error);
+	}, () => {
+		said.replaceChildren();
+		body.replaceChildren();
 	});
 	return {
 		element: h('div', h('p.about', 'Switch a head off, scale it, or hide a token from it: beside the model’s own guesses for the next token stand those without it.'), tools, chips, said, body),

@@ -37,6 +37,9 @@ export function createColumns(app) {
 		const rows = keys.map((key, i) => row([`${key} `, token(labels[i])], heads.map(cell(key, i)), { class: key === state.key && 'chosen' }));
 		replace(said, 'From ', token(label, query), `, the ${keys.length} tokens that any of the heads looks at most. Weights below ${LEAST} are left blank.`, wanted.length > COLUMNS ? ` The first ${COLUMNS} of ${wanted.length} heads.` : '');
 		replace(body, table('Weights, head by head', ['token looked at', ...heads.map((one) => one.join('.'))], rows));
+	}, () => {
+		said.replaceChildren();
+		body.replaceChildren();
 	});
 	return {
 		element: h('div', h('p.about', 'One row per token, one column per head: compare where the heads look from the chosen token.'), h('div.tools', scope.element), said, body),

@@ -52,6 +52,9 @@ export function createCompare(app) {
 		const pictures = await Promise.all([picture(a, signal), picture(b, signal)]);
 		replace(said, 'Mean over all tokens: ', meta.names.map((name, i) => [i ? ' · ' : '', name, ' ', h('b', { data: { distance: name, value: meta.means[i] } }, number(meta.means[i]))]));
 		replace(body, h('div.cols', pictures), meta.names.map((name, i) => curve(new Float32Array(data, 4 * i * meta.query_len, meta.query_len), name)));
+	}, () => {
+		said.replaceChildren();
+		body.replaceChildren();
 	});
 	return {
 		element: h('div', h('p.about', 'Two heads side by side, and how far apart they look: the curves show it for each token.'), h('div.tools', other.element), said, body),

@@ -18,7 +18,7 @@ export function createExample(app) {
 		ask();
 	});
 	// Rows of cells: write(value, row, column) makes one.
-	const grid = (rows, labels, write, caption) => h('table', caption ? h('caption', caption) : null, h('tbody', rows.map((cells, r) => h('tr', labels?.length === rows.length ? h('th', { scope: 'row' }, labels[r]) : null, cells.map((value, c) => write(value, r, c))))));
+	const grid = (rows, labels, write, caption) => h('table', caption && h('caption', caption), h('tbody', rows.map((cells, r) => h('tr', labels?.length === rows.length && h('th', { scope: 'row' }, labels[r]), cells.map((value, c) => write(value, r, c))))));
 	const field = (name) => (value, r, c) => h('td', h('input', { type: 'number', step: 'any', value, label: `${name}, row ${r}, column ${c}`, oninput: ({ target }) => {
 		const typed = target.valueAsNumber;
 		target.setAttribute('aria-invalid', !Number.isFinite(typed));
@@ -36,7 +36,7 @@ export function createExample(app) {
 		if (!given) {
 			given = { x: meta.x, query: meta.query, key: meta.key, value: meta.value };
 			causal.input.checked = meta.causal;
-			replace(inputs, Object.keys(INPUTS).map((name) => grid(given[name], name === 'x' ? meta.tokens : null, field(name), INPUTS[name])));
+			replace(inputs, Object.keys(INPUTS).map((name) => grid(given[name], name === 'x' && meta.tokens, field(name), INPUTS[name])));
 		}
 		replace(body, h('ol.steps', meta.steps.map((step) => stepItem(step, '', h('div.grids.scroll', numbers(step.numbers, meta.tokens, step.name))))));
 	});

@@ -40,7 +40,7 @@ export function gestures(element, { pan, zoom, hover, press, leave }) {
 	};
 	const up = (event) => {
 		if (!fingers.delete(event.pointerId)) return;
-		if (event.type === 'pointerup' && moved < STILL && fingers.size === 0) press(place(event), event);
+		if (event.type === 'pointerup' && moved < STILL && fingers.size === 0) press(place(event));
 	};
 	const wheel = (event) => {
 		event.preventDefault();

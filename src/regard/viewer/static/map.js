@@ -166,7 +166,7 @@ export function createMap(app) {
 		const { meta } = await app.call('cell', { ...app.head, query: at.query, key: at.key }, signal);
 		replace(readout, within, tellCell(meta, at.query, at.key));
 		if (aloud === 'aloud') app.announce(readout.textContent);
-	});
+	}, () => replace(readout));
 	const rest = () => {
 		if (state.query !== null && state.key !== null) read(state, manner);
 		else replace(readout, AT_REST);

@@ -12,8 +12,7 @@ export function weightOf(code) {
 // A number with `digits` significant digits; very small and very large ones as powers of ten.
 export function number(value, digits = 3) {
 	if (Number.isNaN(value ?? NaN)) return '–';
-	if (value === Infinity) return '∞';
-	if (value === -Infinity) return '−∞';
+	if (Math.abs(value) === Infinity) return value > 0 ? '∞' : '−∞';
 	if (value === 0) return '0';
 	const size = Math.abs(value);
 	if (size < 1e-3 || size >= 1e6) {

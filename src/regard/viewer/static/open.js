@@ -36,7 +36,7 @@ export function createOpen(app) {
 	const dialog = (title, about, fields, word, press) => {
 		const go = () => press() !== false && element.close();
 		const element = h('dialog', { label: title }, h('h2', title), h('p.note', about),
-			fields.map(([label, input, remark]) => h(label ? 'label.block' : 'div', h('b', label), input, remark ? h('small.tag', remark) : null)),
+			fields.map(([label, input, remark]) => h(label ? 'label.block' : 'div', h('b', label), input, remark && h('small.tag', remark))),
 			h('footer', button('Cancel', () => element.close()), button(word, go, { class: 'main' })));
 		return element;
 	};

@@ -42,7 +42,7 @@ export class StaticTransport {
 
 	async computed(place) {
 		const head = await this.head(place);
-		if (!head) throw new Error('This page holds only the finished map of this head, not its queries and keys');
+		if (!head) throw new Error('Of this head the file holds only the map, in finished cells: no single weight can be read');
 		return head;
 	}
 
@@ -87,6 +87,10 @@ export class StaticTransport {
 			if (matches.length < limit) matches.push([first, before(at + wanted.length - 1)]);
 		}
 		return { meta: { matches, total } };
+	}
+
+	async answer_picture() {
+		return { meta: this.info.picture, data: await this.blobs.bytes(this.file.picture) };
 	}
 
 	async answer_thumbs({ layer }) {

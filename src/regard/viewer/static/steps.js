@@ -20,7 +20,7 @@ function vector(values) {
 
 export function stepItem({ name, formula, note }, of, ...body) {
 	const words = /[@*/(=]/.test(formula) ? h('code.formula', formula) : h('span.tag', formula);
-	return h('li', h('div', h('div.step-line', h('b', name, of), words, note ? h('span.tag', note) : null), body));
+	return h('li', h('div', h('div.step-line', h('b', name, of), words, note && h('span.tag', note)), body));
 }
 
 export function createSteps(app) {
@@ -59,10 +59,10 @@ export function createSteps(app) {
 		replace(title, 'Token ', token(meta.label, meta.query), ` in layer ${state.layer}, head ${state.head}`);
 		replace(body, h('ol.steps', meta.steps.map((step) => {
 			const { name } = step;
-			if (name in vectors) return stepItem(step, name === 'query' || !key ? '' : [' of ', token(key.label)], vectors[name] ? vector(vectors[name]) : null);
+			if (name in vectors) return stepItem(step, name === 'query' || !key ? '' : [' of ', token(key.label)], vectors[name] && vector(vectors[name]));
 			if (!(name in COLUMNS)) return stepItem(step, '', weighed(meta));
 			const value = key ? (meta.table[name][at] ?? -Infinity) : NaN;
-			return stepItem(step, '', name === 'score' && key ? product(meta.q, meta.k[at], value) : h('div.vector', number(value, 5)), name === 'softmax' ? scores(meta, at) : null);
+			return stepItem(step, '', name === 'score' && key ? product(meta.q, meta.k[at], value) : h('div.vector', number(value, 5)), name === 'softmax' && scores(meta, at));
 		})));
 	};
 	const load = app.latest(async (signal) => {
@@ -73,6 +73,9 @@ export function createSteps(app) {
 		const keys = state.key === null ? [] : [state.key];
 		const { meta } = await app.call('steps', { ...app.head, query: state.query, count: Number(count.value) || 16, keys }, signal);
 		show(meta);
+	}, () => {
+		title.replaceChildren();
+		body.replaceChildren();
 	});
 	return {
 		element: h('div', h('p.about', 'How the chosen token’s output in this head is computed: its query meets every key, softmax turns scores into weights, and the values are mixed by them.'), h('div.tools', h('label.field', 'keys shown', count)), title, body),

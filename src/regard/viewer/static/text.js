@@ -52,7 +52,7 @@ function createBlock(app, of, title, press) {
 				const label = tokens.label(index);
 				const sign = (words) => h('span.nl', words);
 				// what would turn the direction of writing is shown by its sign
-				const body = text && !/[^\P{C}\n\r\t]/u.test(text) ? text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part)) : sign(label);
+				const body = text && !/[^\P{C}\n\r\t]/u.test(text) ? text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part)) : sign(text ? label : label.replace(/.* (?=\d+\/\d+$)/, '')); // of a character's later parts, their number alone
 				spans.push(h('span.t', { role: 'button', tabindex: -1, label: `${label}, token ${index}`, data: { token: index }, onclick: (event) => press(index, event) }, body));
 			}
 			replace(box, spans);
@@ -102,7 +102,7 @@ export function createText(app) {
 		const found = state.heads === 'all' ? app.alikeHeads() : state.heads === 'set' ? app.setHeads() : [];
 		return found.length ? found : [[state.layer, state.head]];
 	};
-	const separate = () => app.layer.cross || app.layer.query_len !== app.layer.key_len;
+	const separate = () => app.layer.texts[0] !== app.layer.texts[1];
 	const of = () => (state.text === 'to' ? 'key' : 'query'); // what is shaded
 	const from = () => (state.text === 'to' ? 'query' : 'key'); // what is clicked
 	const press = (which) => (index, event) => {
@@ -124,7 +124,7 @@ export function createText(app) {
 		await Promise.all(sides.map((side) => written[side].write((state[side] ?? 0) - SPAN / 2, signal)));
 		if (signal.aborted) return;
 		blocks = written;
-		replace(body, sides.map((side) => [sides.length > 1 ? h('h3', titles[side]) : null, blocks[side].element]));
+		replace(body, sides.map((side) => [sides.length > 1 && h('h3', titles[side]), blocks[side].element]));
 		await ask();
 	});
 	const shade = () => {
@@ -170,6 +170,10 @@ export function createText(app) {
 		weights = found;
 		shade();
 		await tell(signal, clicked);
+	}, () => {
+		weights = null;
+		shade();
+		tell(null, null);
 	});
 	return {
 		element: h('section.panel.text-panel', { 'aria-labelledby': 'text-title' }, h('h2', { id: 'text-title' }, 'Text'), about,
@@ -180,7 +184,7 @@ export function createText(app) {
 			set.hidden = state.heads !== 'set';
 			if (document.activeElement !== set) set.value = state.set.join(', ');
 			arcsOn.input.checked = state.arcs;
-			const now = [app.reading, separate(), app.layer.query_len, app.layer.key_len, separate() && state.layer].join();
+			const now = [app.reading, app.layer.query_len, app.layer.texts].join();
 			if (changed.any('run', 'layer')) pictures.build().catch(app.fault);
 			if (now !== shape) {
 				shape = now;

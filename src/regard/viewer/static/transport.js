@@ -8,8 +8,9 @@ export function aborted(error) {
 // failed(error) is told what goes wrong, unless nobody waits for it any more.
 export function asking(transport, failed) {
 	return {
-		// Work of which only the last is wanted: work(signal, ...) anew, and the signal of the one before is aborted.
-		latest(work, fault = failed) {
+		// Work of which only the last is wanted: work(signal, ...) anew, and the signal of the one before is aborted. Where it
+		// fails, clear() takes away what was shown: it answered another question.
+		latest(work, clear) {
 			let control = null;
 			return async (...given) => {
 				control?.abort();
@@ -17,8 +18,9 @@ export function asking(transport, failed) {
 				try {
 					return await work(control.signal, ...given);
 				} catch (error) {
-					if (!aborted(error)) fault(error);
-					return undefined;
+					if (aborted(error)) return;
+					clear?.();
+					failed(error);
 				}
 			};
 		},
