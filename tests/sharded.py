@@ -72,18 +72,81 @@ def share_by_table(group, tensors, weights, table, shards, key_shards):
     return torch.autograd.grad(total, table)[0]
 
 
+every = 0
+"""Which keys the rules below show: a number that they name, which a rank may have set otherwise."""
+
+
+def by_name(batch, head, query, key):
+    return (query + key) % every == 0
+
+
+class ByName(regard.Mask):
+    def rule(self, batch, head, query, key):
+        return by_name(batch, head, query, key)
+
+
+class BiasByName(regard.Bias):
+    def rule(self, batch, head, query, key):
+        return (query + key).float() * every
+
+
+def even(number):
+    return number == 0 or odd(number - 1)
+
+
+def odd(number):
+    return number != 0 and even(number - 1)
+
+
+OWN = {"function": regard.Where(by_name), "class": ByName()}
+
+
 def call(group, given, timeout=30.0):
     """A call of 12 tokens with arguments of its own on each rank."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = {"length": 12 // size, "dim": 4, "dtype": torch.float32} | given.get(rank, given.get("all", {}))
     query = torch.ones(1, 2, mine.pop("length"), mine.pop("dim"), dtype=mine.pop("dtype"))
     function = mine.pop("function", "attention")
+    global every
+    every = mine.pop("every", 0)
+    if isinstance(mine.get("mask"), str):
+        mine["mask"] = OWN.get(mine["mask"], mine["mask"])
+    if "bias" in mine:
+        mine["bias"] = BiasByName()
     if "sleep" in mine:
         time.sleep(mine["sleep"])
         return None
     for _ in range(mine.pop("times", 1)):
         getattr(regard.parallel, function)(query, query, query, group=group, timeout=timeout, **mine)
     return "no error"
+
+
+def calls_as_an_outsider(group):
+    query = torch.ones(1, 2, 6, 4)
+    return regard.parallel.attention(query, query, query, group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def compiled_step(group):
+    """Loss and gradients of a step that torch.compile was given, and of the same as it is."""
+    shards = Shards.zigzag(12, dist.get_world_size(group))
+
+    def step(query):
+        output = regard.parallel.attention(query * 2, query, query, mask=regard.Causal(), shards=shards, group=group)
+        loss = regard.parallel.mean_loss((output**2).sum(-1), group=group)
+        loss.backward()
+        return loss.detach()
+
+    found = []
+    for run in (torch.compile(step, backend="eager"), step):
+        query = shards.take(torch.linspace(-1, 1, 96).view(1, 2, 12, 4), dist.get_rank(group)).clone().requires_grad_()
+        found.append((run(query), query.grad))
+    return found
+
+
+def differentiates_twice(group, exchange):
+    query = torch.ones(1, 2, 6, 4, requires_grad=True)
+    output = regard.parallel.attention(query, query, query, group=group, exchange=exchange)
+    return torch.autograd.grad((output**2).sum(), query, create_graph=True)
 
 
 def dies_between_the_passes(group):

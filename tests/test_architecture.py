@@ -295,6 +295,12 @@ def test_a_cold_import_brings_nothing_heavy_that_torch_does_not_bring_itself():
     assert not {name for name in outside if not name.startswith("_")}, "the core is torch and safetensors"
 
 
+def test_a_call_with_a_function_as_mask_loads_nothing_heavy_that_one_with_causal_does_not():
+    call = "import regard, torch; q = torch.ones(1, 1, 3, 2); regard.attention(q, q, q, mask=regard.{})"
+    brought = modules_after(call.format("Where(lambda b, h, q, k: q >= k)")) - modules_after(call.format("Causal()"))
+    assert not {name.split(".")[0] for name in brought} & {"sympy", "mpmath"}
+
+
 def test_import_regard_loads_nothing_but_itself_until_a_name_is_asked_for():
     brought = modules_after("import regard")
     assert {name for name in brought if name.split(".")[0] in ("regard", "torch", *HEAVY)} == {"regard"}

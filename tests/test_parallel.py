@@ -17,13 +17,19 @@ from ranks import Raised, Ranks
 from regard import Alibi, Causal, Document, Image, PerKey, Prefix, Pyramid, RelativeBias, Spread, Top, Window
 from regard.parallel import ParallelError, Shards, plan
 from regard.parallel.exchange import plan_exchange
+from regard.parallel.fingerprint import fingerprint
 from regard.parallel.heads import heads_pay
 from regard.scores import Scoring
 from regard.shapes import Grid, ShapeError
 from sharded import (
     asks_for_what_cannot_be_joined,
     call,
+    calls_as_an_outsider,
+    compiled_step,
     dies_between_the_passes,
+    differentiates_twice,
+    even,
+    odd,
     reference,
     seen,
     share,
@@ -215,6 +221,19 @@ def test_numbers_that_nobody_may_see_reach_nothing_on_any_rank(ranks):
         assert_close(shards.join(parts), clean[n], f"result {n}")
 
 
+def test_inside_of_torch_compile_it_runs_as_it_is(ranks):
+    for found, expected in ranks.results(compiled_step, ranks=2):
+        for part, other in zip(found, expected, strict=True):
+            assert_close(part, other)
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_gradients_of_gradients_are_refused(ranks, exchange):
+    for answer in ranks.run(differentiates_twice, exchange, ranks=2):
+        assert answer.kind == "ParallelError"
+        assert "gradients of gradients are not computed over ranks" in answer.text
+
+
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +401,9 @@ DISAGREEMENTS = {
     "the numbers of a sink": ({"sink": torch.ones(2)}, "must agree on sink"),
     "function": ({"function": "attention_with_lse"}, "must agree on function"),
     "shards": ({"shards": Shards.contiguous(12, 3)}, "must agree on shards"),
+    "a number that a function names": ({"mask": "function", "every": 3}, "must agree on mask"),
+    "a number that the rule of a mask names": ({"mask": "class", "every": 3}, "must agree on mask"),
+    "a table that the rule of a bias names": ({"bias": "class", "every": 3}, "must agree on bias"),
 }
 
 
@@ -389,7 +411,7 @@ DISAGREEMENTS = {
 def test_ranks_that_disagree_are_told_so_on_every_rank(ranks, name):
     different, said = DISAGREEMENTS[name]
     others = {"the data of a mask": {"mask": Document(torch.tensor([0] * 5 + [1] * 7))}, "the numbers of a sink":
-              {"sink": torch.zeros(2)}}.get(name, {})  # fmt: skip
+              {"sink": torch.zeros(2)}}.get(name, different | {"every": 2} if "every" in different else {})  # fmt: skip
     for answer in ranks.run(call, {1: different, "all": others}, ranks=3):
         assert isinstance(answer, Raised)
         assert answer.kind == "ParallelError"
@@ -413,6 +435,16 @@ def test_a_mask_for_other_positions_is_refused_on_every_rank(ranks):
             assert answer.kind == "ShapeError"
             assert "Document: query_ids is for [batch=1, query_len=4], the scores are" in answer.text
             assert "query_len=12" in answer.text
+
+
+def test_a_process_outside_of_the_group_is_told_so(ranks):
+    for answer in ranks.run(calls_as_an_outsider, ranks=2):
+        assert answer.kind == "ParallelError"
+        assert answer.text == "parallel.attention: this process is not in the group"
+
+
+def test_functions_that_name_each_other_have_a_fingerprint():
+    assert fingerprint(even) == fingerprint(even) != fingerprint(odd)
 
 
 def test_shards_of_other_sizes_are_refused_on_every_rank(ranks):

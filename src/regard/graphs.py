@@ -7,8 +7,16 @@
 In both, no branch may depend on the contents of a tensor.
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def exporting() -> bool:
@@ -24,3 +32,24 @@ def tracing() -> bool:
 def whole(length: int, device: torch.device) -> range | Tensor:
     """All queries or keys of a call; in a graph, as a tensor computed when it runs."""
     return torch.arange(length, device=device) if tracing() else range(length)
+
+
+def uncompiled(reason: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """A decorator: torch.compile leaves the function out of its graphs, and all that the function calls.
+
+    As `torch.compiler.disable`, but without loading the compiler, which takes seconds.
+    """
+
+    def left_out(function: Callable[Given, Found]) -> Callable[Given, Found]:
+        @wraps(function)
+        def run(*arguments: Given.args, **named: Given.kwargs) -> Found:
+            if "torch._dynamo" not in sys.modules:
+                return function(*arguments, **named)
+            alone: Callable[Given, Found] = torch.compiler.disable(function)
+            return alone(*arguments, **named)
+
+        run._torchdynamo_disable = True  # type: ignore[attr-defined]
+        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return run
+
+    return left_out

@@ -268,7 +268,7 @@ class Where(Mask):
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = str(allowed.dtype) if isinstance(allowed, Tensor) else type(allowed).__name__
             raise TypeError(f"Where: fn must return a bool tensor (True = may attend), got {got}")
-        whole = torch.broadcast_shapes(batch.shape, head.shape, query.shape, key.shape)
+        whole = torch.broadcast_tensors(batch, head, query, key)[0].shape  # broadcast_shapes would load sympy
         wanted = whole[len(whole) - allowed.dim() :]
         if allowed.dim() > len(whole) or any(size not in (1, n) for size, n in zip(allowed.shape, wanted, strict=True)):
             raise ShapeError(f"Where: fn returned {list(allowed.shape)}, which does not broadcast to {list(whole)}")

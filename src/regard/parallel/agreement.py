@@ -7,7 +7,8 @@ sizes of what may differ. So a rank with wrong arguments is an error on every ra
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from regard.parallel.channel import Channel, ParallelError
+from regard.graphs import uncompiled
+from regard.parallel.channel import APART, Channel, ParallelError
 from regard.parallel.fingerprint import fingerprint
 
 
@@ -22,6 +23,7 @@ class Agreed(NamedTuple):
     own: list[list[int]]
 
 
+@uncompiled(APART)
 def agree(
     channel: Channel, check: Callable[[], tuple[Mapping[str, Any], Mapping[str, bytes], Sequence[int]]], told: int
 ) -> Agreed:

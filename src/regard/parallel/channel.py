@@ -16,12 +16,23 @@ from regard.shapes import is_number, kind
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for the others."""
 
+APART = "ranks talk to each other outside of a graph"
+"""Why torch.compile leaves out what does so (`regard.graphs.uncompiled`)."""
+
 _counted: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
 """How many calls each group has agreed on."""
 
 
 class ParallelError(RuntimeError):
     """Ranks disagree about a call, or one of them does not answer."""
+
+
+def check_first_order(function: str) -> None:
+    """In a backward pass: raises if its result is to be differentiated again (``create_graph=True``)."""
+    if torch.is_grad_enabled():
+        raise ParallelError(
+            f"{function}: gradients of gradients are not computed over ranks\n  hint: pass create_graph=False"
+        )
 
 
 class Message(NamedTuple):
@@ -138,6 +149,8 @@ def _group_of(function: str, group: object) -> dist.ProcessGroup:
                 '; take one: mesh["context"]'
             )
         return group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to processes that are not in it
+        raise ParallelError(f"{function}: this process is not in the group")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{function}: group must be a process group, a device mesh or None, got {kind(group)}")
     return group

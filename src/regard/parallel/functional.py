@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard import hints
 from regard.biases import Bias
 from regard.functional import check_call
+from regard.graphs import uncompiled
 from regard.hints import hinted
 from regard.kernels.call import Call
 from regard.masks import Mask, check_mask
 from regard.numerics import without_autocast
 from regard.parallel import heads, passes
 from regard.parallel.agreement import agree
-from regard.parallel.channel import DEFAULT_TIMEOUT, Channel
+from regard.parallel.channel import APART, DEFAULT_TIMEOUT, Channel, check_first_order
 from regard.parallel.exchange import plan_exchange
 from regard.parallel.fingerprint import fingerprint, of_mask
 from regard.parallel.heads import Deal, heads_pay
@@ -233,6 +233,7 @@ def agree_on_call(
     return AgreedCall(channel, TAGS * agreed.number, whole, shards, key_shards or shards)
 
 
+@uncompiled(APART)
 def _attend(
     function: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, exchange: str, wants_lse: bool
 ) -> AttentionOutput:
@@ -257,10 +258,6 @@ def _attend(
     return AttentionOutput(output.to(query.dtype), lse)
 
 
-_attend._torchdynamo_disable = True  # type: ignore[attr-defined]
-_attend._torchdynamo_disable_msg = "ranks talk to each other outside of a graph"  # type: ignore[attr-defined]
-
-
 def _of_length(tensor: Tensor, length: int) -> Tensor:
     """A tensor of another length that takes no memory, for what asks only for shapes."""
     return tensor.new_zeros(1).expand(*tensor.shape[:2], length, tensor.shape[3])
@@ -281,8 +278,9 @@ class _Sharded(torch.autograd.Function):
         return output, lse
 
     @staticmethod
-    @once_differentiable
+    @uncompiled(APART)
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_first_order(ctx.call.channel.function)
         query, key, value, sink, output, lse, *learned = ctx.saved_tensors
         if grad_output is None:
             grad_output = torch.zeros_like(output)

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.biases import Bias, Given, Sum
 from regard.dropout import Dropout
 from regard.functional import run
+from regard.graphs import uncompiled
 from regard.kernels.call import Call
 from regard.masks import EVERYTHING
 from regard.observation.selecting import selected
-from regard.parallel.channel import Channel, Message
+from regard.parallel.channel import APART, Channel, Message, check_first_order
 from regard.parallel.exchange import total_received
 from regard.parallel.moving import MovedDropout
 from regard.parallel.shards import Shards
@@ -71,9 +71,10 @@ class Dealt(torch.autograd.Function):
         return (deal.to_tokens if back else deal.to_heads)(tensor, shards, number)
 
     @staticmethod
-    @once_differentiable
+    @uncompiled(APART)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         deal, shards, number, back = ctx.given
+        check_first_order(deal.channel.function)
         way = deal.to_heads if back else deal.to_tokens
         return way(grad, shards, number + TENSORS), None, None, None, None
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from regard.graphs import uncompiled
 from regard.parallel.agreement import agree
-from regard.parallel.channel import DEFAULT_TIMEOUT, Channel
+from regard.parallel.channel import APART, DEFAULT_TIMEOUT, Channel
 from regard.parallel.fingerprint import fingerprint
 from regard.parallel.shards import Shards, check_shards
 from regard.shapes import ShapeError, is_plain, kind
@@ -60,6 +61,7 @@ def cut(
     return found
 
 
+@uncompiled(APART)
 def mean_loss(
     losses: Tensor,
     counted: Tensor | None = None,

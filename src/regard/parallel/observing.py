@@ -16,6 +16,7 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias
+from regard.graphs import uncompiled
 from regard.hints import hinted
 from regard.indexing import split_at
 from regard.masks import Mask
@@ -41,7 +42,7 @@ from regard.observation.spans import Span
 from regard.observation.statistic import check_statistics
 from regard.observation.tile import TilePlace, tile_of
 from regard.parallel import passes
-from regard.parallel.channel import DEFAULT_TIMEOUT
+from regard.parallel.channel import APART, DEFAULT_TIMEOUT
 from regard.parallel.exchange import plan_exchange
 from regard.parallel.functional import TAGS, AgreedCall, agree_on_call
 from regard.parallel.passes import Arrivals, ShardedCall
@@ -73,6 +74,7 @@ class ShardedObservation:
                 _, self._lse = passes.forward(self._next(), self.query, self.key, one, self._call.scoring.sink)
         return self._lse
 
+    @uncompiled(APART)
     def gather(self, *statistics: Statistic[Any]) -> tuple[Any, ...]:
         """Several statistics in one pass over the keys of all ranks.
 
@@ -186,6 +188,7 @@ _KNOWN = (PerQuery, PerKey, Top, MaxScore, Spread, Image, Pyramid)
 
 
 @hinted(hints.ATTENTION)
+@uncompiled(APART)
 def observe(
     query: Tensor,
     key: Tensor,
