@@ -118,3 +118,21 @@ def test_at_a_terminal_the_page_is_served_until_it_is_interrupted(model):  # noq
             os.close(terminal)
     assert "Traceback" not in shown
     assert not Path(opening.PAGE).exists()
+
+
+def test_a_translation_is_two_texts_on_the_page(folder, capsys):
+    run = Run(capsys, "look", "9. Juni 1987", "--model", "dates", "--layer", 1, "--head", 2, "--query", 4)
+    assert run.code == 0, run.err
+    assert run.out.endswith("\nThe page: regard-look.html\nOpen it in a browser.\n")
+    answers = data_of((folder / "regard-look.html").read_text())["answers"]
+    info = answers["info"]
+    cross = [number for number, layer in enumerate(info["layers"]) if layer["cross"]]
+    assert info["chosen"] == {"layer": cross[1], "head": 2, "query": 4}
+    texts = {
+        (of, layer): "".join(axis["texts"])
+        for axis in answers["tokens"]
+        for of in (axis["of"],)
+        for layer in axis["layers"]
+    }
+    assert {texts["key", layer] for layer in cross} == {"9. Juni 1987"} == {texts["query", 0]}
+    assert {texts["query", layer] for layer in cross} == {"1987-06-09"} == {texts["key", cross[0] - 1]}

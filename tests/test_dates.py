@@ -146,7 +146,9 @@ def test_all_beams_are_shown_with_their_probabilities_and_as_json(capsys, monkey
 
 
 def test_look_shows_what_each_character_looked_at(capsys, monkeypatch):
-    out, _, code = regard_says(capsys, monkeypatch, "look", "3. März 2026", "--model", "dates", "--query", "3")
+    out, _, code = regard_says(
+        capsys, monkeypatch, "look", "3. März 2026", "--model", "dates", "--query", "3", "--no-page"
+    )
     assert code == 0
     assert "Written: '2026-03-03'" in out
     assert out.count("▸3. März 2026") == 11

@@ -21,6 +21,7 @@ from regard.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from regard.display.alignment import Alignment
     from regard.display.reading import Look, Place
     from regard.models import Decoder, EncoderDecoder
     from regard.training.checkpoint import Loaded
@@ -55,7 +56,7 @@ def look(
     The terminal shades the text by the weights of one token (a character of several tokens shows the largest of
     theirs); below it stand the model's guesses for the next token, a map of all heads, and what each head attends to. A
     text longer than the model's context is read in windows. Of a model that translates, the source is shaded once for
-    every token that was written; there is no page of it.
+    every token that was written.
 
     The page has every weight of every head. It is served on this machine, at the address that is printed, until Ctrl-C;
     where standard input is no terminal, it is written to regard-look.html, which works without a server.
@@ -75,10 +76,18 @@ def look(
         raise ValueError("look: --page writes a page; --no-page, --json and --tokens ask for none")
     translator = None if names_a_recording(text) else find_translator(model)
     if translator is not None:
-        for option, asked in (("--start", start is not None), ("--tokens", tokens), ("--page", page is not None)):
+        for option, asked in (("--start", start is not None), ("--tokens", tokens)):
             if asked:
                 raise ValueError(f"look: {option} is for language models; {model} reads a text and writes another")
-        _look_at_translation(text, translator, layer, head, query, without or [], every, theme, as_json)
+        aligned = _look_at_translation(text, translator, layer, head, query, without or [], every, theme, as_json)
+        if not (as_json or no_page):
+            from regard.cli.opening import open_page
+            from regard.viewer.reading import read_pair
+
+            run = read_pair(translator, aligned.script.text, aligned.written, aligned.source)
+            shown, number = aligned.place
+            run.chosen = run.names.index(shown), number, aligned.query
+            open_page(run, page)
         return
     from regard.cli.opening import choose, open_page, open_recording, print_summary, read_for_page
     from regard.display.data import look_as_data, tokens_as_data
@@ -239,7 +248,7 @@ def _look_at_translation(
     every: bool,
     theme: Literal["auto", "dark", "light"],
     as_json: bool,
-) -> None:
+) -> "Alignment":
     from regard.display.alignment import align, alignment_as_data, print_alignment
     from regard.display.paper import Paper
     from regard.display.script import Script
@@ -262,6 +271,7 @@ def _look_at_translation(
         print(json.dumps(alignment_as_data(view), ensure_ascii=False), flush=True)
     else:
         print_alignment(Paper.on(open_console(), theme), view, every=every)
+    return view
 
 
 def _number_or_text(query: str | None) -> int | str | None:

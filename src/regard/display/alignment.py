@@ -33,7 +33,7 @@ class Alignment:
     """A text translated by a model, and the weights of its cross-attention.
 
     Attributes:
-        labels: of the tokens that were written, the end among them. text: what was written.
+        labels: of the tokens that were written, the end among them. written, text: what was written.
         weights: [layers, heads, written, source tokens]; source token 0 is the one that opens every text.
         layer, head: what is shown; None: the mean of all heads of the layer. query: the token shown in detail.
         without: heads that gave nothing, and what was written then; None if none was asked for.
@@ -43,6 +43,7 @@ class Alignment:
     source: str
     script: Script
     labels: tuple[str, ...]
+    written: tuple[int, ...]
     text: str
     weights: Tensor
     layer: int
@@ -60,6 +61,12 @@ class Alignment:
     def name(self) -> str:
         """What is drawn, in words."""
         return f"layer {self.layer}, " + ("mean of its heads" if self.head is None else f"head {self.head}")
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The layer and the head to open: of a mean, the head with the largest weight for the token in detail."""
+        peaks = self.weights[self.layer, :, self.query].amax(-1)
+        return _cross(self.layer), int(peaks.argmax()) if self.head is None else self.head
 
     def key(self, token: int) -> str:
         """A token of the source, in one line."""
@@ -107,7 +114,7 @@ def align(
         with intervene(model, *changes):
             changed = tuple(without), script.tokenizer.decode(translate(model, [read], end_id=end)[0][0].tokens)
     text = script.tokenizer.decode(written)
-    return Alignment(name, source, script, labels, text, weights, layer, head, chosen, changed)
+    return Alignment(name, source, script, labels, best.tokens, text, weights, layer, head, chosen, changed)
 
 
 def _cross(layer: int) -> str:

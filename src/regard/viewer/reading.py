@@ -1,18 +1,20 @@
 """A model reads a text for the page: recorded, with values and outputs, in a way that can be watched and stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from regard.hooks import Attend, Heads, Result, ScoringArguments
+from regard.models import EncoderDecoder
 from regard.observation.streaming import Progress, silent
 from regard.recording import record
 from regard.recording.watching import Place, watching
+from regard.training.checkpoint import Loaded
 from regard.viewer.readers import Reader
 from regard.viewer.run import Run, of_recording
-from regard.viewer.texts import Tokens
+from regard.viewer.texts import Tokens, of_ids, of_text
 
 MAX_TOKENS_WITH_VALUES = 1 << 14
 """Tokens up to which values and outputs are kept too, for the steps of a query: twice the memory of query and key."""
@@ -47,6 +49,36 @@ def read(reader: Reader, text: str, source: str, start: int = 0, progress: Progr
     )
     fill(run, progress)
     return run
+
+
+def read_pair(loaded: Loaded[EncoderDecoder], text: str, written: Sequence[int], source: str) -> Run:
+    """A text and what a model wrote for it, read by that model: one by its encoder, the other by its decoder.
+
+    Args:
+        written: the tokens. source: what to call the text.
+    """
+    model, tokenizer = loaded.model, loaded.tokenizer
+    ids = tokenizer.encode(text)
+    texts = {
+        "encoder": of_text(text, ids, tokenizer.spans(text)),
+        "decoder": of_ids(written[: model.config.context_length - 1], lambda token: tokenizer.decode([token])),
+    }
+    opening = tokenizer.end_id
+    both = {
+        side: Tokens(["", *whole.texts], [OPENING, *whole.labels], [opening, *(whole.ids or ())])
+        for side, whole in texts.items()
+    }
+    outputs: dict[str, Tensor] = {}
+    with (
+        torch.inference_mode(),
+        watched(model, None, silent, outputs),
+        record(model, values=True) as recording,
+    ):
+        model(*(torch.tensor([whole.ids]) for whole in both.values()))
+    layers = of_recording(recording)
+    rows = {side: (whole,) for side, whole in both.items()}
+    read_by = {name: rows[name.split(".")[0]] for name in layers}
+    return Run(loaded.folder.name, source, layers, texts=read_by, outputs=outputs, opening=True)
 
 
 def fill(run: Run, progress: Progress = silent) -> None:
