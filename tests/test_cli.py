@@ -427,6 +427,7 @@ BAD = {
     "no texts to train on": (["train", "{tmp}/run", "--data", "{tmp}/damaged", "--pattern", "*.md"], "*.md"),
     "a probability above one": (["generate", "the", "--top-p", "1.5"], "Invalid value for '--top-p'"),
     "a share below nothing": (["generate", "the", "--min-p", "-1"], "Invalid value for '--min-p'"),
+    "a seed beyond 64 bits": (["generate", "the", "--seed", "1" + 24 * "0"], "--seed: expected a whole number of 64"),
     "nothing to end before": (["generate", "the", "--stop", ""], "--stop: empty"),
     "a file to go on with": (["generate", "{tmp}/latin.txt"], "is a file; to read what is in it: regard generate - <"),
     "a file to translate": (["translate", "{tmp}/latin.txt"], "is a file; to read what is in it: regard translate - <"),

@@ -49,7 +49,7 @@ def test_tokens_come_as_often_as_the_model_says(temperature):
 
 def test_temperature_0_takes_the_likeliest_and_a_tiny_one_does_too():
     rows = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 2.0], [-5.0, -5.0, -4.0]])
-    for temperature in (0, 1e-4, 1e-38):
+    for temperature in (0, 1e-4, 1e-38, 1e-300):
         assert sample(rows, temperature=temperature).tolist() == [1, 0, 2]
     assert sample(1e4 * rows, temperature=1e-38).tolist() == [1, 0, 2]
 
@@ -126,6 +126,8 @@ def test_arguments_out_of_range_are_named():
     ):
         with pytest.raises(ValueError, match=f"sample: {says}"):
             sample(LOGITS, **arguments)
+    with pytest.raises(ValueError, match="repetition_penalty 1e-300 takes the logits beyond what float32 holds"):
+        sample(LOGITS + 5, repetition_penalty=1e-300, previous=torch.tensor([[1]]))
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------

@@ -236,6 +236,7 @@ def test_settings_that_cannot_be_are_refused():
         ({"schedule": "step"}, "schedule must be linear, cosine, constant, got 'step'"),
         ({"warmup": 1.5}, "warmup must be a share of the steps, 0 to 1, got 1.5"),
         ({"clip": 0.0}, "clip must be more than 0, got 0.0"),
+        ({"seed": 2**64}, "seed must be a whole number of 64 bits, got 18446744073709551616"),
         ({"accumulate": 0}, "accumulate must be 1 or more, got 0"),
         ({"precision": "fp16"}, "precision must be auto, bf16 or no, got 'fp16'"),
     ):

@@ -192,6 +192,8 @@ def _seeded(seed: int | None) -> "Generator":
     generator = torch.Generator()
     if seed is None:
         generator.seed()
-    else:
+    elif -(2**63) <= seed < 2**64:
         generator.manual_seed(seed)
+    else:
+        raise ValueError(f"--seed: expected a whole number of 64 bits, got {seed}")
     return generator

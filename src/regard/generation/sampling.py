@@ -67,10 +67,14 @@ class Sampling:
         if came is not None and self.repetition_penalty != 1:
             penalty = self.repetition_penalty
             logits = torch.where(came, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+            if not bool(logits.amax(-1).isfinite().all()):
+                raise ValueError(f"sample: repetition_penalty {penalty} takes the logits beyond what float32 holds")
         if self.temperature == 0:
             return logits
         # 0 for the likeliest, so that a small temperature sends the others to -inf and not it to inf
-        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        numbers = torch.finfo(logits.dtype)
+        temperature = min(max(self.temperature, numbers.tiny), numbers.max)
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)

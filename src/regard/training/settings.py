@@ -92,6 +92,8 @@ class Settings:
             raise ValueError(f"warmup must be a share of the steps, 0 to 1, got {self.warmup}")
         if not self.clip > 0:
             raise ValueError(f"clip must be more than 0, got {self.clip}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number of 64 bits, got {self.seed}")
         if self.precision not in ("auto", "bf16", "no"):
             raise ValueError(f"precision must be auto, bf16 or no, got {self.precision!r}")
         if self.save_minutes is not None and not self.save_minutes > 0:
