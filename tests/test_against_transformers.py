@@ -18,6 +18,8 @@ from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
     BertModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
@@ -557,6 +559,22 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
             }
         ),
         "rope_type must be one of default, linear, dynamic, llama3, yarn, got 'longrope'",
+    ),
+    "a softcap that transformers does not use": (
+        lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                vocab_size=29,
+                hidden_size=12,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=6,
+                intermediate_size=17,
+                max_position_embeddings=13,
+                attn_logit_softcapping=2.0,
+            )
+        ),
+        "attn_logit_softcapping=2.0 is not supported, only attn_logit_softcapping=None",
     ),
 }
 

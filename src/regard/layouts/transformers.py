@@ -236,6 +236,11 @@ def _gemma2(theirs: Any) -> dict[str, Any]:
     }
 
 
+def _gemma3(theirs: Any) -> dict[str, Any]:
+    _require(theirs, attn_logit_softcapping=None)  # transformers keeps the number and does not use it
+    return _gemma2(theirs)
+
+
 def _rotary_of_layers(theirs: Any) -> dict[str, Any]:
     """`rotary`, where layers with a window may have a rotation of their own (Gemma 3)."""
     given = getattr(theirs, "rope_parameters", None) or {}
@@ -357,8 +362,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaModel": Architecture(LLAMA, _gemma, norms_from_one=True),
     "Gemma2ForCausalLM": Architecture(GEMMA2, _gemma2, prefixes=("model.",), norms_from_one=True),
     "Gemma2Model": Architecture(GEMMA2, _gemma2, norms_from_one=True),
-    "Gemma3ForCausalLM": Architecture(GEMMA2, _gemma2, prefixes=("model.",), norms_from_one=True),
-    "Gemma3TextModel": Architecture(GEMMA2, _gemma2, norms_from_one=True),
+    "Gemma3ForCausalLM": Architecture(GEMMA2, _gemma3, prefixes=("model.",), norms_from_one=True),
+    "Gemma3TextModel": Architecture(GEMMA2, _gemma3, norms_from_one=True),
     "BertModel": Architecture(BERT, _bert, lambda config, _: Encoder(config)),
     "BertForMaskedLM": Architecture(
         BERT_MASKED, _bert, lambda config, _: MaskedLanguageModel(Encoder(config)), ("bert.",), "encoder."
