@@ -14,6 +14,7 @@ from comparing import assert_close
 from regard.models import Decoder, Encoder
 from regard.training.text import Tokenizer, train_tokenizer
 from test_cli import Run
+from viewing import bundled_session, finished
 
 transformers = pytest.importorskip("transformers")
 
@@ -286,6 +287,13 @@ def test_what_opens_for_one_command_opens_for_look_and_what_does_not_is_said_in_
             said.append(run.err)
         assert DAMAGE[damage] in " ".join(said[0].split())
         assert said[0] == said[1]
+    # what reads no text is said, though a tokenizer lies beside it
+    vision = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    transformers.ViTModel(vision).save_pretrained(tmp_path / "vit")
+    tokenizer.save_pretrained(tmp_path / "vit")
+    run = Run(capsys, "look", "the cat", "--model", tmp_path / "vit")
+    assert run.code == 2
+    assert "vit reads pixel_values, and not a text (ViTModel)" in " ".join(run.err.split())
     # an encoder cannot go on with a text, but it can be looked into
     sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48))
@@ -323,6 +331,11 @@ def test_a_model_in_the_cache_of_transformers_goes_by_its_name(
     assert isinstance(regard.load("somebody/small").model, Decoder)
     with pytest.raises(ValueError, match="no model 'somebody/else'; expected a name"):
         regard.load("somebody/else")
+    (tmp_path / "models--somebody--pictures" / "snapshots" / "abc").mkdir(parents=True)  # no tokenizer
+    session = bundled_session("the cat")
+    assert session.handle("info", {})[0]["models"] == ["stdlib", "somebody/small"]
+    meta, _ = finished(session, what="read", text="the cat sat", model="somebody/small")
+    assert session.handle("info", meta["result"])[0]["model"] == "somebody/small"
 
 
 def test_an_encoder_comes_over_from_its_folder(tmp_path: Path) -> None:

@@ -596,6 +596,9 @@ def test_two_heads_side_by_side_say_how_far_apart_they_are(browser, random):
 def test_a_typed_text_is_read_and_shown(browser, bundled):
     with served(bundled_session("def first():\n    pass\n", "first.py")) as address, opened(browser, address) as page:
         page.get_by_role("button", name="Open…").click()
+        names = page.get_by_label("Model").locator("option").all_inner_texts()
+        assert names == page.evaluate("document.getElementById('regard').page.app.info.models")
+        assert names[0] == "stdlib"
         page.get_by_label("Text or code").fill("def second(a, b):\n    return a + b\n\n\ndef third(self, ")
         page.get_by_role("button", name="Read", exact=True).click()
         page.locator(".what", has_text="typed text").wait_for()

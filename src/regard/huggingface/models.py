@@ -183,7 +183,10 @@ def open_as_it_is(name: str) -> tuple[Any, Any]:
     """
     folder, config = _described(name)
     tokenizer = _tokenizer(folder)
-    return _run_by_transformers(folder, config), tokenizer
+    model = _run_by_transformers(folder, config)
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"model: {folder} reads {model.main_input_name}, and not a text ({_kinds(config)})")
+    return model, tokenizer
 
 
 def _described(name: str) -> tuple[str, Any]:

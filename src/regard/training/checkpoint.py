@@ -144,9 +144,22 @@ def of_transformers(name: str | os.PathLike[str]) -> bool:
     """Whether a name is that of a folder that transformers wrote, or of a model in its cache: OWNER/NAME."""
     if Path(name).exists():
         return (Path(name) / "config.json").is_file()
+    return (_cache() / f"{_CACHED}{'--'.join(Path(name).parts)}").is_dir()
+
+
+def downloaded() -> list[str]:
+    """Names of the models in the cache of transformers that have a tokenizer."""
+    folders = {path.parents[2].name for path in _cache().glob(f"{_CACHED}*/snapshots/*/tokenizer*")}
+    return sorted(folder.removeprefix(_CACHED).replace("--", "/") for folder in folders)
+
+
+_CACHED = "models--"
+"""With what the folder of a model in the cache of transformers begins."""
+
+
+def _cache() -> Path:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return (cache / f"models--{'--'.join(Path(name).parts)}").is_dir()
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
 def save_model(

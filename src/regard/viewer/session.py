@@ -9,10 +9,11 @@ another text, going on with one, changing heads; these are jobs.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 from regard.models import Decoder
-from regard.training.checkpoint import bundled, kind_of
+from regard.training.checkpoint import bundled, downloaded, kind_of
 from regard.training.text import MAX_TEXT_BYTES
 from regard.viewer.changing import changes_of, expect
 from regard.viewer.export import export
@@ -156,9 +157,12 @@ class Session(Looking):
         return self.jobs.start("export", work)
 
     def _models(self) -> list[str]:
-        """Names of the models that can read: those that were given, and those in the package."""
-        more = [name for name in bundled() if kind_of(name) is Decoder] if self.readers else []
-        return [*dict.fromkeys([*self.readers, *more])]
+        """Names of the models that can read: given, in the package, in the cache of transformers."""
+        return [*dict.fromkeys([*self.readers, *self._others])] if self.readers else []
+
+    @cached_property
+    def _others(self) -> list[str]:
+        return [*(name for name in bundled() if kind_of(name) is Decoder), *downloaded()]
 
 
 METHODS: dict[str, Callable[[Session, Params], Answer]] = {

@@ -195,6 +195,7 @@ export async function startPage(root, transport, { linked = true } = {}) {
 		const other = meta.run !== info?.run;
 		const longer = info?.stop !== meta.stop;
 		info = meta;
+		hush();
 		const { chosen } = info;
 		if (first && linked) store.read(location.hash);
 		else if (other) store.set({ batch: 0, query: null, key: null, at: null, span: null, changes: [], other: [] });

@@ -43,8 +43,7 @@ export function createOpen(app) {
 
 	const fault = h('p.bad', { role: 'alert' });
 	const words = h('textarea', { spellcheck: 'false', placeholder: 'Type or paste a text or some code', oninput: () => (source = null) });
-	const models = h('datalist', { id: 'regard-models' });
-	const model = h('input', { type: 'text', list: 'regard-models', spellcheck: 'false' });
+	const model = h('select');
 	const file = h('input', { type: 'file' });
 	let source = null;
 	file.addEventListener('change', async () => {
@@ -57,10 +56,10 @@ export function createOpen(app) {
 		source = chosen.name;
 	});
 	const opening = dialog('Open a text', 'The model reads it token by token; then the page shows what each of its heads looks at.',
-		[['Text or code', words], ['or a file', file], ['Model', [model, models], 'a bundled one, a folder, or a model of transformers by its name'], ['', fault]], 'Read', () => {
+		[['Text or code', words], ['or a file', file], ['Model', model, 'given with --model, in the package, or downloaded for transformers'], ['', fault]], 'Read', () => {
 			fault.textContent = words.value ? '' : 'Type or paste a text, or choose a file.';
 			if (!words.value) return false;
-			return work({ what: 'read', text: words.value, model: model.value || app.info.model, source: source ?? 'typed text' }, 'Reading');
+			return work({ what: 'read', text: words.value, model: model.value, source: source ?? 'typed text' }, 'Reading');
 		});
 	const number = (value, rest) => h('input', { type: 'number', min: 0, value, ...rest });
 	const [many, heat] = [number(40, { min: 1, max: 512 }), number(0.8, { max: 5, step: 0.1 })];
@@ -77,7 +76,7 @@ export function createOpen(app) {
 		});
 	const openButton = button('Open…', () => {
 		fault.textContent = '';
-		replace(models, app.info.models.map((value) => h('option', { value })));
+		replace(model, app.info.models.map((name) => h('option', name)));
 		model.value = app.info.model;
 		opening.showModal();
 		words.focus();
