@@ -293,3 +293,23 @@ def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dty
     learning = table.detach().requires_grad_()
     attention(query, key.nan_to_num(0, 0), value.nan_to_num(0, 0), bias=learning).sum().backward()
     assert learning.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [None, 3, [1, 5]])
+@pytest.mark.parametrize(
+    "make", [lambda at: Alibi(4, offset=at), lambda at: RelativeBias(torch.randn(32, 4), offset=at)]
+)
+def test_what_depends_on_distance_alone_is_evaluated_once_per_distance_and_the_same(make, offset):
+    bias = make(offset).bind(Grid(2, 4, 30, 41))
+    asked = []
+    ask, bias.ask = bias.ask, lambda queries, keys: asked.append(len(queries) * len(keys)) or ask(queries, keys)
+    for rows, columns in (
+        (range(30), range(41)),
+        (range(7, 9), range(20, 41)),
+        (range(29, 30), range(3)),
+        (range(2), range(0)),
+    ):
+        assert torch.equal(
+            bias.values(rows, columns), ask(torch.tensor(list(rows)), torch.tensor(list(columns), dtype=int))
+        )
+    assert asked == [30 + 41 - 1, 2 + 21 - 1, 3, 0]

@@ -606,9 +606,17 @@ def test_the_reference_can_do_everything():
         assert can("reference", inputs, parts, lse=True), name
 
 
-def test_auto_takes_the_first_kernel_that_can():
-    for call in (call_of(), call_of(softcap=1.0), call_of(lse=True), call_of(mask=Causal(), dropout=0.1)):
-        assert choose(call) is next(kernel for kernel in KERNELS if kernel.cannot(call) is None)
+def test_auto_takes_a_kernel_that_can():
+    additive = Additive(torch.ones(HEADS, HEAD_DIM))
+    calls = (
+        call_of(),
+        call_of(lse=True),
+        call_of(softcap=1.0),
+        call_of(mask=Causal(), dropout=0.1),
+        call_of(additive=additive),
+    )
+    assert [choose(call).name for call in calls] == ["sdpa", "strips", "direct", "direct", "strips"]
+    assert all(choose(call).cannot(call) is None for call in calls)
 
 
 def test_a_kernel_named_that_cannot_says_what_is_missing_and_who_can():

@@ -38,6 +38,7 @@ from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.options import plan_of
 from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.reordering import reordering
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -173,9 +174,26 @@ def test_neighbours_with_the_same_keys_are_one_strip_where_the_numbers_to_add_ex
     assert len(strips_of(length, bias=bias, mask=Dense(half))) == 4  # a sum of the two is made strip by strip
     assert len(strips_of(length, bias=Alibi(1) + bias)) == 4
     below = strips_of(length, mask=Dense(half.tril()))
-    assert [keys for _, keys in below] == [tuning.MAX_STRIP_QUERIES * n for n in range(1, 5)]
+    assert len({keys for _, keys in below}) == len(below) > 3  # each sees other keys
     monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 2 * tuning.MAX_STRIP_QUERIES * length)
     assert len(strips_of(length, mask=Dense(half.clone()))) == 2
+
+
+def test_strips_are_low_where_that_computes_fewer_scores_whatever_mask_and_bias_are():
+    length = 2048
+    blocks = torch.rand(length // 64, length // 64, generator=torch.Generator().manual_seed(0)) < 0.2
+    blocks = blocks.repeat_interleave(64, 0).repeat_interleave(64, 1)
+    near = Where(lambda batch, head, query, key: query // 128 == key // 128)
+    numbers = torch.zeros(length, length)
+    for given, most in (
+        ({"mask": Dense(blocks)}, int(blocks.sum())),
+        ({"mask": near}, 128 * length),
+        ({"mask": near, "bias": numbers}, 128 * length),
+        ({"mask": Causal() & Window(64), "bias": numbers}, 3 * 64 * length),
+        ({"mask": Causal() & Window(64), "bias": Alibi(1) + numbers}, 3 * 64 * length),
+        ({"mask": Causal() & Chunk(100), "bias": numbers}, 140 * length),
+    ):
+        assert sum(queries * keys for queries, keys in strips_of(length, **given)) <= most, given
 
 
 def test_packed_causal_documents_are_one_causal_call_each():
@@ -583,6 +601,39 @@ def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
         assert_close(ours, theirs)
     call = check_call("test", query, key, value, mask, *[None] * 5, 0.0, None, False)
     assert strips_kernel.num_scores(call) <= share * 2 * 4 * 300 * key_len
+
+
+@pytest.mark.parametrize("of_what", ["one row", "rows", "other keys"])
+@pytest.mark.parametrize("name", ["alibi", "table", "scores", "sum", "own", "dropout"])
+def test_tokens_that_are_brought_together_keep_the_biases_and_the_dropout_of_their_places(of_what, name):
+    key_len = 200 if of_what == "other keys" else 150
+    queries, keys = scattered(2, 3, 150), scattered(2, 4, key_len) if of_what == "other keys" else None
+    mask = Document(queries[:1] if of_what == "one row" else queries, keys)
+    table, slopes, scores = normal(32, 2), normal(2, seed=1), torch.randn(1, 1, 150, key_len).double()
+    bias, learned = {
+        "alibi": (Alibi(slopes=slopes), (slopes,)),
+        "table": (RelativeBias(table), (table,)),
+        "scores": (scores, ()),
+        "sum": (Alibi(slopes=slopes) + scores, (slopes,)),
+        "own": (Penalty(torch.nn.Linear(1, 2).double(), slopes), (slopes,)),
+        "dropout": (None, ()),
+    }[name]
+    tensors = normal(2, 2, 150, 7), normal(2, 1, key_len, 7, seed=2), normal(2, 1, key_len, 5, seed=3)
+    found = []
+    for kernel in ("strips", "reference"):
+        draw, rate = torch.Generator().manual_seed(4), 0.3 if name == "dropout" else 0.0
+        output = attention(*tensors, mask=mask, bias=bias, dropout=rate, generator=draw, kernel=kernel)
+        found.append([output, *torch.autograd.grad(output.sin().sum(), (*tensors, *learned))])
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right)
+    call = check_call("test", *tensors, mask, bias, None, None, None, None, rate, None, False)
+    assert strips_kernel.num_scores(call) <= 0.7 * 2 * 2 * 150 * key_len
+
+
+def test_a_learned_number_for_every_score_keeps_documents_where_they_are():
+    tensors, mask = (normal(1, 2, 150, 7), normal(1, 2, 150, 7), normal(1, 2, 150, 7)), Document(scattered(1, 3, 150))
+    call = check_call("test", *tensors, mask, normal(1, 2, 150, 150), None, None, None, None, 0.0, None, False)
+    assert reordering(call) is None  # each document would get a gradient as large as the table
 
 
 def test_a_cache_is_read_where_the_window_is_and_by_one_plain_call(monkeypatch):

@@ -53,7 +53,15 @@ class Bias(Rule):
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         """The numbers for a rectangle. Shapes: broadcastable to [batch, heads, rows, columns]."""
-        return self.ask(queries, keys)
+        if not (self.of_distance and isinstance(queries, range) and isinstance(keys, range)):
+            return self.ask(queries, keys)
+        if len(queries) < 2 or not keys or not queries.step == keys.step == 1:
+            return self.ask(queries, keys)
+        distances = range(keys.start, keys.stop + len(queries) - 1)  # from the last query, then from earlier ones
+        row = self.ask(queries[-1:], distances)
+        if row.shape[3] < len(distances):  # the same for all of them
+            return row
+        return row.squeeze(2).unfold(2, len(keys), 1).flip(2)
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""

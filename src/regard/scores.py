@@ -144,19 +144,25 @@ class Scoring:
     def biases(self, queries: range | Tensor, keys: range | Tensor, dtype: torch.dtype) -> Tensor:
         """The bias of a rectangle, broadcastable to it."""
         assert self.bias is not None
-        return self.bias.values(self._where(queries), self._where(keys)).to(dtype)
+        return self._values(self.bias, queries, keys).to(dtype)
 
     def allowed(self, queries: range | Tensor, keys: range | Tensor) -> Tensor | None:
         """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden."""
-        queries, keys = self._where(queries), self._where(keys)
-        allowed = None if self.mask is None or self.mask is EVERYTHING else self.mask.allowed(queries, keys)
+        allowed = None
+        if self.mask is not None and self.mask is not EVERYTHING:
+            allowed = self.mask.allowed(self._where(queries), self._where(keys))
         if self.bias is not None:
-            hidden = self.bias.values(queries, keys).isneginf()
+            hidden = self._values(self.bias, queries, keys).isneginf()
             if allowed is not None:
                 allowed = allowed & ~hidden
             elif tracing() or bool(hidden.any()):
                 allowed = ~hidden
         return allowed
+
+    def _values(self, bias: Bias, queries: range | Tensor, keys: range | Tensor) -> Tensor:
+        if bias.of_distance:  # is evaluated once per distance of two ranges
+            return bias.values(queries, keys)
+        return bias.values(self._where(queries), self._where(keys))
 
     def _where(self, which: range | Tensor) -> Tensor:
         device = self.grid.device

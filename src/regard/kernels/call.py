@@ -36,9 +36,12 @@ class Call(NamedTuple):
     @property
     def inspectable(self) -> bool:
         """Whether the result can be inspected as soon as it is computed, and no gradient is needed."""
-        if self.query.device.type != "cpu" or self.learns or tracing():
-            return False
-        return not torch._C._are_functorch_transforms_active()
+        return self.concrete and not self.learns
+
+    @property
+    def concrete(self) -> bool:
+        """Whether numbers can be looked at where they are: on a CPU, neither traced nor transformed."""
+        return self.query.device.type == "cpu" and not tracing() and not torch._C._are_functorch_transforms_active()
 
 
 def learns(tensor: Tensor | None) -> bool:

@@ -17,23 +17,23 @@ from torch import Tensor
 from regard.graphs import tracing
 from regard.kernels import processor
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
+from regard.kernels.fused import HALF
 from regard.kernels.hidden import Hidden, fold, has_nan, hidden_in, hidden_in_call
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
 from regard.scores import Scoring
 
-MAX_DIRECT_SCORES = 1 << 16
-"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys."""
+MAX_DIRECT_SCORES = 1 << 17
+"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
+tokens in features.py."""
 
 
 def cannot(call: Call) -> str | None:
     """Why this kernel does not support a call."""
     if tracing():
         return "it inspects its result, which a graph does not have yet"
-    if call.scoring.additive is not None:
-        return "it does not support additive similarity"
-    return None if call.dropout is None else "it does not support dropout"
+    return None if call.scoring.additive is None else "it does not support additive similarity"
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -44,14 +44,14 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where the result cannot be inspected."""
-    if not call.inspectable:
+    if not call.inspectable or call.dropout is not None:
         return None
     scoring, wants_lse, dtype, kv_heads = call.scoring, call.wants_lse, upcast(call.query).dtype, call.key.shape[1]
     hidden = hidden_in(scoring.mask, scoring.grid)
     added = _added(scoring, hidden, dtype, kv_heads)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, lse = _attend(scoring, hidden, added, query, key, value, wants_lse)
+        output, lse = _attend(Call(query, key, value, scoring, None, wants_lse), hidden, added)
         if has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0))):
             return _with_zeros(Call(query, key, value, scoring, None, wants_lse))
         return output, lse
@@ -61,32 +61,27 @@ def prepare(call: Call) -> Prepared | None:
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
-    scoring, query, key, value = call.scoring, call.query, call.key, call.value
-    hidden = hidden_in_call(scoring)
+    hidden = hidden_in_call(call.scoring)
     if hidden is not None:
-        query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-    added = _added(scoring, hidden, upcast(query).dtype, key.shape[1])
-    return _attend(scoring, hidden, added, query, key, value, call.wants_lse)
+        call = call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
+    added = _added(call.scoring, hidden, upcast(call.query[:0]).dtype, call.key.shape[1])
+    return _attend(call, hidden, added)
 
 
-def _attend(
-    scoring: Scoring,
-    hidden: Hidden | None,
-    added: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    wants_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    query, key, value, scoring, dropout, wants_lse = call
     dtype, (batch, heads, rows, size), (kv_heads, keys) = query.dtype, query.shape, key.shape[1:3]
     query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
     key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
     if scoring.softcap is None and added is not None:
         scores = torch.baddbmm(added, query, key.mT, alpha=scoring.scale)
     else:
-        scores = torch.bmm(query, key.mT) * scoring.scale
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        scores = torch.bmm(query, key.mT)
+        if scoring.softcap is None:
+            scores = scores * scoring.scale
+        else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
+            scores = torch.sigmoid(scores * (2.0 * scoring.scale / scoring.softcap)) * (2.0 * scoring.softcap)
+            scores = scores - scoring.softcap
         if added is not None:
             scores = scores + added
     if scoring.sink is not None:
@@ -96,6 +91,9 @@ def _attend(
     weights = torch.softmax(scores, -1)
     if scoring.sink is not None:
         weights = weights[..., :keys]
+    if dropout is not None:
+        kept = dropout.keep(scoring.grid, range(rows), range(keys), dtype=weights.dtype)
+        weights = weights * fold(kept.mul_(1.0 / (1.0 - dropout.rate)), batch, heads, kv_heads, rows)
     output = torch.bmm(weights, value).view(batch, heads, rows, value.shape[2])
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
@@ -119,16 +117,15 @@ def _added(scoring: Scoring, hidden: Hidden | None, dtype: torch.dtype, kv_heads
 def pays(call: Call) -> bool:
     """Whether this is faster than the other kernels."""
     scoring, mask = call.scoring, call.scoring.mask
-    if (
-        not processor.MKL
-        or call.query.dtype not in (torch.float32, torch.float64)
-        or (all_scores(call) > MAX_DIRECT_SCORES and scoring.grid.query_len > 1)
-    ):
+    query_len, group = scoring.grid.query_len, scoring.grid.heads // call.key.shape[1]
+    if not processor.MKL or (all_scores(call) > MAX_DIRECT_SCORES and query_len > 1):
         return False
+    if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
+        return False  # keys and values are copied in float32, more numbers than there are scores
     plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
-    if plain and scoring.bias is None and scoring.softcap is None and scoring.sink is None:
+    if plain and scoring.bias is None and scoring.softcap is None and scoring.sink is None and call.dropout is None:
         return False
-    return call.inspectable
+    return call.concrete
 
 
 def quadratic_numbers(call: Call) -> int:

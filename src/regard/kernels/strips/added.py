@@ -155,12 +155,16 @@ class AddedToStrip:
         """Whether some query may see no key at all, as far as is known without looking at numbers."""
         return self.call.hides or (self._hidden is not None and self._hidden.queries is not None)
 
-    def reversed_tile(self) -> Tensor | None:
+    def reversed_tile(self, query: Tensor) -> Tensor | None:
         """All of it with the last query first, as a view of the row of numbers by distance; None if that is not all.
 
-        A tile that is constant along its diagonals is, with its rows reversed, a window that moves over one row.
+        A tile that is constant along its diagonals is, with its rows reversed, a window that moves over one row. None
+        also if the tile is smaller than the strip's query and output, which would have to be reversed for it: it serves
+        all batch indices and all equal strips.
         """
         call, strip = self.call, self.strip
+        if len(strip.queries) + strip.keys <= 2 * query.shape[3] * query.shape[0]:
+            return None
         others = call._given or self._made is not None or self._hidden is not None
         if call._row is None or others or len(strip.spans) > 1 or not strip.queries.step == strip.spans[0].step == 1:
             return None

@@ -220,7 +220,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     scale = part.formula.scale
     if part.strip.kind is Kind.CAUSAL:
         return fused.flash(query, key, value, scale=scale, is_causal=True)
-    numbers = part.added.reversed_tile()
+    numbers = part.added.reversed_tile(query)
     turned = numbers is not None
     if turned:
         query = query.flip(2)
@@ -240,7 +240,7 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a strip by torch's operator."""
     scale, causal = part.formula.scale, part.strip.kind is Kind.CAUSAL
-    numbers = None if causal else part.added.reversed_tile()
+    numbers = None if causal else part.added.reversed_tile(query)
     if numbers is None:
         five = grad, query, key, value, output, lse
         return fused.flash_backward(*five, scale=scale, is_causal=causal, attn_mask=part.added.whole())

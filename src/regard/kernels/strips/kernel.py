@@ -6,7 +6,6 @@ strip is computed by torch's fused operator or by plain products (`engine`).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +19,10 @@ from regard.kernels.strips import engine, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips
 from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
-from regard.kernels.strips.reordering import Reordering, reordering, take
+from regard.kernels.strips.reordering import reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
@@ -73,13 +73,15 @@ def _run(call: Call) -> tuple[Tensor, Tensor | None]:
         return _run_in_order(call)
     key, value = (take(tensor, changed.keys) for tensor in (call.key, call.value))
     query = take(call.query, changed.queries)
-    output, lse = _run_in_order(_planned(call, changed)._replace(query=query, key=key, value=value))
+    output, lse = _run_in_order(changed.planned(call)._replace(query=query, key=key, value=value))
     return take(output, changed.back), None if lse is None else take(lse, changed.back)
 
 
-def _planned(call: Call, changed: Reordering | None) -> Call:
-    """The call with its mask after reordering."""
-    return call if changed is None else call._replace(scoring=replace(call.scoring, mask=changed.mask))
+def _plan_of(call: Call) -> tuple[StripPlan, Call]:
+    """The strips of a call, and the call that they are of: that of sorted tokens, if these are sorted."""
+    changed = reordering(call)
+    call = call if changed is None else changed.planned(call)
+    return plan_of(call), call
 
 
 def _run_in_order(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -132,17 +134,19 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square those that its engine computes."""
-    return sum(options.num_scores(strip, call) for strip in plan_of(_planned(call, reordering(call))).strips)
+    plan, call = _plan_of(call)
+    return sum(options.num_scores(strip, call) for strip in plan.strips)
 
 
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and for the largest strip its mask and bias, copied keys, result and pieces of scores."""
+    plan, call = _plan_of(call)
     grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
     size = upcast(query[:0]).element_size()
     flash = engine.flash_can(query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
     sizes = []
-    for strip in plan_of(_planned(call, reordering(call))).strips:
+    for strip in plan.strips:
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0

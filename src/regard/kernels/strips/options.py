@@ -39,15 +39,15 @@ def options(call: Call) -> PlanOptions:
     heads = max(1, grid.batch * grid.heads)
     flash = engine.flash_can(call.query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
-    closed_form = scoring.mask_or_everything.closed_form
-    if (scoring.bias is not None and not by_distance) or not closed_form:  # numbers are held for every score
-        at_a_time = tuning.MAX_TILE_SCORES // (heads * max(1, grid.key_len))
-        high = min(max(at_a_time, tuning.MIN_STRIP_QUERIES // 4), tuning.MAX_STRIP_QUERIES)
-        return PlanOptions(high, causal=False, joins=is_given(call))
-    if call.dropout is not None:  # which weights are dropped is asked strip by strip
-        by_itself = tuning.SCORES_PER_STRIP_OF_PRODUCTS / heads
-        return PlanOptions(tuning.MAX_STRIP_QUERIES, tuning.SHORT_STRIP_QUERIES, by_itself)
-    full = not flash or call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
-    short = tuning.SHORT_STRIP_QUERIES if full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
-    by_itself = tuning.SCORES_PER_CALL / heads
-    return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself, together=True, causal=not by_distance)
+    in_full = not flash or call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
+    short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
+    holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
+    if not holds and call.dropout is None:
+        by_itself = tuning.SCORES_PER_CALL / heads
+        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself, together=True, causal=not by_distance)
+    by_itself = (tuning.SCORES_PER_CALL if flash else tuning.SCORES_PER_STRIP_OF_PRODUCTS) / heads
+    if not holds:  # which weights are dropped is asked strip by strip
+        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself)
+    at_a_time = tuning.MAX_TILE_SCORES // (heads * max(1, grid.key_len))
+    high = min(max(at_a_time, tuning.MIN_STRIP_QUERIES // 4), tuning.MAX_STRIP_QUERIES)
+    return PlanOptions(high, short, by_itself, causal=False, holds=True, joins=is_given(call))

@@ -17,6 +17,7 @@ A causal square is one strip, since torch's operator supports it; so are queries
 strips at equal distances are computed as one batch of views (`grouping`).
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -72,8 +73,8 @@ class Strip:
 class PlanOptions(NamedTuple):
     """How to cut most cheaply for one kind of call.
 
-    A score in a strip of h queries costs 1 + short / h times as much as in a high strip, since torch's operator
-    multiplies smaller matrices. Higher strips are fewer, but contain more masked scores under a window.
+    A score in a strip of h queries costs 1 + short / h times as much as in a high strip, since its products are those
+    of smaller matrices. Higher strips are fewer, but contain more masked scores under a window.
     """
 
     max_queries: int
@@ -86,8 +87,14 @@ class PlanOptions(NamedTuple):
     """Whether equal strips are computed as one batch."""
     causal: bool = True
     """Whether a causal square is one strip."""
+    holds: bool = False
+    """Whether a number is held for every score of a strip, so that no strip may be higher than `max_queries`."""
     joins: bool = False
     """Whether neighbours with the same keys become one strip, since the numbers added to their scores exist already."""
+
+    def cost(self, queries: int, keys: int, *, copied: bool = False) -> float:
+        """Of a strip, in scores of one head. Keys of several spans are copied, to lie side by side."""
+        return keys * (queries + (self.short or 0.0) + copied * tuning.SCORES_PER_COPIED_KEY) + self.scores_per_call
 
 
 def cut(
@@ -96,7 +103,7 @@ def cut(
     """The strips of a bound mask, for one batch index or all."""
     by = PlanOptions(tuning.MAX_STRIP_QUERIES) if by is None else by
     if not mask.closed_form:
-        yield from _cut_by_looking(mask, query_len, key_len, batch_index, by.max_queries)
+        yield from _cut_by_looking(mask, query_len, key_len, batch_index, by)
         return
     breaks = {at for at in mask.breaks(query_len) if 0 < at < query_len}
     if breaks and by.short is not None and common_keys(mask, range(query_len), key_len) is not None:
@@ -116,7 +123,8 @@ def cut(
         if by.short is not None:
             shared = common_keys(mask, segment, key_len)
             if shared is not None:
-                yield Strip(batch_index, segment, (shared,), Kind.FULL if shared else Kind.MASKED)
+                for queries in _split(segment, by.max_queries) if by.holds else (segment,):
+                    yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
                 continue
         high = _height(mask, segment, key_len, by)
         spans: list[range] = []
@@ -169,43 +177,74 @@ def _as_one(first: Strip, second: Strip) -> Strip | None:
     return replace(first, queries=queries, allowed=torch.cat([one, other], dim=2))
 
 
-def _cut_by_looking(mask: Mask, query_len: int, key_len: int, batch_index: int | None, high: int) -> Iterator[Strip]:
+def _cut_by_looking(
+    mask: Mask, query_len: int, key_len: int, batch_index: int | None, by: PlanOptions
+) -> Iterator[Strip]:
     """The strips of a mask without closed form: the mask is evaluated for a whole strip at a time."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
     breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
-    for queries in (part for segment in _segments(breaks, query_len) for part in _split(segment, high)):
+    for queries in (part for segment in _segments(breaks, query_len) for part in _split(segment, by.max_queries)):
         near = [columns for columns, _ in visible(closed, queries, range(key_len), tuning.KEY_STEP)] or [range(0)]
         keys = range(near[0].start, near[-1].stop)
         allowed = mask.allowed(queries, keys)
         if allowed.is_meta or not allowed.numel():
             yield Strip(batch_index, queries, (keys,), Kind.MASKED)
             continue
-        by_key = allowed.expand(*allowed.shape[:2], len(queries), len(keys)).flatten(0, 2).view(torch.uint8)
-        if bool(by_key.amin()):
+        of_one = allowed.expand(*allowed.shape[:2], len(queries), len(keys)).flatten(0, 1).view(torch.uint8)
+        if bool(of_one.amin()):
             yield Strip(batch_index, queries, (keys,), Kind.FULL)
             continue
-        spans = _spans(by_key.amax(0).cpu(), keys.start)
-        if sum(map(len, spans)) < len(keys) and allowed.shape[3] > 1:
-            pieces = [allowed[..., span.start - keys.start : span.stop - keys.start] for span in spans]
-            allowed = torch.cat(pieces or [allowed[..., :0]], dim=-1)
-        yield Strip(batch_index, queries, tuple(spans) or (range(0),), Kind.MASKED, allowed=allowed)
+        for rows, seen in _cheapest_rows(_seen(of_one.amax(0).cpu()), by):
+            spans = _spans(seen, keys)
+            part = allowed[:, :, rows] if allowed.shape[2] > 1 else allowed
+            if sum(map(len, spans)) < len(keys) and allowed.shape[3] > 1:
+                pieces = [part[..., span.start - keys.start : span.stop - keys.start] for span in spans]
+                part = torch.cat(pieces or [part[..., :0]], dim=-1)
+            yield Strip(batch_index, queries[rows], tuple(spans) or (range(0),), Kind.MASKED, allowed=part)
 
 
-def _spans(seen: Tensor, start: int) -> list[range]:
-    """The spans that contain visible keys, in multiples of KEY_STEP.
+def _seen(allowed: Tensor) -> Tensor:
+    """Which squares of KEY_STEP queries and keys have anything allowed: uint8 [queries, keys] -> [squares, squares]."""
+    step = tuning.KEY_STEP
+    rows, columns = (-(-length // step) for length in allowed.shape)
+    padded = allowed.new_zeros(rows * step, columns * step)
+    padded[: allowed.shape[0], : allowed.shape[1]] = allowed
+    return padded.view(rows, step, columns, step).amax((1, 3))
+
+
+def _cheapest_rows(seen: Tensor, by: PlanOptions) -> list[tuple[slice, bytes]]:
+    """The rows of each strip, all of the cheapest height, and which steps of keys they see.
 
     Args:
-        seen: uint8 [keys], 1 where some query sees the key; start: index of the first key.
+        seen: as from `_seen`, of as many rows as a strip may have.
     """
-    padded = torch.zeros(-(-len(seen) // tuning.KEY_STEP) * tuning.KEY_STEP, dtype=torch.uint8)
-    padded[: len(seen)] = seen
+    high, step = len(seen), tuning.KEY_STEP
+    best, least = [(slice(None), bytes(seen.amax(0).tolist()))], math.inf
+    while by.short is not None and not bool(seen.amin()):
+        strips = [bytes(rows.amax(0).tolist()) for rows in seen.split(high)]
+        gaps = (b"\0" in strip.strip(b"\0") for strip in strips)
+        cost = sum(by.cost(high * step, sum(strip) * step, copied=gap) for strip, gap in zip(strips, gaps, strict=True))
+        if cost < least:
+            starts = range(0, len(seen) * step, high * step)
+            rows = (slice(start, start + high * step) for start in starts)
+            least, best = cost, list(zip(rows, strips, strict=True))
+        if high == 1:
+            break
+        high = -(-high // 2)
+    return best
+
+
+def _spans(seen: bytes, keys: range) -> list[range]:
+    """The spans of these keys that contain visible ones, in multiples of KEY_STEP.
+
+    Args:
+        seen: of each step of keys, 1 if any of it is visible.
+    """
     spans: list[range] = []
-    for step in padded.view(-1, tuning.KEY_STEP).amax(-1).nonzero().flatten().tolist():
-        first = start + step * tuning.KEY_STEP
-        last = min(first + tuning.KEY_STEP, start + len(seen))
-        if spans and spans[-1].stop == first:
-            first = spans.pop().start
-        spans.append(range(first, last))
+    for step, visible_there in enumerate(seen):
+        if visible_there:
+            span = keys[step * tuning.KEY_STEP : (step + 1) * tuning.KEY_STEP]
+            spans.append(range(spans.pop().start, span.stop) if spans and spans[-1].stop == span.start else span)
     return spans
 
 
@@ -244,12 +283,11 @@ def _height(mask: Mask, segment: range, key_len: int, by: PlanOptions) -> int:
     """The cheapest strip height for a segment, estimated at its middle."""
     if by.short is None or len(segment) <= tuning.MIN_STRIP_QUERIES:
         return by.max_queries
-    short = by.short
 
     def cost(height: int) -> float:
         start = segment.start + len(segment) // 2 // height * height
         seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len), tuning.KEY_STEP)
-        return sum(len(columns) for columns, _ in seen) * (1 + short / height) + by.scores_per_call / height
+        return by.cost(height, sum(len(columns) for columns, _ in seen)) / height
 
     heights = [by.max_queries >> n for n in range(by.max_queries.bit_length())]
     return min((height for height in heights if height == heights[0] or height >= tuning.KEY_STEP), key=cost)

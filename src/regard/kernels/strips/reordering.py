@@ -1,14 +1,20 @@
 """Sorts queries and keys by document, for documents whose tokens are not contiguous.
 
 Under a document mask, alone or with a causal one, the order of the documents does not matter as long as the tokens of
-each keep theirs. After sorting, every document is one rectangle, and nothing else is computed.
+each keep theirs. After sorting, every document is one rectangle, and nothing else is computed. A bias and dropout are
+asked for the places where the tokens were.
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from regard.kernels.call import Call
+from regard.biases import Bias
+from regard.dropout import Dropout
+from regard.indexing import Indices, indices, lookup
+from regard.kernels.call import Call, learns
 from regard.kernels.known import cached_by_mask
 from regard.masks import Document, Mask
 from regard.masks.planning import factors, is_top_left_causal, product_of
@@ -28,15 +34,25 @@ class Reordering(NamedTuple):
     back: Tensor
     mask: Mask
 
+    def planned(self, call: Call) -> Call:
+        """A call as it is for the sorted tokens, but for these themselves."""
+        grid, (bias, dropout) = call.scoring.grid, (call.scoring.bias, call.dropout)
+        if bias is not None:
+            bias = SortedBias(bias, self.queries, self.keys, grid)
+        if dropout is not None:
+            dropout = SortedDropout(dropout.rate, dropout.seed, self.queries, self.keys)
+        return call._replace(scoring=replace(call.scoring, mask=self.mask, bias=bias), dropout=dropout)
+
 
 def reordering(call: Call) -> Reordering | None:
     """How to sort the tokens of a call; None if documents are contiguous, or the order matters."""
-    scoring = call.scoring
-    if scoring.mask is None or scoring.bias is not None or call.dropout is not None:
-        return None  # these depend on the order
-    if not any(isinstance(part, Document) for part in factors(scoring.mask)):
+    mask, grid = call.scoring.mask, call.scoring.grid
+    if mask is None or not any(isinstance(part, Document) for part in factors(mask)):
         return None
-    return _found(scoring.mask, scoring.grid)
+    learned = () if call.scoring.bias is None else call.scoring.bias.learned()
+    if any(learns(tensor) and tensor.numel() >= grid.query_len * grid.key_len for tensor in learned):
+        return None  # every document would get a gradient as large as the tensor
+    return _found(mask, grid)
 
 
 @cached_by_mask(maxsize=8)
@@ -69,3 +85,67 @@ def take(tensor: Tensor, places: Tensor) -> Tensor:
         return tensor.index_select(2, places[0])
     places = places.view(len(places), 1, -1, *[1] * (tensor.dim() - 3))
     return tensor.take_along_dim(places, dim=2)
+
+
+class SortedBias(Bias):
+    """What a bound bias adds to sorted tokens.
+
+    Args:
+        queries, keys: as in `Reordering`. grid: the call.
+    """
+
+    def __init__(self, bias: Bias, queries: Tensor, keys: Tensor, grid: Grid) -> None:
+        self.bias, self.queries, self.keys, self.grid = bias, queries, keys, grid
+
+    def bind(self, grid: Grid) -> Bias:
+        return self  # of a bias that is bound already
+
+    def for_batch(self, index: int) -> Bias:
+        grid = self.grid._replace(batch=1)
+        queries, keys = (
+            places[index : index + 1] if len(places) > 1 else places for places in (self.queries, self.keys)
+        )
+        return SortedBias(self.bias.for_batch(index).bind(grid), queries, keys, grid)
+
+    def values(self, queries: Indices, keys: Indices) -> Tensor:
+        if len(self.queries) > 1 or len(self.keys) > 1:  # every batch index has an order of its own
+            return torch.cat([self.for_batch(index).values(queries, keys) for index in range(self.grid.batch)])
+        rows, columns = self.queries[0, indices(queries)], self.keys[0, indices(keys)]
+        if not self.bias.of_distance:
+            return self.bias.values(rows, columns)
+        last = self.grid.query_len - 1
+        row = self.bias.values(range(last, last + 1), range(last + self.grid.key_len))[:, :, 0]
+        return row[..., columns - rows[:, None] + last] if row.shape[2] > 1 else row[..., None]
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.bias.rule(batch, head, lookup(self.queries, batch, query), lookup(self.keys, batch, key))
+
+    def __repr__(self) -> str:
+        return repr(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SortedDropout(Dropout):
+    """Which weights of sorted tokens are dropped: those that would be in their old places.
+
+    Attributes:
+        order_of_queries, order_of_keys: `queries` and `keys` of `Reordering`.
+    """
+
+    order_of_queries: Tensor
+    order_of_keys: Tensor
+
+    def keep(
+        self,
+        grid: Grid,
+        queries: range | Tensor,
+        keys: range | Tensor,
+        *,
+        batches: range | None = None,
+        heads: range | None = None,
+        dtype: torch.dtype = torch.bool,
+    ) -> Tensor:
+        (batch,) = range(grid.batch) if batches is None else batches  # strips ask for one at a time
+        orders = (self.order_of_queries, queries), (self.order_of_keys, keys)
+        rows, columns = (order[batch if len(order) > 1 else 0, indices(which)] for order, which in orders)
+        return Dropout.keep(self, grid, rows, columns, batches=range(batch, batch + 1), heads=heads, dtype=dtype)

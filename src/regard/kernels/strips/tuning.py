@@ -30,6 +30,9 @@ SCORES_PER_RESULT = 16
 """Copying a query's result and merging it with that for other keys, in scores of its head. Row "window 256" of
 benchmarks/parallel.py."""
 
+SCORES_PER_COPIED_KEY = 32
+"""Copying a key and its value beside those of other spans, in scores of its head. Row "blocks at random"."""
+
 SCORES_PER_STRIP_OF_PRODUCTS = 1 << 16
 """Scores of all heads that plain products compute in the time that a strip takes by itself. Row "dropout, window"."""
 
