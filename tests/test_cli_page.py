@@ -136,3 +136,20 @@ def test_a_translation_is_two_texts_on_the_page(folder, capsys):
     }
     assert {texts["key", layer] for layer in cross} == {"9. Juni 1987"} == {texts["query", 0]}
     assert {texts["query", layer] for layer in cross} == {"1987-06-09"} == {texts["key", cross[0] - 1]}
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
+def test_the_page_of_a_long_recording_does_not_wait_for_its_heads_to_be_described(folder, monkeypatch, capsys):
+    pytest.importorskip("starlette")
+    layer = regard.MultiHeadAttention(8, 4, mask=regard.Causal())
+    with torch.inference_mode(), regard.record(layer) as recording:
+        layer(torch.randn(1, 1500, 8))
+    recording.save("long.safetensors")
+    served = []
+    monkeypatch.setattr(opening, "is_served", lambda path: path is None)
+    monkeypatch.setattr(opening, "open_page", lambda run, path: served.append((run.summary, path)))
+    run = Run(capsys, "look", "long.safetensors")
+    assert run.code == 0, run.err
+    assert run.out.endswith("1,500 tokens\n\nWhat each head does is worked out while the page is open.\n")
+    assert served == [(None, None)]
+    assert "layer      head  kind" in Run(capsys, "look", "long.safetensors", "--no-page").out

@@ -89,7 +89,7 @@ def look(
             run.chosen = run.names.index(shown), number, aligned.query
             open_page(run, page)
         return
-    from regard.cli.opening import choose, open_page, open_recording, print_summary, read_for_page
+    from regard.cli.opening import choose, is_served, open_page, open_recording, print_summary, read_for_page
     from regard.display.data import look_as_data, tokens_as_data
     from regard.display.page import print_look, print_tokens
     from regard.display.paper import Paper
@@ -104,7 +104,7 @@ def look(
                 )
         run = open_recording(text) if reader is None else read_for_page(reader, *read_text_argument(text), start or 0)
         choose(run, layer, head, query)
-        print_summary(open_console(), run, as_json=as_json)
+        print_summary(open_console(), run, as_json=as_json, served=not (as_json or no_page) and is_served(page))
         if not (as_json or no_page):
             open_page(run, page)
         return

@@ -56,21 +56,35 @@ def choose(run: "Run", layer: int | None, head: int | None, query: str | None) -
     run.chosen = layer, head, number
 
 
-def print_summary(console: Console, run: "Run", *, as_json: bool) -> None:
+def print_summary(console: Console, run: "Run", *, as_json: bool, served: bool) -> None:
     """What there is to tell of heads whose text is not at hand, or of a model that is not regard's own: one line for
-    each of them."""
-    from regard.recording import Summary
-    from regard.viewer.looking import heads_as_data, plain
+    each of them.
 
+    Args:
+        served: whether a page follows, which need not wait for what takes long: it is worked out meanwhile.
+    """
+    from regard.recording import Summary
+    from regard.viewer.looking import MAX_WEIGHTS_AT_ONCE, heads_as_data, plain
+
+    title = f"{run.source}, read by {run.model or 'a model'}: {run.length:,} tokens"
     found = run.summary
+    if found is None and served and run.weights() > MAX_WEIGHTS_AT_ONCE:
+        tell(console, f"{title}\n\nWhat each head does is worked out while the page is open.")
+        return
     if found is None:
-        with console.status("describing every head"):
-            found = run.summarise()
+        with progress_bar(open_console(stderr=True), transient=True) as bar:
+            task = bar.add_task("describing every head", total=None)
+            found = run.summarise(lambda done, all: bar.update(task, completed=done, total=all))
     if as_json:
         data = {"model": run.model, "source": run.source, "layers": run.names, **heads_as_data(run, found)}
         print(json.dumps(plain(data), ensure_ascii=False), flush=True)
     else:
-        tell(console, f"{run.source}, read by {run.model or 'a model'}: {run.length:,} tokens\n\n{Summary(found)}")
+        tell(console, f"{title}\n\n{Summary(found)}")
+
+
+def is_served(path: Path | None) -> bool:
+    """Whether the page is served: a person sits at the terminal, and it was not told to write it to a path."""
+    return path is None and sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def open_page(run: "Run", path: Path | None) -> None:
@@ -81,8 +95,8 @@ def open_page(run: "Run", path: Path | None) -> None:
             where the output goes into a pipe or a file.
     """
 
-    served = path is None and sys.stdin is not None and sys.stdin.isatty()
-    if served and not sys.stdout.isatty():
+    served = is_served(path)
+    if not served and path is None and sys.stdin is not None and sys.stdin.isatty():
         return
     missing = ""
     if served:
