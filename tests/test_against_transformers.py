@@ -535,9 +535,9 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "a llama that is not causal": (lambda: llama(is_causal=False), "is_causal=False"),
     "a head of another kind": (
         lambda: GPT2ForSequenceClassification(GPT2Config(**GPT2_SIZES, pad_token_id=0)),
-        "got GPT2ForSequenceClassification",
+        "no model like GPT2ForSequenceClassification",
     ),
-    "two heads": (lambda: bert(BertForPreTraining), "got BertForPreTraining"),
+    "two heads": (lambda: bert(BertForPreTraining), "no model like BertForPreTraining"),
     "a bert that decodes": (lambda: bert(is_decoder=True), "is_decoder=True"),
     "an untied bert": (
         lambda: bert(tie_word_embeddings=False),

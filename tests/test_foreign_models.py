@@ -351,7 +351,39 @@ def test_an_encoder_comes_over_from_its_folder(tmp_path: Path) -> None:
 
 
 def test_the_part_that_is_missing_is_named(folders: dict[str, tuple[Path, Any]]) -> None:
-    assert "choice among several feed-forward networks" in (regard.load(folders["gpt-oss"][0]).foreign or "")
+    assert regard.load(folders["gpt-oss"][0]).foreign == (
+        "regard has no model like GptOssForCausalLM, for lack of a choice among several feed-forward networks for each "
+        "token"
+    )
+
+
+def test_a_model_that_transformers_runs_is_in_training_when_what_it_holds_is(
+    folders: dict[str, tuple[Path, Any]],
+) -> None:
+    model = regard.load(folders["gpt-oss"][0]).model
+    list(regard.generate(model, [3], 2))
+    assert not any(part.training for part in model.modules())
+    assert ForeignModel(folders["llama"][1]).training is folders["llama"][1].training
+
+
+def test_a_model_without_attention_or_without_a_cache_is_refused_in_words(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mamba = transformers.MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1)
+    sizes = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")}
+    griffin = transformers.RecurrentGemmaConfig(
+        **sizes, num_hidden_layers=3, intermediate_size=48, num_key_value_heads=1, lru_width=32
+    )
+    for model, commands, says in (
+        (transformers.MambaForCausalLM(mamba), ("generate", "explain", "look"), "has no attention heads (MambaFor"),
+        (transformers.RecurrentGemmaForCausalLM(griffin), ("generate",), "does not give back what it has read"),
+    ):
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        for command in commands:
+            run = Run(capsys, command, "the cat", "--model", tmp_path / "model")
+            assert run.code == 2, command
+            assert says in " ".join(run.err.split())
 
 
 def test_layers_with_windows_have_their_own_mask_and_rotation(folders: dict[str, tuple[Path, Any]]) -> None:

@@ -53,6 +53,7 @@ class ForeignModel(nn.Module):
             config.num_hidden_layers,
             config.num_attention_heads,
         )
+        self.train(theirs.training)  # a wrapper is in training to begin with, and so may not be what it holds
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.theirs(input_ids=tokens, use_cache=False).logits
@@ -93,6 +94,9 @@ class ForeignTexts:
     def _step(self, row: int, new: Sequence[int]) -> Tensor:
         tokens = torch.tensor([list(new)], device=next(self.model.parameters()).device)
         found = self.model.theirs(input_ids=tokens, past_key_values=self._caches[row], use_cache=True)
+        if getattr(found, "past_key_values", None) is None:
+            kind = type(self.model.theirs).__name__
+            raise ValueError(f"generate: {kind} does not give back what it has read, so no text can go on from there")
         self._caches[row] = found.past_key_values
         self._read[row] += len(new)
         logits: Tensor = found.logits[:, -1]
@@ -204,6 +208,8 @@ def _described(name: str) -> tuple[str, Any]:
             f"model: {folder} reads a text and writes another ({_kinds(config)}); of such models regard takes those "
             "that regard train --task translate wrote, and of models of transformers those that read one text"
         )
+    if not hasattr(config.get_text_config(), "num_attention_heads"):
+        raise ValueError(f"model: {folder} has no attention heads ({_kinds(config)})")
     return folder, config
 
 

@@ -114,8 +114,10 @@ def from_state_dict(name: str, theirs: Any, state_dict: Mapping[str, Tensor]) ->
     """
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
-        missing = f": regard has no {MISSING_PARTS[name]}" if name in MISSING_PARTS else ""
-        raise ValueError(f"from_transformers: model must be one of {', '.join(ARCHITECTURES)}, got {name}{missing}")
+        missing = f", for lack of a {MISSING_PARTS[name]}" if name in MISSING_PARTS else ""
+        raise ValueError(
+            f"from_transformers: regard has no model like {name}{missing}\n  hint: it has {', '.join(ARCHITECTURES)}"
+        )
     tensors = Renamed("from_transformers", architecture.names, without(upright(state_dict), *architecture.prefixes))
     if architecture.norms_from_one:
         for their, tensor in tensors.items():  # in float32, since 1 + w may have more digits than bfloat16 has
