@@ -567,6 +567,15 @@ def test_a_head_that_is_off_changes_the_guesses_as_an_intervention_does(browser,
         assert len(state_of(page)["changes"]) == 1
 
 
+def test_what_a_change_does_fits_a_telephone(browser, bundled):
+    _, address = bundled
+    with opened(browser, f"{address}#layer=5&head=0&query=300&tab=change&changes=5.0o", width=390) as page:
+        page.locator(".more td[data-loss]").first.wait_for()
+        rooms = page.evaluate("""() => [...document.querySelectorAll('.more .cols .scroll')].map(
+            (one) => one.scrollWidth - one.clientWidth)""")
+        assert rooms == [0, 0]
+
+
 @pytest.mark.parametrize("typed", ["3.5", "-1", "482", ""])
 def test_only_a_token_of_the_text_can_be_hidden(browser, bundled, typed):
     _, address = bundled

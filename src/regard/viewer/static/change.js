@@ -41,7 +41,7 @@ export function createChange(app) {
 	};
 	const losses = ({ before, after }) => {
 		const line = ([name, words_]) => before[name] !== null && row(words_, [h('td', number(before[name], 4)), h('td', { data: { loss: after[name] } }, number(after[name], 4)), h('td', { class: after[name] > before[name] ? 'down' : 'up' }, `${after[name] < before[name] ? '' : '+'}${number(after[name] - before[name])}`)]);
-		return h('div', h('p.tag', 'Loss: how much the text surprises the model, in nats per token; less is better.'), table('Loss', ['', 'as it is', 'changed', 'difference'], [['loss', 'whole text'], ['rest', 'after the next token']].map(line)));
+		return h('div', h('p.tag', 'Loss: how much the text surprises the model, in nats per token; less is better.'), table('Loss', ['', 'as it is', 'changed', 'difference'], [['loss', 'whole text'], ['rest', 'rest of the text']].map(line)));
 	};
 	const load = app.latest(async (signal) => {
 		const waiting = !app.info.can.intervene ? 'This needs a model that foretells the next token; a recording or a saved page holds none.' : !state.changes.length ? 'Nothing is changed yet. The open head is filled in above: press Add.' : '';
