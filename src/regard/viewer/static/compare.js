@@ -34,7 +34,7 @@ export function createCompare(app) {
 		context.fillRect(0, 0, canvas.width, canvas.height);
 		context.fillStyle = app.colours.curve;
 		paintCurve(context, values, 0, canvas.width / values.length, canvas.width, canvas.height - 6, (x, from, size) => context.rect(x, canvas.height - from - size, 1, size));
-		return h('div', h('h3', name), h('p.tag', MEANINGS[name]), canvas);
+		return h('div', h('h3', name), h('p.tag', `${MEANINGS[name]}; the highest here is ${number(values.reduce((most, value) => Math.max(most, value)))}`), canvas);
 	};
 	const load = app.latest(async (signal) => {
 		const b = (state.other[0] ?? '').split('.').map(Number);
