@@ -316,6 +316,13 @@ def test_the_map_can_be_moved_by_mouse_wheel_fingers_and_keys(browser, random):
         assert page.evaluate("document.activeElement.dataset.tab") == "steps"
 
 
+def test_what_a_row_adds_up_to_is_said_with_its_sink(browser):
+    session, exact = observed_session(30, sink=torch.tensor([1.0, 2.0]))
+    assert float(exact.weights()[0, 0, 20].sum()) < 0.95
+    with served(session) as address, opened(browser, address) as page:
+        assert "a row’s weights and the sink’s add up to 1" in page.locator(".map-panel .about").inner_text()
+
+
 def test_a_token_is_found_by_its_words(browser, bundled):
     session, address = bundled
     matches = session.handle("search", {"of": "key", "text": "overdue"})[0]["matches"]

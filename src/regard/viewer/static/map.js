@@ -141,7 +141,7 @@ export function createMap(app) {
 		title.textContent = `Layer ${state.layer}, head ${state.head}`;
 		tag.textContent = [found && `${found.kind} ${percent(found.score)}`, ...layer.traits].filter(Boolean).join(' · ');
 		canvas.setAttribute('aria-label', `Map of the attention weights of layer ${state.layer}, head ${state.head}: ${plural(layer.query_len, 'row')}, ${plural(layer.key_len, 'column')}`);
-		about.textContent = `Each row is a token that looks, each column a token looked at; a row’s weights add up to 1, and ${app.dark ? 'brighter' : 'stronger'} is more.`;
+		about.textContent = `Each row is a token that looks, each column a token looked at; a row’s weights ${layer.sink ? 'and the sink’s ' : ''}add up to 1, and ${app.dark ? 'brighter' : 'stronger'} is more.`;
 	};
 
 	// ---- reading a weight
