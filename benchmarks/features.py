@@ -1,6 +1,6 @@
 """What a feature of attention costs: per allowed score, beside plain causal attention, and beside the best of torch.
 
-    python benchmarks/features.py [--rows "bias*"] [--lengths 512 2048] [--dtypes float32 bfloat16] [--repeats 7]
+    python benchmarks/features.py [--rows "bias*"] [--lengths 128 512] [--dtypes float32 bfloat16] [--repeats 7]
     python benchmarks/features.py --report       writes docs/cost-per-score.md; measures nothing
 
 Each row is one call, 8 heads of 64, forward, and forward with its backward pass. Two ratios are told:
@@ -10,7 +10,7 @@ Each row is one call, 8 heads of 64, forward, and forward with its backward pass
                    dense mask or a finished table of biases, or the formula; above 1, regard takes less
 
 All of a row take turns in one run, and medians of the ratios of one turn are told. Times are those of the clock: run it
-where nothing else runs.
+where nothing else runs; it takes about a quarter of an hour.
 """
 
 import argparse
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "features.json"
 PAGE = ROOT / "docs" / "cost-per-score.md"
 HEADS, HEAD_DIM = 8, 64
+LENGTHS = [128, 512, 2048, 8192]
 MAX_TABLE_NUMBERS = 1 << 28
 """Numbers of a dense table that torch is given; longer rows have no peer."""
 
@@ -59,6 +60,12 @@ class Row(NamedTuple):
 
 def _random(length: int) -> Tensor:
     return torch.rand(length, length, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+def _blocks(length: int) -> Tensor:
+    """Blocks of 64, a quarter of them at random."""
+    blocks = torch.rand(length // 64, length // 64, generator=torch.Generator().manual_seed(0)) < 0.25
+    return blocks.fill_diagonal_(True).repeat_interleave(64, 0).repeat_interleave(64, 1)
 
 
 def _ids(length: int) -> Tensor:
@@ -97,10 +104,13 @@ ROWS = (
     Row("far keys alone", _fixed(mask=Causal() & ~Window(256))),
     Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),
     Row("8 documents, tokens apart", lambda n: {"mask": Document(_ids(n))}),
+    Row("8 documents, tokens apart, ALiBi", lambda n: {"mask": Document(_ids(n)), "bias": Alibi(HEADS)}),
+    Row("blocks at random", lambda n: {"mask": Dense(_blocks(n))}),
     Row("random mask", lambda n: {"mask": Dense(_random(n))}),
     Row("function as mask", lambda n: {"mask": Where(lambda batch, head, query, key: key <= query)}),
     Row("bias, dense", _dense(None)),
     Row("bias, dense, causal", _dense(Causal())),
+    Row("bias, dense, window 256", _dense(Causal() & Window(256))),
     Row("bias, dense, trained", _dense(None, learns=True), learns="numbers"),
     Row("bias, ALiBi", _fixed(bias=Alibi(HEADS))),
     Row("bias, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal())),
@@ -260,7 +270,7 @@ def report(data: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", help="names of rows, with * and ?")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, help="where results go; a whole run goes to benchmarks/results")
@@ -269,7 +279,7 @@ def main() -> None:
     if chosen.report:
         PAGE.write_text(report(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
         return
-    whole = chosen.rows == "*" and len(chosen.lengths) == 2 and len(chosen.dtypes) == 2
+    whole = chosen.rows == "*" and chosen.lengths == LENGTHS and len(chosen.dtypes) == 2
     output = chosen.output or (RESULTS if whole else None)
     data: dict[str, Any] = {"machine": machine(), "rows": []}
     for dtype in chosen.dtypes:

@@ -159,9 +159,9 @@ def test_a_window_costs_its_width_and_not_the_length():
     assert computed >= (1 << 17) * 256 - 256 * 256
 
 
-def strips_of(length, **given):
-    """The strips of a call of one head, each as queries and keys."""
-    tensors = torch.zeros(3, 1, 1, 1, 1).expand(3, 1, 1, length, 8)
+def strips_of(length, heads=1, **given):
+    """The strips of a call, each as queries and keys."""
+    tensors = torch.zeros(3, 1, 1, 1, 1).expand(3, 1, heads, length, 8)
     mask, bias = given.get("mask"), given.get("bias")
     call = check_call("test", *tensors, mask, bias, None, None, None, None, 0.0, None, False)
     return [(len(strip.queries), strip.keys) for strip in plan_of(call).strips]
@@ -190,10 +190,10 @@ def test_strips_are_low_where_that_computes_fewer_scores_whatever_mask_and_bias_
         ({"mask": near}, 128 * length),
         ({"mask": near, "bias": numbers}, 128 * length),
         ({"mask": Causal() & Window(64), "bias": numbers}, 3 * 64 * length),
-        ({"mask": Causal() & Window(64), "bias": Alibi(1) + numbers}, 3 * 64 * length),
+        ({"mask": Causal() & Window(64), "bias": Alibi(16) + numbers}, 3 * 64 * length),
         ({"mask": Causal() & Chunk(100), "bias": numbers}, 140 * length),
     ):
-        assert sum(queries * keys for queries, keys in strips_of(length, **given)) <= most, given
+        assert sum(queries * keys for queries, keys in strips_of(length, heads=16, **given)) <= most, given
 
 
 def test_packed_causal_documents_are_one_causal_call_each():

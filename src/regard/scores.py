@@ -146,13 +146,17 @@ class Scoring:
         assert self.bias is not None
         return self._values(self.bias, queries, keys).to(dtype)
 
-    def allowed(self, queries: range | Tensor, keys: range | Tensor) -> Tensor | None:
-        """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden."""
+    def allowed(self, queries: range | Tensor, keys: range | Tensor, biases: Tensor | None = None) -> Tensor | None:
+        """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden.
+
+        Args:
+            biases: those of the rectangle, if they are known.
+        """
         allowed = None
         if self.mask is not None and self.mask is not EVERYTHING:
             allowed = self.mask.allowed(self._where(queries), self._where(keys))
         if self.bias is not None:
-            hidden = self._values(self.bias, queries, keys).isneginf()
+            hidden = (self._values(self.bias, queries, keys) if biases is None else biases).isneginf()
             if allowed is not None:
                 allowed = allowed & ~hidden
             elif tracing() or bool(hidden.any()):

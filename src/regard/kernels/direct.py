@@ -22,7 +22,6 @@ from regard.kernels.hidden import Hidden, fold, has_nan, hidden_in, hidden_in_ca
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import upcast
-from regard.scores import Scoring
 
 MAX_DIRECT_SCORES = 1 << 17
 """Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
@@ -38,34 +37,41 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
-    prepared = prepare(call)
-    return _with_zeros(call) if prepared is None else prepared(call.query, call.key, call.value)
+    return _checked(call, *_prepared(call)) if call.inspectable else _with_zeros(call)
 
 
 def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where the result cannot be inspected."""
     if not call.inspectable or call.dropout is not None:
         return None
-    scoring, wants_lse, dtype, kv_heads = call.scoring, call.wants_lse, upcast(call.query).dtype, call.key.shape[1]
-    hidden = hidden_in(scoring.mask, scoring.grid)
-    added = _added(scoring, hidden, dtype, kv_heads)
+    (hidden, added), scoring, wants_lse = _prepared(call), call.scoring, call.wants_lse
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, lse = _attend(Call(query, key, value, scoring, None, wants_lse), hidden, added)
-        if has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0))):
-            return _with_zeros(Call(query, key, value, scoring, None, wants_lse))
-        return output, lse
+        return _checked(Call(query, key, value, scoring, None, wants_lse), hidden, added)
 
     return attend
 
 
+def _prepared(call: Call) -> tuple[Hidden | None, Tensor | None]:
+    """What the mask hides, and what mask and bias add."""
+    hidden = hidden_in(call.scoring.mask, call.scoring.grid)
+    return hidden, _added(call, hidden, _biases(call))
+
+
+def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    output, lse = _attend(call, hidden, added)
+    if has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0))):
+        return _with_zeros(call)
+    return output, lse
+
+
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
-    hidden = hidden_in_call(call.scoring)
+    biases = _biases(call)
+    hidden = hidden_in_call(call.scoring, biases)
     if hidden is not None:
         call = call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
-    added = _added(call.scoring, hidden, upcast(call.query[:0]).dtype, call.key.shape[1])
-    return _attend(call, hidden, added)
+    return _attend(call, hidden, _added(call, hidden, biases))
 
 
 def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -103,15 +109,23 @@ def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Te
     return output.to(dtype), lse
 
 
-def _added(scoring: Scoring, hidden: Hidden | None, dtype: torch.dtype, kv_heads: int) -> Tensor | None:
+def _biases(call: Call) -> Tensor | None:
+    """What the bias adds to all scores."""
+    if call.scoring.bias is None:
+        return None
+    queries, keys = map(range, call.scoring.grid[2:4])
+    return call.scoring.biases(queries, keys, upcast(call.query[:0]).dtype)
+
+
+def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor | None:
     """What mask and bias add to the scores; 0 for fully masked queries, whose output is set afterwards."""
-    batch, heads, rows, columns = scoring.grid[:4]
-    if scoring.bias is None:
+    (batch, heads, rows, columns), kv_heads = call.scoring.grid[:4], call.key.shape[1]
+    if biases is None:
+        dtype = upcast(call.query[:0]).dtype
         return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads, rows)
-    numbers = scoring.biases(range(rows), range(columns), dtype)
     if hidden is not None:
-        numbers = numbers.masked_fill(~hidden.allowed, 0.0) + hidden.where_seeing(dtype)
-    return fold(numbers.expand(*numbers.shape[:2], rows, columns), batch, heads, kv_heads, rows)
+        biases = torch.where(hidden.allowed, biases, hidden.where_seeing(biases.dtype))
+    return fold(biases.expand(*biases.shape[:2], rows, columns), batch, heads, kv_heads, rows)
 
 
 def pays(call: Call) -> bool:

@@ -148,11 +148,16 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
     return _remembered(mask, grid)
 
 
-def hidden_in_call(scoring: Scoring) -> Hidden | None:
-    """What mask and bias hide in a whole call; a bias is evaluated in every call."""
-    if scoring.bias is None:
+def hidden_in_call(scoring: Scoring, biases: Tensor | None) -> Hidden | None:
+    """What mask and bias hide in a whole call.
+
+    Args:
+        biases: what the bias adds to its scores; None if there is no bias.
+    """
+    if biases is None:
         return hidden_in(scoring.mask, scoring.grid)
-    allowed = scoring.allowed(*(whole(length, scoring.grid.device) for length in scoring.grid[2:4]))
+    queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
+    allowed = scoring.allowed(queries, keys, biases)
     return None if allowed is None else Hidden(allowed)
 
 

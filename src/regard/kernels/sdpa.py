@@ -48,10 +48,11 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def _with_zeros(call: Call) -> Tensor:
     """The result, with zeros in place of hidden queries, keys and values."""
     scoring, (query, key, value) = call.scoring, call[:3]
-    hidden, added = hidden_in_call(scoring), None
+    added = None
     if scoring.bias is not None:
         queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
         added = scoring.biases(queries, keys, query.dtype)
+    hidden = hidden_in_call(scoring, added)
     if hidden is not None:
         query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
         if added is None:

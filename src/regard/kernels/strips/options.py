@@ -43,9 +43,9 @@ def options(call: Call) -> PlanOptions:
     short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
     if not holds and call.dropout is None:
-        by_itself = tuning.SCORES_PER_CALL / heads
-        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself, together=True, causal=not by_distance)
-    by_itself = (tuning.SCORES_PER_CALL if flash else tuning.SCORES_PER_STRIP_OF_PRODUCTS) / heads
+        of_call = tuning.SCORES_PER_CALL / heads
+        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, of_call, together=True, causal=not by_distance)
+    by_itself = tuning.SCORES_PER_STRIP / heads
     if not holds:  # which weights are dropped is asked strip by strip
         return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself)
     at_a_time = tuning.MAX_TILE_SCORES // (heads * max(1, grid.key_len))

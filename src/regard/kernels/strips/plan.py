@@ -21,6 +21,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -194,7 +196,7 @@ def _cut_by_looking(
         if bool(of_one.amin()):
             yield Strip(batch_index, queries, (keys,), Kind.FULL)
             continue
-        for rows, seen in _cheapest_rows(_seen(of_one.amax(0).cpu()), by):
+        for rows, seen in _cheapest_rows(_seen(of_one), by):
             spans = _spans(seen, keys)
             part = allowed[:, :, rows] if allowed.shape[2] > 1 else allowed
             if sum(map(len, spans)) < len(keys) and allowed.shape[3] > 1:
@@ -204,12 +206,17 @@ def _cut_by_looking(
 
 
 def _seen(allowed: Tensor) -> Tensor:
-    """Which squares of KEY_STEP queries and keys have anything allowed: uint8 [queries, keys] -> [squares, squares]."""
+    """Which squares of KEY_STEP queries and keys have anything allowed.
+
+    Shapes: uint8 [any, queries, keys] -> uint8 [squares, squares], 1 for what is allowed.
+    """
     step = tuning.KEY_STEP
-    rows, columns = (-(-length // step) for length in allowed.shape)
-    padded = allowed.new_zeros(rows * step, columns * step)
-    padded[: allowed.shape[0], : allowed.shape[1]] = allowed
-    return padded.view(rows, step, columns, step).amax((1, 3))
+    # one axis at a time, the longest first: torch takes several times as long for several at once
+    by_rows = torch.stack([rows.flatten(0, 1).amax(0) for rows in allowed.split(step, dim=1)]).cpu()
+    columns = -(-allowed.shape[2] // step)
+    padded = by_rows.new_zeros(len(by_rows), columns * step)
+    padded[:, : allowed.shape[2]] = by_rows
+    return padded.view(-1, columns, step).amax(2)
 
 
 def _cheapest_rows(seen: Tensor, by: PlanOptions) -> list[tuple[slice, bytes]]:
@@ -218,19 +225,18 @@ def _cheapest_rows(seen: Tensor, by: PlanOptions) -> list[tuple[slice, bytes]]:
     Args:
         seen: as from `_seen`, of as many rows as a strip may have.
     """
-    high, step = len(seen), tuning.KEY_STEP
-    best, least = [(slice(None), bytes(seen.amax(0).tolist()))], math.inf
-    while by.short is not None and not bool(seen.amin()):
-        strips = [bytes(rows.amax(0).tolist()) for rows in seen.split(high)]
+    squares = [int.from_bytes(bytes(row)) for row in seen.tolist()]  # a byte for each, whose unions are fast
+    high, step, least = len(squares), tuning.KEY_STEP, math.inf
+    best: list[tuple[slice, bytes]] = []
+    while high:
+        starts = range(0, len(squares), high)
+        strips = [reduce(or_, squares[at : at + high]).to_bytes(seen.shape[1]) for at in starts]
         gaps = (b"\0" in strip.strip(b"\0") for strip in strips)
         cost = sum(by.cost(high * step, sum(strip) * step, copied=gap) for strip, gap in zip(strips, gaps, strict=True))
         if cost < least:
-            starts = range(0, len(seen) * step, high * step)
-            rows = (slice(start, start + high * step) for start in starts)
+            rows = (slice(at * step, (at + high) * step) for at in starts)
             least, best = cost, list(zip(rows, strips, strict=True))
-        if high == 1:
-            break
-        high = -(-high // 2)
+        high = -(-high // 2) if high > 1 and by.short is not None else 0
     return best
 
 

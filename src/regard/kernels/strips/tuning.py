@@ -33,8 +33,9 @@ benchmarks/parallel.py."""
 SCORES_PER_COPIED_KEY = 32
 """Copying a key and its value beside those of other spans, in scores of its head. Row "blocks at random"."""
 
-SCORES_PER_STRIP_OF_PRODUCTS = 1 << 16
-"""Scores of all heads that plain products compute in the time that a strip takes by itself. Row "dropout, window"."""
+SCORES_PER_STRIP = 1 << 16
+"""Scores of all heads computed in the time that a strip takes by itself, with a mask and numbers of its own. Rows
+"dropout, window", "bias, dense, window 256"."""
 
 SHORT_STRIP_QUERIES = 3.0
 SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
