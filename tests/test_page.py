@@ -317,7 +317,7 @@ def test_the_map_can_be_moved_by_mouse_wheel_fingers_and_keys(browser, random):
 
 
 def test_what_a_row_adds_up_to_is_said_with_its_sink(browser):
-    session, exact = observed_session(30, sink=torch.tensor([1.0, 2.0]))
+    session, exact = observed_session(30, sink=torch.tensor([9.0, 9.0]))
     assert float(exact.weights()[0, 0, 20].sum()) < 0.95
     with served(session) as address, opened(browser, address) as page:
         assert "a row’s weights and the sink’s add up to 1" in page.locator(".map-panel .about").inner_text()
