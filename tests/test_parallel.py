@@ -369,6 +369,60 @@ def test_planned_time_counts_what_strips_compute_beyond_the_mask_and_what_a_pass
         assert later == pytest.approx(by)
 
 
+class EveryThird(regard.Mask):
+    """Without a closed form."""
+
+    def rule(self, batch, head, query, key):
+        return (key // 1000) % 3 == 0
+
+
+SCATTERED = {
+    "a stride": Causal() & (Window(500) | regard.Strided(64)),
+    "documents whose tokens lie apart": Document(torch.arange(1_000_000) % 5),
+    "a mask of one's own": EveryThird(),
+    "a function": regard.Where(lambda batch, head, query, key: key <= query),
+}
+
+
+@pytest.mark.parametrize("name", SCATTERED)
+def test_a_mask_that_hides_keys_here_and_there_is_asked_about_few_rectangles_and_cells(name, monkeypatch):
+    asked, looked = [], []
+    tile, allowed = regard.Mask.tile, regard.Mask.allowed
+
+    def counted(mask, rows, columns):
+        asked.append(mask)
+        return tile(mask, rows, columns)
+
+    def counted_cells(mask, queries, keys):
+        found = allowed(mask, queries, keys)
+        looked.append(found.numel())
+        return found
+
+    monkeypatch.setattr(regard.Mask, "tile", counted)
+    monkeypatch.setattr(regard.Mask, "allowed", counted_cells)
+    said = plan(1_000_000, 32, heads=1, head_dim=64, mask=SCATTERED[name])
+    assert len(asked) < 2_000_000  # 31,250 smallest tiles of keys on each of 32 ranks, 2 questions for each
+    assert sum(looked) < 1 << 28  # of 2 ** 40
+    assert max(said.received_keys) > 900_000
+
+
+def test_planned_work_is_that_of_all_cells_counted():
+    length = 8000
+
+    def counted(mask, rows):
+        bound = mask.bind(Grid(1, 1, length, length))
+        shares = [bound.allowed(range(at, at + 500), range(length)).double().mean() for at in range(*rows, 500)]
+        return float(sum(shares)) * 500 * length
+
+    for name, mask in (SCATTERED | {"causal": Causal(), "a window": Causal() & Window(300)}).items():
+        if name == "documents whose tokens lie apart":
+            mask = Document(torch.arange(length) % 5)
+        said = plan(length, 2, heads=1, head_dim=1, mask=mask).flops
+        exact = [4 * counted(mask, rows) for rows in ((0, length // 2), (length // 2, length))]
+        for rank in range(2):
+            assert said[rank] == pytest.approx(exact[rank], rel=0.05), name
+
+
 def test_shards_that_overlap_or_leave_gaps_are_refused():
     with pytest.raises(ShapeError, match="nobody holds positions 3 to 4"):
         Shards([[range(3)], [range(5, 9)]])

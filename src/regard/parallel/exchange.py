@@ -80,7 +80,8 @@ def _received_before(known: MaskKey, queries: Shards, keys: Shards) -> int:
 
 def _count_received(known: MaskKey, queries: Shards, keys: Shards) -> int:
     return sum(
-        count(seen_keys(known.mask, queries.ranges[rank], keys.of_others(rank))) for rank in range(queries.ranks)
+        count(seen_keys(known.mask, queries.ranges[rank], keys.of_others(rank), keys.ranks))
+        for rank in range(queries.ranks)
     )
 
 
@@ -107,8 +108,8 @@ def _planned(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchan
     ranks, turns = keys.ranks, []
     for distance in range(1, ranks):
         target, source = (rank + distance) % ranks, (rank - distance) % ranks
-        sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank])
-        received = seen_keys(known.mask, queries.ranges[rank], keys.ranges[source])
+        sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank], ranks)
+        received = seen_keys(known.mask, queries.ranges[rank], keys.ranges[source], ranks)
         both = zip(parcels(sent), parcels(received), strict=True)
         turns += [Turn(target, out, source, into) for out, into in both if out or into]
     return Exchange(queries.ranges[rank], keys.ranges[rank], tuple(turns))

@@ -1,6 +1,9 @@
 """What a call over many ranks would cost: bytes, FLOPs, memory, balance and time; nothing of the call is computed."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -120,7 +123,7 @@ def plan(
     FLOPs   8.59e+09 on the busiest rank, 1.00 times the mean
     sent    keys: 3.0 MiB in all, at most 1.0 MiB to one rank, in 1 steps
     memory  132.5 MiB at most on a rank
-    time    0.111 s, 0.113 s without overlap
+    time    0.113 s, 0.114 s without overlap
     """
     name = "parallel.plan"
     shards = _shards(name, length, ranks, shards)
@@ -256,24 +259,25 @@ def _between(mask: Mask, shards: Shards) -> tuple[Tensor, Tensor]:
     """
     ranks = shards.ranks
     pieces = [(piece.start, piece.stop, rank) for rank, held in enumerate(shards.ranges) for piece in held]
-    starts, stops, owners = (torch.tensor(side, dtype=torch.int64) for side in zip(*pieces, strict=True))
+    starts, stops, of = zip(*pieces, strict=True)
+    owners = torch.tensor(of, dtype=torch.int64)
     work = Work(mask, shards.ranges, shards.length, tile_edge(shards.length, ranks))
     scores, keys = (torch.zeros(ranks, ranks, dtype=torch.float64) for _ in range(2))
     for rank in range(ranks):
         distances = (rank - owners) % ranks
-        before, until = work.until(rank, torch.stack([starts, stops]))
+        before, until = work.until(rank, starts), work.until(rank, stops)
         scores[rank].index_add_(0, distances, until - before)
-        seen = seen_keys(mask, shards.ranges[rank], shards.of_others(rank))
+        seen = seen_keys(mask, shards.ranges[rank], shards.of_others(rank), ranks, looks=False)
         keys[rank].index_add_(0, distances, _covered(seen, stops) - _covered(seen, starts))
     return scores, keys
 
 
-def _covered(ranges: list[range], ends: Tensor) -> Tensor:
+def _covered(ranges: list[range], ends: Sequence[int]) -> Tensor:
     """How many numbers of some ranges in order lie before each end."""
-    starts, stops = (torch.tensor([0, *side]) for side in ([p.start for p in ranges], [p.stop for p in ranges]))
-    before = (stops - starts).cumsum(0) - (stops - starts)
-    at = torch.searchsorted(starts, ends, right=True) - 1
-    return (before[at] + (ends.minimum(stops[at]) - starts[at])).double()
+    starts, before = [part.start for part in ranges], [0, *accumulate(map(len, ranges))]
+    at = [bisect_right(starts, end) for end in ends]
+    open_ = [max(0, ranges[n - 1].stop - end) if n else 0 for n, end in zip(at, ends, strict=True)]
+    return torch.tensor([before[n] - left for n, left in zip(at, open_, strict=True)], dtype=torch.float64)
 
 
 def _peak(shards: Shards, keys: Tensor, sizes: _Sizes, backward: bool) -> int:

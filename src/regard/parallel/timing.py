@@ -29,8 +29,11 @@ from regard.shapes import Grid
 MAX_SAMPLED_SETS = 16
 """Ranks whose strips are planned, and ranges of each."""
 
-MAX_SAMPLED_QUERIES = 1 << 15
-"""Queries of a range whose strips are planned: those in its middle."""
+MAX_SAMPLED_KEYS = 1 << 16
+"""Keys of a range whose strips are planned: the last that it sees."""
+
+MAX_SAMPLED_SCORES = 1 << 25
+"""Scores of a range whose strips are planned: those of the queries in its middle."""
 
 
 class Speeds(NamedTuple):
@@ -56,17 +59,29 @@ def surplus(mask: Mask, queries: Sequence[Sequence[range]], grid: Grid, head_dim
     sampled = _some_of(range(len(queries)))
     for number in sampled:
         for at in _some_of(range(len(queries[number]))):
-            rows = queries[number][at]
-            middle = rows.start + max(0, len(rows) - MAX_SAMPLED_QUERIES) // 2
-            seen = trimmed(mask, range(middle, min(middle + MAX_SAMPLED_QUERIES, rows.stop)), range(grid.key_len))
+            seen = _sampled(mask, queries[number][at], range(grid.key_len))
             if seen is not None:
                 taken[number] += _scores_in_time(mask, *seen, grid, head_dim)
-                allowed[number] += Work(mask, [[seen[0]]], grid.key_len, edge).of(0)
+                allowed[number] += float(
+                    Work(mask, [[seen[0]]], grid.key_len, edge).until(0, [seen[1].start, seen[1].stop]).diff()
+                )
     if float(allowed.sum()):
         found.fill_(float(taken.sum() / allowed.sum()))
         known = [number for number in sampled if allowed[number]]
         found[known] = taken[known] / allowed[known]
     return found.clamp_(min=1.0)
+
+
+def _sampled(mask: Mask, rows: range, keys: range) -> tuple[range, range] | None:
+    """Some consecutive queries of a range and keys that they see; None if they see nothing."""
+    for columns in (keys, keys):  # the queries in the middle may see other keys than all
+        seen = trimmed(mask, rows, columns)
+        if seen is None:
+            return None
+        rows, keys = seen[0], seen[1][-MAX_SAMPLED_KEYS:]
+        left_out = max(0, len(rows) - MAX_SAMPLED_SCORES // len(keys)) // 2
+        rows = rows[left_out : len(rows) - left_out]
+    return trimmed(mask, rows, keys)
 
 
 def _scores_in_time(mask: Mask, rows: range, columns: range, grid: Grid, head_dim: int) -> float:
