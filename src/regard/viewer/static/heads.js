@@ -53,7 +53,7 @@ export function createHeads(app) {
 		const most = Math.max(...app.info.layers.map((layer) => layer.heads.length));
 		const noted = app.info.layers.map((layer) => layer.traits.join(', '));
 		const beside = byLayer && most <= 8 && !noted.some(Boolean); // layers' numbers stand beside their rows
-		wide = byLayer ? Math.min(most, 8) : 5;
+		wide = byLayer ? Math.min(most, 8) : 4;
 		grid.style.gridTemplateColumns = `${beside ? '16px ' : ''}repeat(${wide}, minmax(${byLayer ? 24 : 44}px, 1fr))`;
 		const cells = [];
 		list.forEach((one, i) => {
@@ -81,7 +81,7 @@ export function createHeads(app) {
 			element.setAttribute('aria-label', named + (off ? ', switched off' : ''));
 			element.title = `${named}${about ? `\nentropy ${number(about.entropy)} nats, distance ${number(about.distance)} tokens` : ''}`;
 			const value = about && state.sort !== 'layer' ? (state.sort === 'score' ? percent : number)(about[state.sort]) : '';
-			small.textContent = `${layer}.${head} ${value}`;
+			small.textContent = `${layer}.${head}\n${value}`;
 		}
 		settle();
 	};

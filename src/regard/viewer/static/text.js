@@ -52,7 +52,7 @@ function createBlock(app, of, title, press) {
 				const label = tokens.label(index);
 				const sign = (words) => h('span.nl', words);
 				// what would turn the direction of writing is shown by its sign
-				const body = text && !/[^\P{C}\n\r\t]/u.test(text) ? text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part)) : sign(text ? label : label.replace(/.* (?=\d+\/\d+$)/, '')); // of a character's later parts, their number alone
+				const body = text && !/[^\P{C}\n\r\t]/u.test(text) ? text.split(/(\n)/).map((part) => (part === '\n' ? [sign('↵'), part] : part)) : sign(text ? label : label.replace(/.*(?= \d+\/\d+$)/, '')); // of a character's later parts, their number alone
 				spans.push(h('span.t', { role: 'button', tabindex: -1, label: `${label}, token ${index}`, data: { token: index }, onclick: (event) => press(index, event) }, body));
 			}
 			replace(box, spans);
