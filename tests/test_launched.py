@@ -251,3 +251,22 @@ def test_torchrun_starts_the_same_command_which_ctrl_c_ends_cleanly_and_one_proc
     assert [line["loss"] for line in read_metrics(run)] == pytest.approx(
         [line["loss"] for line in read_metrics(whole)], rel=1e-3
     )
+
+
+def test_a_process_that_has_left_its_launch_keeps_no_threads_of_it(tmp_path: Path) -> None:
+    # with those of a group that something still holds, it may abort at its end, and the launcher stops all the others
+    script = tmp_path / "leaving.py"
+    script.write_text("""
+import gc, sys, weakref
+import torch, torch.distributed as dist
+from regard.training.processes import join, leave
+
+join()
+group = weakref.ref(dist.group.WORLD)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+leave()
+gc.collect()
+sys.exit(group() is not None)
+""")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)

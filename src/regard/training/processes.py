@@ -143,6 +143,10 @@ def join() -> Processes:
     if not dist.is_available():
         return Processes(0, 1, device)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Its functions take the processes of this moment as their default. Imported later, as DDP does, they would hold
+        # the group for ever, and its threads would abort the process that ends while others still work.
+        import torch.distributed.nn  # noqa: F401
+
         dist.init_process_group()
     if not dist.is_initialized():
         return Processes(0, 1, device)
