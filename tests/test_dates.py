@@ -127,7 +127,7 @@ def test_texts_are_translated_in_order_from_arguments_and_from_standard_input(ca
     out, _, code = regard_says(
         capsys, monkeypatch, "translate", "5 mai 1999", "-", typed="3. März 2026\n\n  4 mars 2026\r\n"
     )
-    assert (out, code) == ("1999-05-05\n2026-03-03\n2026-03-04\n", 0)
+    assert (out, code) == ("1999-05-05\n2026-03-03\n\n2026-03-04\n", 0)
     out, _, _ = regard_says(capsys, monkeypatch, "translate", typed="3. März 2026")
     assert out == "2026-03-03\n"
 
