@@ -64,8 +64,9 @@ def _random(length: int) -> Tensor:
 
 def _blocks(length: int) -> Tensor:
     """Blocks of 64, a quarter of them at random."""
-    blocks = torch.rand(length // 64, length // 64, generator=torch.Generator().manual_seed(0)) < 0.25
-    return blocks.fill_diagonal_(True).repeat_interleave(64, 0).repeat_interleave(64, 1)
+    count = -(-length // 64)
+    blocks = torch.rand(count, count, generator=torch.Generator().manual_seed(0)) < 0.25
+    return blocks.fill_diagonal_(True).repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length]
 
 
 def _ids(length: int) -> Tensor:
