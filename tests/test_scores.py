@@ -261,3 +261,11 @@ def test_places_far_beyond_32_bits_are_dropped_as_independently_as_the_first():
     near = Dropout(0.5, 1).keep(grid, range(200), range(300))
     for keep in (far, far == near):
         assert abs(keep.double().mean().item() - 0.5) < 5 * math.sqrt(0.25 / keep.numel())
+
+
+def test_the_terms_of_a_bias_are_added_in_the_precision_of_the_scores():
+    slope = Alibi(slopes=torch.tensor([1 / 3]))
+    table = torch.randn(1, 1, 40, 40)
+    scoring = Scoring(Grid(1, 1, 40, 40), 1.0, bias=(slope + table).bind(Grid(1, 1, 40, 40)))
+    parts = slope.bind(Grid(1, 1, 40, 40)).values(range(40), range(40)), table
+    assert torch.equal(scoring.biases(range(40), range(40), torch.float64), parts[0].double() + parts[1].double())

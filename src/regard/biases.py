@@ -6,6 +6,7 @@ too, wrapped in `Given`. A bias of -inf hides the key, like a mask. Biases can b
 """
 
 import math
+from collections.abc import Iterator
 from typing import ClassVar, NoReturn, Self
 
 import torch
@@ -62,6 +63,10 @@ class Bias(Rule):
         if row.shape[3] < len(distances):  # the same for all of them
             return row
         return row.squeeze(2).unfold(2, len(keys), 1).flip(2)
+
+    def terms(self) -> Iterator["Bias"]:
+        """The biases that it is the sum of; itself, if it is no sum."""
+        yield self
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""
@@ -136,6 +141,10 @@ class Sum(Bias):
 
     def __init__(self, left: Bias, right: Bias) -> None:
         self.left, self.right = left, right
+
+    def terms(self) -> Iterator[Bias]:
+        yield from self.left.terms()
+        yield from self.right.terms()
 
     @property
     def of_positions(self) -> bool:

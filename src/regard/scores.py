@@ -10,6 +10,8 @@ are tested against it.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import add, or_
 from typing import NamedTuple, TypedDict
 
 import torch
@@ -144,7 +146,7 @@ class Scoring:
     def biases(self, queries: range | Tensor, keys: range | Tensor, dtype: torch.dtype) -> Tensor:
         """The bias of a rectangle, broadcastable to it."""
         assert self.bias is not None
-        return self._values(self.bias, queries, keys).to(dtype)
+        return reduce(add, (self._values(term, queries, keys).to(dtype) for term in self.bias.terms()))
 
     def allowed(self, queries: range | Tensor, keys: range | Tensor, biases: Tensor | None = None) -> Tensor | None:
         """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden.
@@ -156,7 +158,8 @@ class Scoring:
         if self.mask is not None and self.mask is not EVERYTHING:
             allowed = self.mask.allowed(self._where(queries), self._where(keys))
         if self.bias is not None:
-            hidden = (self._values(self.bias, queries, keys) if biases is None else biases).isneginf()
+            parts = (self._values(term, queries, keys) for term in self.bias.terms()) if biases is None else (biases,)
+            hidden = reduce(or_, (part.isneginf() for part in parts))
             if allowed is not None:
                 allowed = allowed & ~hidden
             elif tracing() or bool(hidden.any()):

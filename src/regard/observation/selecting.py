@@ -1,6 +1,6 @@
 """Some batch indices and heads of a call: their keys, mask and bias. No score is computed here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -103,6 +103,9 @@ class HeadsBias(_Selected, Bias):
     def __init__(self, bias: Bias, heads: Sequence[int], of: int, rows: Sequence[int] | None = None) -> None:
         super().__init__(heads, of, rows)
         self.bias, self.of_distance = bias, bias.of_distance
+
+    def terms(self) -> Iterator[Bias]:
+        return (self._with(bias=term, of_distance=term.of_distance) for term in self.bias.terms())
 
     def values(self, queries: Indices, keys: Indices) -> Tensor:
         return self.narrowed(self.bias.values(queries, keys))

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.biases import Bias, Sum
+from regard.biases import Bias
 from regard.observation import Observation
-from regard.observation.selecting import HeadsBias
 from regard.observation.streaming import Progress, silent
 from regard.recording.texts import Recorded
 from regard.rules import same
@@ -228,18 +227,9 @@ def of_distances(scoring: Scoring) -> Tensor | bool | None:
     behind = scoring.bias.values(range(query_len), range(1))[0, 0, :, 0].expand(query_len)
     ahead = scoring.bias.values(range(1), range(key_len))[0, 0, 0].expand(key_len)
     found = torch.cat([behind.flip(0), ahead[1:]]).float()
-    if not (_is_of_distance(scoring.bias) or _is_everywhere(scoring.bias, found, query_len)):
+    if not (all(term.of_distance for term in scoring.bias.terms()) or _is_everywhere(scoring.bias, found, query_len)):
         return False
     return found.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _is_of_distance(bias: Bias) -> bool:
-    """Whether a bias of one head depends on the distance alone, through whatever selects and adds."""
-    if isinstance(bias, Sum):
-        return _is_of_distance(bias.left) and _is_of_distance(bias.right)
-    if isinstance(bias, HeadsBias):
-        return _is_of_distance(bias.bias)
-    return bias.of_distance
 
 
 def _is_everywhere(bias: Bias, distances: Tensor, query_len: int) -> bool:

@@ -6,13 +6,13 @@ place. Any other bias is evaluated for every score.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from regard.biases import Bias, Given, Sum
+from regard.biases import Bias, Given
 from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
@@ -31,7 +31,7 @@ class Added:
 
     def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
         self.scoring, self.plan, self.dtype = scoring, plan, dtype
-        leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(_terms(scoring.bias))
+        leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(scoring.bias.terms())
         by_distance = [leaf for leaf in leaves if leaf.of_distance]
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
         learned = tuple(learned)
@@ -87,21 +87,12 @@ class Added:
 
 def is_by_distance(scoring: Scoring) -> bool:
     """Whether all that bias and mask add is one row of numbers by distance, of which nothing wants a gradient."""
-    if scoring.bias is None or not all(term.of_distance for term in _terms(scoring.bias)):
+    if scoring.bias is None or not all(term.of_distance for term in scoring.bias.terms()):
         return False
     mask = scoring.mask_or_everything
     band = mask is EVERYTHING or (isinstance(mask, Band) and isinstance(mask.offset, int))
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in scoring.bias.learned())
     return band and not learns
-
-
-def _terms(bias: Bias) -> Iterator[Bias]:
-    """The terms of a sum of biases."""
-    if isinstance(bias, Sum):
-        yield from _terms(bias.left)
-        yield from _terms(bias.right)
-    else:
-        yield bias
 
 
 def _of_all_distances(leaves: list[Bias], scoring: Scoring, dtype: torch.dtype) -> Tensor | None:

@@ -5,6 +5,7 @@ each keep theirs. After sorting, every document is one rectangle, and nothing el
 asked for the places where the tokens were.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -99,6 +100,9 @@ class SortedBias(Bias):
 
     def bind(self, grid: Grid) -> Bias:
         return self  # of a bias that is bound already
+
+    def terms(self) -> Iterator[Bias]:
+        return (SortedBias(term, self.queries, self.keys, self.grid) for term in self.bias.terms())
 
     def for_batch(self, index: int) -> Bias:
         grid = self.grid._replace(batch=1)
