@@ -192,14 +192,16 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Ratios of a row, forward and with its backward pass."""
+def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str, Any] | None:
+    """Ratios of a row, forward and with its backward pass; None if it allows nothing at this length."""
     draw = torch.Generator().manual_seed(1)
     sizes = (row.heads, HEAD_DIM), (row.kv_heads, HEAD_DIM), (row.kv_heads, row.value_dim)
     inputs = [torch.randn(1, heads, length, size, generator=draw).to(dtype) for heads, size in sizes]
     others = [torch.randn(1, row.heads, length, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)]
     given = row.make(length)
     scores = int(allowed(given.get("mask"), row.heads, length).expand(1, row.heads, -1, -1).sum())
+    if not scores:
+        return None
     plain_scores = row.heads * length * (length + 1) // 2
     calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "plain": (plain, others),
@@ -290,6 +292,8 @@ def main() -> None:
                     continue
                 repeats = chosen.repeats if length < 4096 else max(2, chosen.repeats // 3)
                 found = measure(row, length, getattr(torch, dtype), repeats)
+                if found is None:
+                    continue
                 data["rows"].append(found)
                 ways = [found["forward"], found["backward"]]
                 print(f"{dtype:9}{length:6}  {row.name:34}", *(

@@ -615,7 +615,7 @@ def test_auto_takes_a_kernel_that_can():
         call_of(mask=Causal(), dropout=0.1),
         call_of(additive=additive),
     )
-    assert [choose(call).name for call in calls] == ["sdpa", "strips", "direct", "direct", "strips"]
+    assert [choose(call).name for call in calls] == ["direct", "direct", "direct", "direct", "strips"]
     assert all(choose(call).cannot(call) is None for call in calls)
 
 

@@ -44,6 +44,11 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
 
 PREFERENCES = (
     Preference(
+        sdpa.KERNEL,
+        "torch's own function reads a finished table of biases as it is",
+        _in_process(sdpa.reads_a_table),
+    ),
+    Preference(
         direct.KERNEL, "there are so few scores that computing all of them at once is fastest", _in_process(direct.pays)
     ),
     Preference(
@@ -55,11 +60,6 @@ PREFERENCES = (
         strips.KERNEL,
         "rows are short enough for plain matrix products, which are faster in half precision here",
         _in_process(strips_kernel.products_pay_alone),
-    ),
-    Preference(
-        sdpa.KERNEL,
-        "torch's own function reads a finished table of biases as it is",
-        _in_process(sdpa.reads_a_table),
     ),
     Preference(
         sdpa.KERNEL,

@@ -136,9 +136,11 @@ def pays(call: Call) -> bool:
         return False
     if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
         return False  # keys and values are copied in float32, more numbers than there are scores
+    extras = scoring.bias, scoring.softcap, scoring.sink, call.dropout
     plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
-    if plain and scoring.bias is None and scoring.softcap is None and scoring.sink is None and call.dropout is None:
-        return False
+    if plain and all(extra is None for extra in extras) and call.query.shape[3] == call.value.shape[3]:
+        # nothing lies around torch's own function here, whose gradients take twice as long in half precision
+        return call.concrete and call.learns and call.query.dtype in HALF
     return call.concrete
 
 
