@@ -85,7 +85,8 @@ class StripPlan:
         for strip in self._cut():
             alike.setdefault(self._likeness(strip), []).append(strip)
         for strips in alike.values():
-            most = max(1, tuning.MAX_QUERIES_TOGETHER // max(1, len(strips[0].queries) * self._grid.heads))
+            of_one = max(len(strips[0].queries), len(strips[0].spans[-1])) * self._grid.heads
+            most = max(1, tuning.MAX_KEYS_TOGETHER // max(1, of_one))
             while strips:
                 first, times = strips[0], 1
                 *shared, moving = first.spans

@@ -19,9 +19,10 @@ KEY_STEP = 32
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
 
-MAX_QUERIES_TOGETHER = 1 << 15
-"""Most queries, over all heads, of strips computed in one batch: the result is copied and should stay in the cache.
-With few heads, a batch keeps all threads busy where a single strip could not. Rows "window", "documents"."""
+MAX_KEYS_TOGETHER = 1 << 16
+"""Most keys, over all heads, of strips computed in one batch: results and the gradients of every strip's keys are
+copied and should stay in the cache. With few heads, a batch keeps all threads busy where a single strip could not. Rows
+"window", "documents"."""
 
 SCORES_PER_CALL = 1 << 13
 """Overhead of calling torch's operator once, in scores of one head. Row "window"."""
