@@ -112,7 +112,8 @@ def at_rest(page):
                 await new Promise((done) => setTimeout(done, 40));
                 quiet = root.dataset.idle === 'true' ? quiet + 1 : 0;
             }
-            await new Promise((done) => requestAnimationFrame(done));
+            // what is asked for within a frame is drawn in the next
+            for (let frame = 0; frame < 2; frame += 1) await new Promise((done) => requestAnimationFrame(done));
             if (root.dataset.idle !== 'true') throw new Error('the page did not come to rest');
         }"""
     )
