@@ -158,6 +158,13 @@ def test_dropout_drops_the_same_cells_as_on_one_process_from_the_seed_of_rank_0(
         assert_is_the_whole(ranks, 3, query, key, value, arguments, *shards, way)
 
 
+def test_dropout_of_dealt_heads_is_theirs_where_tokens_are_sorted_by_document(ranks):
+    length = 300
+    query, key, value = tensors(torch.float32, heads=4, kv_heads=4, query_len=length, key_len=length)
+    arguments = {"mask": Document(torch.arange(length) % 3), "dropout": 0.4}
+    assert_is_the_whole(ranks, 2, query, key, value, arguments, Shards.contiguous(length, 2), None, "heads")
+
+
 @pytest.mark.parametrize("name", fixed_masks())
 def test_every_mask_of_the_design_with_heads_over_ranks(ranks, name):
     query, key, value = tensors(torch.float32)

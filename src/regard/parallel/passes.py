@@ -20,7 +20,7 @@ from regard.kernels.strips.partial import attend_part, gradients_of_part
 from regard.numerics import add_sink, merge, upcast
 from regard.parallel.channel import Channel, Message, Transfer
 from regard.parallel.exchange import Exchange, Keys, Turn, count
-from regard.parallel.moving import MovedDropout, Origins, of_rectangle, part_of
+from regard.parallel.moving import Origins, Within, of_rectangle, part_of
 from regard.parallel.seen import trimmed
 from regard.scores import Scoring
 
@@ -56,7 +56,7 @@ class ShardedCall:
         """The call of one rectangle."""
         dropout = self.dropout
         if dropout is not None:
-            dropout = MovedDropout(dropout.rate, dropout.seed, rows.start, seen.start, self.scoring.grid)
+            dropout = dropout.seen_from(Within(self.scoring.grid, rows.start, seen.start))
         return Call(query, key, value, part_of(self.scoring, rows, seen, origins), dropout, True)
 
 
