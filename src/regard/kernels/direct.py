@@ -14,13 +14,14 @@ import math
 import torch
 from torch import Tensor
 
+from regard import processor
 from regard.graphs import tracing
-from regard.kernels import processor
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
 from regard.kernels.fused import HALF
 from regard.kernels.hidden import Hidden, fold, has_nan, hidden_in, hidden_in_call
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
+from regard.matmul import baddbmm, bmm
 from regard.numerics import upcast
 
 MAX_DIRECT_SCORES = 1 << 17
@@ -80,9 +81,9 @@ def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Te
     query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
     key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
     if scoring.softcap is None and added is not None:
-        scores = torch.baddbmm(added, query, key.mT, alpha=scoring.scale)
+        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
     else:
-        scores = torch.bmm(query, key.mT)
+        scores = bmm(query, key.mT)
         if scoring.softcap is None:
             scores = scores * scoring.scale
         else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
@@ -100,7 +101,7 @@ def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Te
     if dropout is not None:
         kept = dropout.keep(scoring.grid, range(rows), range(keys), dtype=weights.dtype)
         weights = weights * fold(kept.mul_(1.0 / (1.0 - dropout.rate)), batch, heads, kv_heads, rows)
-    output = torch.bmm(weights, value).view(batch, heads, rows, value.shape[2])
+    output = bmm(weights, value).view(batch, heads, rows, value.shape[2])
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
