@@ -726,6 +726,22 @@ def test_functional_transforms_see_through_strips(small, extra):
         assert_close(by_hand, expected)
 
 
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+@pytest.mark.parametrize("kernel", ["strips", "sdpa"])
+@pytest.mark.parametrize("mask", [None, Causal() & Padding([5, 2])], ids=repr)
+def test_a_penalty_on_a_gradient_may_go_through_the_output_itself(kernel, mask):
+    tensors = [torch.randn(2, 3, 7, 4, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(3, 7, 7)
+
+    def penalty(kernel):
+        output = attention(*tensors, mask=mask, bias=bias, kernel=kernel)
+        firsts = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(first.square().sum() for first in firsts), tensors)
+
+    for found, right in zip(penalty(kernel), penalty("reference"), strict=True):
+        assert_close(found, right, tolerance=1e-4)
+
+
 # --- what is remembered ---------------------------------------------------------------------------------------------
 
 
