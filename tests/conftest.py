@@ -1,13 +1,8 @@
-"""What all tests share: one thread (tiny tensors gain nothing from more), nothing measured, one seed per test, one
-hypothesis profile."""
-
-import os
+"""What all tests share: one thread (tiny tensors gain nothing from more), one seed per test, one hypothesis profile."""
 
 import pytest
 import torch
 from hypothesis import settings
-
-os.environ["REGARD_MEASURE"] = "0"  # plans must not depend on the machine; tests of what is measured turn it on
 
 from regard import checked
 

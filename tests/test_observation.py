@@ -9,7 +9,7 @@ import torch
 from cases import BATCH, GRID, HEAD_DIM, HEADS, KEY_LEN, KV_HEADS, QUERY_LEN, biases, fixed_masks, tensors
 from comparing import assert_close, assert_zero
 from naive import naive
-from regard.biases import as_bias
+from regard.biases import Alibi, as_bias
 from regard.functional import attention, attention_with_lse
 from regard.masks import Band, Causal, Chunk, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
 from regard.numerics import grouped_matmul, softmax
@@ -29,10 +29,10 @@ from regard.observation import (
     Viewers,
     Visible,
     observe,
-    tile,
+    products,
     tuning,
 )
-from regard.observation.tiling import heads_of_a_tile
+from regard.observation.tiling import heads_of_a_tile, plan_tiles
 from regard.scores import Additive
 from regard.shapes import ShapeError
 
@@ -573,7 +573,7 @@ def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_co
         return grouped_matmul(left, right, **more)
 
     monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 1 << 12)
-    monkeypatch.setattr(tile, "grouped_matmul", counted)
+    monkeypatch.setattr(products, "grouped_matmul", counted)
     query = torch.randn(1, 1, 2048, 3)
     sinks_and_window = Causal() & (Window(16) | Prefix(4))
     cases = (None, 2048, 1), (Causal(), 2048, 1), (None, 2047, 2), (sinks_and_window, 2048, 2), (Window(16), 300, 1)
@@ -608,6 +608,51 @@ def test_scores_far_from_0_do_not_overflow():
         assert_close(received.double(), expected.weights().sum(-2), tolerance=1e-4)
         if sink is None:
             assert_close(observation.lse[0, 0, -1], torch.tensor(math.log(3) - 500.0), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])
+@pytest.mark.parametrize(
+    "mask",
+    [Causal() & Window(9), Window(6), Band(11, -3), Causal() & Window(12) & ~Window(3), Causal(torch.tensor([0, 11]))
+     & Window(8)],
+    ids=str,
+)  # fmt: skip
+def test_strips_of_a_window_come_as_one_tile_and_equal_the_dense_weights(mask, known, monkeypatch):
+    for name, value in {"STRIP_QUERIES": (1, 2), "MIN_TILE_KEYS": 2, "MIN_SLIDING_QUERIES": 8}.items():
+        monkeypatch.setattr(tuning, name, value)
+    draw = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 6, 61, 5, generator=draw, dtype=torch.float64)
+    key = torch.randn(2, 3, 72, 5, generator=draw, dtype=torch.float64)
+    sink = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
+    for more in ({}, {"softcap": 2.0, "sink": sink}, {"bias": Alibi(heads=6)}):
+        for most in (1 << 7, 1 << 20):  # few strips of one head in a tile, and all of several
+            monkeypatch.setattr(tuning, "MAX_TILE_SCORES", most)
+            seen, dense = (observe(query, key, mask=mask, **more) for _ in range(2))
+            plan = plan_tiles(seen.call, range(61), range(72), strips=True)
+            assert any(group.height for group in plan.batches)
+            weights = dense.weights()
+            if known:
+                assert_close(seen.lse, attention_with_lse(query, key, key, mask=mask, **more).lse)
+            entropies, received, top, largest = seen.gather(Entropy(), Received(), Top(3), MaxScore())
+            mass = torch.cat([weights, dense.sink_mass()[..., None]], -1)
+            assert_close(entropies, entropy(mass))
+            assert_close(received, weights.sum(-2))
+            assert_close(top.weights, weights.topk(3).values)
+            assert_close(weights.gather(-1, top.keys.clamp(min=0)) * (top.keys >= 0), top.weights)
+            assert_close(largest, dense.scores().amax(-1))
+            assert_close(seen.lse, attention_with_lse(query, key, key, mask=mask, **more).lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_of_a_row_are_those_of_topk(dtype):
+    draw = torch.Generator().manual_seed(1)
+    for columns, count in ((1, 1), (5, 5), (31, 3), (64, 1), (288, 8), (293, 8), (2051, 1), (2053, 8), (4097, 20)):
+        weights = torch.rand(2, 3, columns, generator=draw, dtype=dtype)
+        weights[0] = weights[0].mul(4).floor()  # many are equal, many are 0
+        found = products.largest(weights, count)
+        assert torch.equal(found.values, weights.topk(count).values)
+        assert torch.equal(weights.gather(-1, found.columns), found.values)
+        assert bool((found.columns.sort(-1).values.diff() > 0).all())  # each once
 
 
 def test_heads_go_together_in_whole_groups_or_in_equal_parts_of_one():

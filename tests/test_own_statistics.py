@@ -361,6 +361,26 @@ class KeptByAdd(PerQuery):
         return self.parts
 
 
+class ScoresAndWeights(PerQuery):
+    """The mean score, from scores that are taken before the weights."""
+
+    def of(self, tile):
+        scores, weights = tile.scores, tile.weights
+        return (scores.masked_fill(scores == -math.inf, 0.0) * weights).sum(-1)
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"bias": torch.ones(HEADS, 1, LENGTH)}])
+@pytest.mark.parametrize("known", [False, True])
+def test_scores_stay_what_they_are_when_weights_are_taken_after_them(more, known):
+    query, key = tensors()
+    seen = regard.observe(query, key, mask=Causal(), **more)
+    weights, scores = seen.weights(), seen.scores()
+    if known:
+        assert seen.lse is not None
+    expected = (weights * scores.masked_fill(scores == -math.inf, 0.0)).sum(-1)
+    assert_close(seen.ask(ScoresAndWeights()), expected)
+
+
 def test_tiles_take_each_other_s_memory_unless_a_statistic_keeps_them(monkeypatch):
     from regard.observation import tuning
 

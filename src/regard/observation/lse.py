@@ -65,6 +65,7 @@ class _LogSumExp(Statistic[Tensor]):
     """lse of some queries, without a gradient."""
 
     keeps_tiles = False
+    takes_strips = True
 
     def __init__(self, queries: range) -> None:
         self.queries = queries
@@ -81,11 +82,11 @@ class _LogSumExp(Statistic[Tensor]):
         return tile.sums()
 
     def add(self, tile: ScoreTile, part: tuple[Tensor, Tensor]) -> None:
-        at, (top, total) = tile.of_queries(), part
-        largest = torch.maximum(self.top[at], top)
+        (top, total), tops, totals = part, tile.rows_of(self.top), tile.rows_of(self.total)
+        largest = torch.maximum(tops, top)
         shift = finite_lse(largest)
-        self.total[at] = self.total[at] * exp(self.top[at] - shift) + total * exp(top - shift)
-        self.top[at] = largest
+        totals.copy_(totals * exp(tops - shift) + total * exp(top - shift))
+        tops.copy_(largest)
 
     def finish(self) -> Tensor:
         lse = (finite_lse(self.top) + self.total.log()).masked_fill(self.total == 0, -math.inf)
@@ -108,5 +109,5 @@ class _Total(PerQuery):
 def _one(call: ObservedCall, statistic: Statistic[Result]) -> Result:
     """A single statistic of a call."""
     begun = statistic.begun(call)
-    stream(call, [begun], plan_tiles(call, *begun.area()))
+    stream(call, [begun], plan_tiles(call, *begun.area(), strips=begun.takes_strips))
     return begun.finish()

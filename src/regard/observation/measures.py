@@ -12,6 +12,7 @@ from torch import Tensor
 
 from regard.numerics import LOG2_E, grouped_matmul, upcast, zero_unseen
 from regard.observation.observed import ObservedCall
+from regard.observation.products import largest
 from regard.observation.selecting import kv_of_heads
 from regard.observation.statistic import PerKey, PerQuery, Statistic
 from regard.observation.tile import ScoreTile
@@ -20,6 +21,8 @@ from regard.shapes import INTEGER_DTYPES, ShapeError, check_whole, is_number, is
 
 class Entropy(PerQuery):
     """See `Observation.entropy`."""
+
+    takes_strips = True
 
     def of(self, tile: ScoreTile) -> Tensor:
         return tile.negentropy()
@@ -34,6 +37,8 @@ class Entropy(PerQuery):
 
 class Received(PerKey):
     """See `Observation.received`."""
+
+    takes_strips = True
 
     def of(self, tile: ScoreTile) -> Tensor:
         powers = tile.powers
@@ -192,16 +197,17 @@ class MaxScore(PerQuery):
 
     needs_weights = False
     keeps_tiles = False
+    takes_strips = True
 
     def start(self, call: ObservedCall) -> None:
         self.total = call.zeros(call.grid.query_len) - torch.inf
 
     def of(self, tile: ScoreTile) -> Tensor:
-        return tile.scores.detach().amax(-1)
+        return tile.max_score.detach()
 
     def add(self, tile: ScoreTile, part: Tensor) -> None:
-        at = tile.of_queries()
-        self.total[at] = torch.maximum(self.total[at], part)
+        rows = tile.rows_of(self.total)
+        torch.maximum(rows, part, out=rows)
 
 
 class Largest(NamedTuple):
@@ -215,6 +221,7 @@ class Top(Statistic[Largest]):
     """See `Observation.top`."""
 
     keeps_tiles = False
+    takes_strips = True
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -229,19 +236,18 @@ class Top(Statistic[Largest]):
     def of(self, tile: ScoreTile) -> Largest:
         return self._largest(tile, tile.weights.detach())
 
-    def _largest(self, tile: ScoreTile, weights: Tensor) -> Largest:
-        # nonnegative floats sort like their bits, and comparing integers needs no check for NaN
-        bits = weights.view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
-        top = bits.topk(min(self.count, weights.shape[-1]), dim=-1)
-        return Largest(top.values.view(weights.dtype), top.indices + tile.keys.start)
+    def _largest(self, tile: ScoreTile, weights: Tensor, rows: Tensor | None = None) -> Largest:
+        found = largest(weights, min(self.count, weights.shape[-1]))
+        first = tile.first_keys if rows is None else tile.first_keys.expand(*rows.shape, 1)[rows]
+        return Largest(found.values, found.columns + first)
 
     def add(self, tile: ScoreTile, part: Largest) -> None:
-        at = tile.of_queries()
-        self.weights[at], self.keys[at] = self._merged(self.weights[at], self.keys[at], part)
+        weights, keys = tile.rows_of(self.weights), tile.rows_of(self.keys)
+        for into, merged in zip((weights, keys), self._merged(weights, keys, part), strict=True):
+            into.copy_(merged)
 
     def see(self, tile: ScoreTile) -> None:
-        at = tile.of_queries()
-        weights, keys = self.weights[at], self.keys[at]
+        weights, keys = tile.rows_of(self.weights), tile.rows_of(self.keys)
         if not bool(weights.any()):  # there is nothing to merge with
             found = self._largest(tile, tile.powers)
             weights[..., : found.keys.shape[-1]] = tile.rescaled(found.weights)
@@ -253,7 +259,7 @@ class Top(Statistic[Largest]):
         if share > 0.5:  # gathering them would cost more than it saves
             self.add(tile, self.of(tile))
         elif share:
-            found = self._largest(tile, tile.weights[rows])
+            found = self._largest(tile, tile.weights[rows], rows)
             weights[rows], keys[rows] = self._merged(weights[rows], keys[rows], found)
 
     def _merged(self, weights: Tensor, keys: Tensor, part: Largest) -> Largest:

@@ -58,6 +58,11 @@ class ObservedCall:
         return self.scoring.softcap is None and self.scoring.bias is None and self.scoring.additive is None
 
     @property
+    def folds(self) -> bool:
+        """Whether scores come from products of query and key, so that these can be folded."""
+        return self.scoring.additive is None
+
+    @property
     def finite_lse(self) -> Tensor:
         """lse, with 0 for fully masked queries."""
         assert self.lse is not None  # only statistics that need weights use it
@@ -141,11 +146,11 @@ class ObservedCall:
 
     def place(self, batch: slice, heads: slice, queries: range, keys: range) -> TilePlace:
         """The place of a rectangle of this call within a larger call, of which this one is `batch` and `heads`."""
-        numbers = (
+        in_batch, in_heads = (
             torch.tensor(range(size) if given is None else given, device=self.grid.device)
             for given, size in ((self.batch_numbers, self.grid.batch), (self.head_numbers, self.grid.heads))
         )
-        return TilePlace(batch, heads, queries, keys, *numbers)
+        return TilePlace(batch, heads, queries, keys, in_batch, in_heads)
 
     def tile(self, queries: range, keys: range) -> ScoreTile:
         """One tile of all batch indices and heads, of any size."""
@@ -156,12 +161,13 @@ class ObservedCall:
         return tile_of(place, self.scoring, query, key, lse)
 
     def folded(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Query, key and finite lse of some queries and keys. If scores are plain products, scale and lse are folded
-        in: [scale log2(e) query, -log2(e) lse] . [key, 1] is the exponent; without lse, scale query . key the score."""
+        """Query, key and finite lse of some queries and keys, folded as `tile` describes."""
         query, key = self.query[:, :, queries], self.key[:, :, keys]
         lse = None if self.lse is None else finite_lse(self.lse[:, :, queries])
-        if self.is_product:
-            query, key = upcast(query) * self.scoring.scale, upcast(key)
-            if lse is not None:
-                query, key = torch.cat([query, -lse[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
+        if self.folds:
+            softcap = self.scoring.softcap
+            query = upcast(query) * (self.scoring.scale if softcap is None else 2.0 * self.scoring.scale / softcap)
+            key = upcast(key)
+        if self.is_product and lse is not None:
+            query, key = torch.cat([query, -lse[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
         return query, key, lse

@@ -42,7 +42,7 @@ def gather(
         areas = [statistic.area() for statistic in asked]
         others = [other for statistic in asked for other in statistic.others()]
         queries, keys = (hull([area[axis] for area in areas]) for axis in (0, 1))
-        stream(call, asked, plan_tiles(call, queries, keys, others), progress)
+        stream(call, asked, plan_tiles(call, queries, keys, others, strips=_take_strips(asked)), progress)
     else:
         stream(replace(call, lse=None), asked, plan, progress, lse)
     results = (statistic.finish() for statistic in asked)
@@ -54,4 +54,8 @@ def whole_rows_for(call: ObservedCall, statistics: Sequence[Statistic[Any]], max
     or it would be slower."""
     if call.wants_grad or any(statistic.others() for statistic in statistics):
         return None
-    return plan_whole_rows(call, max_keys)
+    return plan_whole_rows(call, max_keys, _take_strips(statistics))
+
+
+def _take_strips(statistics: Sequence[Statistic[Any]]) -> bool:
+    return all(statistic.takes_strips for statistic in statistics)

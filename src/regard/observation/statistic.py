@@ -41,6 +41,11 @@ class Statistic(Generic[Result]):
     """Whether it may keep a tile's tensors, or views of them, beyond the next tile; False lets tiles share memory,
     which is faster. A class that overrides `add` or `see` has to set it again."""
 
+    takes_strips: ClassVar[bool] = False
+    """Whether it takes several strips as one tile (see `ScoreTile`): then `of_queries`, `of_keys` and `indices` do not
+    serve, but `rows_of` and `add_to_columns`. Under a window, a pass is faster if all its statistics do. A class that
+    overrides `of`, `add` or `see` has to set it again."""
+
     call: ObservedCall
 
     def __init_subclass__(cls, **options: object) -> None:
@@ -48,6 +53,8 @@ class Statistic(Generic[Result]):
         own = vars(cls)
         if "keeps_tiles" not in own and ("add" in own or "see" in own):
             cls.keeps_tiles = True
+        if "takes_strips" not in own and not own.keys().isdisjoint(("of", "add", "see")):
+            cls.takes_strips = False
 
     def begun(self, call: ObservedCall) -> Self:
         """A copy that has started, so that one object can be used many times, for many calls."""
@@ -104,12 +111,12 @@ class _Sums(Statistic[Tensor]):
         self.total = call.zero_sums(self._length(call.grid), *self.extra, dtype=self.dtype)
 
     def add(self, tile: ScoreTile, part: Tensor) -> None:
-        into = self.total[self._place(tile)]
-        if part.shape != into.shape:
-            batch, heads, length = into.shape[:3]
+        batch, heads, rows, columns = tile.shape
+        length = rows if self._axis == "rows" else columns
+        if part.shape != (batch, heads, length, *self.extra):
             axes = f"{batch=}, {heads=}, {self._axis}={length}{''.join(f', {size}' for size in self.extra)}"
             raise ShapeError(f"{type(self).__name__}.of: a part must be [{axes}], got {list(part.shape)}")
-        into += part
+        self._accumulate(tile, part)
 
     def finish(self) -> Tensor:
         return self.total
@@ -119,7 +126,7 @@ class _Sums(Statistic[Tensor]):
     def _length(self, grid: Grid) -> int:
         raise NotImplementedError
 
-    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
+    def _accumulate(self, tile: ScoreTile, part: Tensor) -> None:
         raise NotImplementedError
 
 
@@ -136,8 +143,9 @@ class PerQuery(_Sums):
     def _length(self, grid: Grid) -> int:
         return grid.query_len
 
-    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
-        return tile.of_queries()
+    def _accumulate(self, tile: ScoreTile, part: Tensor) -> None:
+        rows = tile.rows_of(self.total)
+        rows += part
 
 
 class PerKey(_Sums):
@@ -151,5 +159,5 @@ class PerKey(_Sums):
     def _length(self, grid: Grid) -> int:
         return grid.key_len
 
-    def _place(self, tile: ScoreTile) -> tuple[slice, slice, slice]:
-        return tile.of_keys()
+    def _accumulate(self, tile: ScoreTile, part: Tensor) -> None:
+        tile.add_to_columns(self.total, part)

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.indexing import hull, overlap
+from regard.kernels.hidden import harmless
+from regard.observation.hiding import Hiding
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import Statistic
-from regard.observation.tile import BUFFERS, ScoreTile, TileWithoutLse, tile_of
+from regard.observation.tile import BUFFERS, ScoreTile, TilePlace, TileWithoutLse, tile_of
 from regard.observation.tiling import BatchPlan, TilePlan
 
 Progress = Callable[[int, int], None]
@@ -45,18 +47,19 @@ def stream(
         memory = torch.empty(BUFFERS, plan.max_scores, dtype=call.dtype, device=call.grid.device)
     done, total = 0, sum(len(queries) for group in plan.batches for queries in group.queries)
     for group in plan.batches:
-        parts = [_Part(call, group, heads, plan) for heads in plan.heads] if group.queries else []
+        parts = [_Part(call, group, heads, plan) for heads in group.heads] if group.queries else []
         for number, queries in enumerate(group.queries):
-            for keys in plan.keys_of(group.mask, queries):
+            for keys in plan.keys_of(group, queries):
                 wanting = [
                     statistic
                     for statistic, area in zip(statistics, areas, strict=True)
                     if overlap(queries, area[0]) and overlap(keys, area[1])
                 ]
+                hiding: dict[int, Hiding] = {}
                 for part in parts:
-                    tile = part.show(number, queries, keys, wanting, memory, differentiable)
+                    tile = part.show(number, queries, keys, hiding, wanting, memory, differentiable)
                     if lse is not None and isinstance(tile, TileWithoutLse):
-                        lse[tile.of_queries()] = tile.lse
+                        tile.rows_of(lse).copy_(tile.lse)
             done += len(queries)
             progress(done, total)
 
@@ -72,21 +75,38 @@ class _Part:
         down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
         self.lse = None if lse is None else lse.split(down, dim=2)
-        self.scoring, self.is_folded = part.scoring, part.is_product
+        self.whole_key, self.height = key, group.height
+        self.scoring, self.is_folded = part.scoring, part.folds
+        self.harmless = self.is_folded and not part.wants_grad and harmless(query, key)
         self.place, self.plan = part.place(group.batch, heads, queries, keys), plan
 
     def show(
-        self, number: int, queries: range, keys: range, statistics: list[Statistic[Any]], memory: Tensor | None,
-        differentiable: bool,
+        self, number: int, queries: range, keys: range, hiding: dict[int, Hiding],
+        statistics: list[Statistic[Any]], memory: Tensor | None, differentiable: bool,
     ) -> ScoreTile:  # fmt: skip
-        """Passes one tile to some statistics; if gradients are recorded, so that the backward pass recomputes it."""
-        piece, first = divmod(keys.start - self.plan.keys.start, self.plan.step)
-        inside = slice(first, first + len(keys))
+        """Passes one tile to some statistics; if gradients are recorded, so that the backward pass recomputes it.
+
+        Args:
+            hiding: what each mask hides in the tile, by its id, since parts share masks; filled in here.
+        """
         place = self.place._replace(queries=queries, keys=keys)
-        tensors = self.query[number], self.key[piece], None if self.lse is None else self.lse[number]
+        if self.height is None:
+            piece, first = divmod(keys.start - self.plan.keys.start, self.plan.step)
+            inside = slice(first, first + len(keys))
+            tensors = self.query[number], self.key[piece], None if self.lse is None else self.lse[number]
+        else:
+            queries, inside = queries[: self.height], slice(None)
+            place, tensors = self._in_strips(place, number)
+
+        how: dict[str, Any] = {"folded": self.is_folded, "harmless": self.harmless, "memory": memory}
+        if not differentiable:  # which would keep what is hidden until the backward pass
+            mask = self.scoring.mask
+            if id(mask) not in hiding:
+                hiding[id(mask)] = Hiding(mask, queries, keys)
+            how["hiding"] = hiding[id(mask)]
 
         def made(query: Tensor, key: Tensor, lse: Tensor | None) -> ScoreTile:
-            return tile_of(place, self.scoring, query, key[:, :, inside], lse, folded=self.is_folded, memory=memory)
+            return tile_of(place, self.scoring, query, key[:, :, inside], lse, **how)
 
         def parts(query: Tensor, key: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
             tile = made(query, key, lse)
@@ -101,3 +121,17 @@ class _Part:
             for statistic in statistics:
                 statistic.see(tile)
         return tile
+
+    def _in_strips(self, place: TilePlace, number: int) -> tuple[TilePlace, tuple[Tensor, Tensor, Tensor | None]]:
+        """The place, query, key and lse of strips as one tile: views [strips, heads, ...], with keys that overlap."""
+        assert self.height is not None
+        times, height = len(place.queries) // self.height, self.height
+        first = place.keys.start - self.plan.keys.start
+        key = self.whole_key[0, :, first : first + (times - 1) * height + len(place.keys)]
+        query, lse = (
+            None if tensor is None else tensor[number][0].unflatten(1, (times, height)).transpose(0, 1)
+            for tensor in (self.query, self.lse)
+        )
+        assert query is not None
+        place = place._replace(queries=place.queries[:height], times=times)
+        return place, (query, key.unfold(1, len(place.keys), height).permute(1, 0, 3, 2), lse)

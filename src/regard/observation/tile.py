@@ -5,8 +5,9 @@
 If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score and total the sum over all
 visible keys; for that a tile must hold all keys that its queries see, and then it gives their lse.
 
-If scores are plain products, query and key come *folded*: q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so that
-q' . k' is the exponent (or the score, while lse is unknown), and weights cost one matrix product and one exp2.
+Query and key come *folded*, if scores come from products: the scale is a factor of the query (2 scale / c with a
+softcap c). If scores are nothing else and lse is known, q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so that
+q' . k' is the exponent, and weights cost one matrix product and one exp2.
 """
 
 import math
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.masks import Tile
-from regard.numerics import LOG2_E, exp, finite_lse, grouped_matmul, zero_empty_queries, zero_unseen
+from regard.graphs import tracing
+from regard.numerics import LOG2_E, exp, finite_lse, zero_empty_queries, zero_unseen
+from regard.observation.hiding import Hiding
+from regard.observation.products import product
 from regard.scores import Scoring
 
 LOG2_OF_ZERO = -1e4
@@ -37,6 +40,8 @@ class TilePlace(NamedTuple):
         queries, keys: which queries and keys.
         batch_numbers, head_numbers: the indices of these in the call that was observed, of which some batch indices or
             heads may have been selected.
+        times: the number of strips, if it is several in one: the queries and keys are those of the first, and in each
+            other one all are ``len(queries)`` further on than in the strip before.
     """
 
     batch: slice
@@ -45,6 +50,7 @@ class TilePlace(NamedTuple):
     keys: range
     batch_numbers: Tensor
     head_numbers: Tensor
+    times: int = 1
 
 
 class ScoreTile(ABC):
@@ -53,6 +59,9 @@ class ScoreTile(ABC):
     The next tile may overwrite its tensors: what a statistic keeps of them has to be a result or a copy, unless it
     sets `keeps_tiles`.
 
+    Under a window, strips of equal form come as one tile, of one batch index, if all statistics set `takes_strips`: its
+    tensors are then [strips, heads, len(queries), len(keys)], and `place` says more.
+
     Attributes:
         batch, heads: slices, the batch indices and heads of the call that it belongs to.
         queries, keys: ranges; its tensors are [batch, heads, len(queries), len(keys)].
@@ -60,24 +69,38 @@ class ScoreTile(ABC):
 
     def __init__(
         self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, *, folded: bool = False,
-        memory: Tensor | None = None,
+        hiding: Hiding | None = None, harmless: bool = False, memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             scoring: of these batch indices and heads.
             query, key: of these queries and keys.
             folded: whether scale and lse are folded into them (see above).
+            hiding: what the mask hides here; None: it is looked up.
+            harmless: whether all numbers of query and key are so small that scores are finite.
             memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they are allocated.
         """
         self.place, (self.batch, self.heads, self.queries, self.keys) = place, place[:4]
-        full = scoring.mask is None or scoring.mask.tile(self.queries, self.keys) is Tile.FULL
-        self._scoring = replace(scoring, mask=None) if full else scoring
+        self._hiding = Hiding(scoring.mask, self.queries, self.keys) if hiding is None else hiding
+        self._scoring = scoring if self._hiding.parts else replace(scoring, mask=None)
         self._query, self._key, self._folded, self._memory = query, key, folded, memory
+        self._harmless = harmless
 
     @property
-    @abstractmethod
     def scores(self) -> Tensor:
         """Scores after scale, softcap, bias and mask; -inf where hidden."""
+        found = self._scores_now()
+        shared = self._memory is not None and found is vars(self).get("_scores")
+        return found.clone() if shared else found  # which exponents may overwrite
+
+    @property
+    def max_score(self) -> Tensor:
+        """The largest score of each query, -inf if fully masked: [batch, heads, queries]."""
+        return self._scores_now().amax(-1)
+
+    @abstractmethod
+    def _scores_now(self) -> Tensor:
+        """Scores, which exponents may overwrite."""
 
     @property
     @abstractmethod
@@ -119,9 +142,15 @@ class ScoreTile(ABC):
         batch, head = self.place.batch_numbers, self.place.head_numbers
         return batch[:, None, None, None], head[:, None, None], query[:, None], key
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of its tensors."""
+        batch, heads, rows, _ = self._query.shape
+        return batch, heads, rows, len(self.keys)
+
     def num_allowed(self, dim: int) -> Tensor:
         """The number of allowed cells along keys (-1) or queries (-2), as int."""
-        shape = [self._query.shape[0], self._query.shape[1], len(self.queries), len(self.keys)]
+        shape = [*self.shape]
         if self.allowed is not None:  # bytes into int32: a sum of bools into int64 takes three times as long
             return self.allowed.view(torch.uint8).expand(shape).sum(dim, dtype=torch.int32)
         length = shape.pop(dim)
@@ -135,37 +164,95 @@ class ScoreTile(ABC):
         """The index of its keys in a tensor [batch, heads, key_len, *] of the whole call."""
         return self.batch, self.heads, slice(self.keys.start, self.keys.stop)
 
+    @property
+    def first_keys(self) -> Tensor:
+        """The first key, or of several strips those of each: broadcastable to its tensors."""
+        first = torch.arange(self.place.times, device=self._query.device) * len(self.queries) + self.keys.start
+        return first[:, None, None, None]
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The part of its queries, as a view, of a tensor [batch, heads, query_len, *] of the whole call."""
+        times, rows = self.place.times, len(self.queries)
+        part = tensor[self.batch, self.heads, self.queries.start : self.queries.start + times * rows]
+        return part if times == 1 else part[0].unflatten(1, (times, rows)).transpose(0, 1)
+
+    def add_to_columns(self, total: Tensor, part: Tensor) -> None:
+        """Adds a part [batch, heads, keys, *] to a tensor [batch, heads, key_len, *] of the whole call."""
+        times, step = self.place.times, len(self.queries)
+        if times == 1:
+            total[self.of_keys()] += part
+            return
+        for first in range(0, len(self.keys), step):  # of the keys that several strips see, each has others in a step
+            start = self.keys.start + first
+            into = total[self.batch, self.heads, start : start + times * step][0]
+            into += part[:, :, first : first + step].transpose(0, 1).flatten(1, 2)
+
     def rescaled(self, sums: Tensor) -> Tensor:
         """Turns sums of powers per query into sums of weights: [batch, heads, queries, *]."""
         return sums if self.total is None else sums / self.total.unflatten(-1, (-1, *[1] * (sums.dim() - 3)))
 
     def _powers_times(self, exponents: Tensor) -> Tensor:
         """The sum of powers times exponents of each query."""
-        powers = self.powers
-        if self.allowed is not None:
-            exponents = torch.clamp(exponents, min=LOG2_OF_ZERO, out=self._buffer(2))
-        return torch.mul(powers, exponents, out=self._buffer(2)).sum(-1)
+        powers, out = self.powers, self._buffer(2)
+        if out is None:
+            finite = exponents.clamp(min=LOG2_OF_ZERO) if self._columns_with_hidden else exponents
+            return (powers * finite).sum(-1)
+        torch.mul(powers, exponents, out=out)
+        for columns in self._columns_with_hidden:  # where 0 * -inf was NaN
+            finite = torch.clamp(exponents[..., columns], min=LOG2_OF_ZERO, out=out[..., columns])
+            finite.mul_(powers[..., columns])
+        return out.sum(-1)
 
     @cached_property
     def _scores(self) -> Tensor:
         """Scores, if lse is not folded in; exponents may overwrite them."""
-        return self._product() if self._folded else self._scoring.tile(*self._shown(), self.queries, self.keys)
+        if not self._folded:
+            return self._scoring.tile(*self._shown(), self.queries, self.keys)
+        scores, out, softcap = self._product(), self._buffer(0), self._scoring.softcap
+        if softcap is not None:  # c tanh(s / c) = 2 c sigmoid(2 s / c) - c, which takes a sixth of the time
+            scores = torch.add(scores.new_tensor(-softcap), torch.sigmoid(scores, out=out), alpha=2 * softcap, out=out)
+        if self._scoring.bias is not None:
+            scores = torch.add(scores, self._biases, out=out)
+        return self._hide(scores)
 
     def _product(self) -> Tensor:
-        """The product of folded query and key; -inf where hidden."""
-        query, key = self._shown()
-        product = grouped_matmul(query, key.transpose(-2, -1), out=self._buffer(0))
-        return product if self.allowed is None else product.masked_fill_(~self.allowed, -math.inf)
+        """The product of query and key."""
+        return product(*self._shown(), out=self._buffer(0))
+
+    def _hide(self, scores: Tensor) -> Tensor:
+        """Scores, or exponents, with -inf where hidden, in place."""
+        if self._bias_hides and not self._harmless:
+            assert self.allowed is not None
+            return scores.masked_fill_(~self.allowed, -math.inf)
+        return self._hiding.hide(scores, self._harmless)
+
+    @cached_property
+    def _biases(self) -> Tensor:
+        """What the bias adds, broadcastable to the tile."""
+        dtype = torch.promote_types(self._query.dtype, torch.float32)
+        return self._scoring.biases(self.queries, self.keys, dtype)
+
+    @cached_property
+    def _bias_hides(self) -> bool:
+        """Whether the bias hides anything."""
+        if self._scoring.bias is None or not self._biases.numel():
+            return False
+        return tracing() or not bool(self._biases.detach().amin() > -math.inf)  # NaN: one of several terms may hide
+
+    @property
+    def _columns_with_hidden(self) -> list[slice]:
+        """The columns in which anything may be hidden."""
+        return [slice(None)] if self._bias_hides else [part.columns for part in self._hiding.parts]
 
     def _exponents(self, shift: Tensor) -> Tensor:
         return torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._buffer(0))
 
     def _buffer(self, number: int) -> Tensor | None:
         """One of the buffers, in the tile's shape; None if there are none."""
-        shape = *self._query.shape[:3], len(self.keys)
-        if self._memory is None or self._memory.shape[1] < math.prod(shape):
+        size = math.prod(self.shape)
+        if self._memory is None or self._memory.shape[1] < size:
             return None
-        return self._memory[number, : math.prod(shape)].view(shape)
+        return self._memory[number, :size].view(self.shape)
 
     def _shown(self) -> tuple[Tensor, Tensor]:
         """Query and key; for gradients, with zeros where fully masked, since 0 * NaN is NaN in a backward pass."""
@@ -178,20 +265,25 @@ class TileWithLse(ScoreTile):
     """A tile whose queries' lse is known; it may hold any keys."""
 
     def __init__(
-        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor, *, folded: bool = False,
-        memory: Tensor | None = None,
+        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, lse: Tensor, **how: Any
     ) -> None:  # fmt: skip
         """Args: lse: finite, 0 for a fully masked query. The rest as in `ScoreTile`."""
-        super().__init__(place, scoring, query, key, folded=folded, memory=memory)
+        super().__init__(place, scoring, query, key, **how)
         self._lse = lse
 
-    @property
-    def scores(self) -> Tensor:
-        return self.log2 / LOG2_E + self._lse[..., None] if self._folded else self._scores
+    def _scores_now(self) -> Tensor:
+        if self._holds_lse or "log2" in vars(self):
+            return self.log2 / LOG2_E + self._lse[..., None]
+        return self._scores
 
     @cached_property
     def log2(self) -> Tensor:
-        return self._product() if self._folded else self._exponents(self._lse)
+        return self._hide(self._product()) if self._holds_lse else self._exponents(self._lse)
+
+    @property
+    def _holds_lse(self) -> bool:
+        """Whether lse is folded into query and key."""
+        return self._folded and self._scoring.softcap is None and self._scoring.bias is None
 
     @cached_property
     def weights(self) -> Tensor:
@@ -244,8 +336,7 @@ class TileWithoutLse(ScoreTile):
         lse = largest + total.log()
         return _Softmax(largest, exponents, powers, seen, total.masked_fill(total == 0, 1.0), lse)
 
-    @property
-    def scores(self) -> Tensor:
+    def _scores_now(self) -> Tensor:
         if "_softmax" not in vars(self):
             return self._scores
         known = self._softmax

@@ -39,3 +39,16 @@ TILE_OVERHEAD_SCORES = 1 << 15
 MIN_TILE_KEYS = 64
 """Keys in the smallest rectangle for which a mask is evaluated, and queries in the flattest tile: below that, overhead
 costs more than skipping saves."""
+
+PARTS_OF_A_SINGLE_PRODUCT = 4
+"""Parts into which a single product is cut, to keep all threads busy."""
+
+STRIP_QUERIES = (16, 32, 64, 128)
+"""Heights of strips under a window: at most an eighth of the keys that a query sees, so that few of a strip's scores
+are hidden, but not so few that their product is slow."""
+
+MIN_SLIDING_QUERIES = 256
+"""Fewest queries under a window that are worth cutting into such strips."""
+
+LAYERS = (1, 4, 8)
+"""Numbers of layers into which columns may be folded to find the largest weights."""

@@ -1,0 +1,73 @@
+"""The two operations in which a pass spends most of its time: products of queries and keys, and the largest weights."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.numerics import grouped_matmul
+from regard.observation import tuning
+
+
+def product(query: Tensor, key: Tensor, out: Tensor | None = None) -> Tensor:
+    """``query @ key^T``, written into `out` if given.
+
+    A single matrix is multiplied in several parts of its rows: libraries share a stack of products evenly between
+    threads, but a single one often not.
+
+    Shapes: query [batch, heads, rows, size], key [batch, kv_heads, columns, size] -> [batch, heads, rows, columns].
+    """
+    batch, heads, rows, size = query.shape
+    parts = tuning.PARTS_OF_A_SINGLE_PRODUCT
+    if batch * key.shape[1] != 1 or heads * rows < parts * tuning.MIN_TILE_KEYS or heads * rows % parts:
+        return grouped_matmul(query, key.transpose(-2, -1), out=out)
+    columns = key.shape[2]
+    stacked = query.reshape(parts, heads * rows // parts, size), key[0].mT.expand(parts, size, columns)
+    into = None if out is None else out.view(parts, -1, columns)
+    return torch.bmm(*stacked, out=into).view(batch, heads, rows, columns)
+
+
+class Found(NamedTuple):
+    """The largest numbers of each row, largest first, and their columns."""
+
+    values: Tensor
+    columns: Tensor
+
+
+def largest(weights: Tensor, count: int) -> Found:
+    """The `count` largest of each row of numbers that are not negative: [*, columns] -> [*, count] each.
+
+    Columns are folded into layers, and the maxima of the numbers that lie on each other taken: the largest numbers lie
+    in the columns of the largest maxima. So `torch.topk`, which goes from number to number, sees fewer of them.
+    """
+    # nonnegative floats sort like their bits, and comparing integers needs no check for NaN
+    bits = weights.view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
+    columns = bits.shape[-1]
+    layers = min(tuning.LAYERS, key=lambda layers: _time(columns, layers, count))
+    if layers == 1:
+        values, places = bits.topk(count, dim=-1)
+        return Found(values.view(weights.dtype), places)
+    width = columns // layers
+    folded, rest = bits[..., : layers * width].unflatten(-1, (layers, width)), bits[..., layers * width :]
+    chosen = folded.amax(-2).topk(count, dim=-1, sorted=False).indices
+    candidates = folded.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], layers, count)).flatten(-2)
+    values, places = torch.cat([candidates, rest], dim=-1).topk(count, dim=-1)
+    found = chosen.gather(-1, places % count) + places // count * width
+    if rest.shape[-1]:
+        found = torch.where(places < layers * count, found, places + layers * (width - count))
+    return Found(values.view(weights.dtype), found)
+
+
+def _time(columns: int, layers: int, count: int) -> float:
+    """The time for one row, in nanoseconds; infinite for fewer columns than numbers wanted."""
+    if layers == 1:
+        return _time_of_topk(columns, count)
+    if columns < 2 * layers * count:
+        return float("inf")
+    folding = 0.05 * columns + 60.0
+    return folding + _time_of_topk(columns // layers, count) + _time_of_topk(layers * count + columns % layers, count)
+
+
+def _time_of_topk(columns: int, count: int) -> float:
+    """The same for `torch.topk`, which keeps a heap if the columns are many, and otherwise partitions them."""
+    return 0.35 * columns + 40.0 * count if columns >= 64 * count else 3.0 * columns + 60.0
