@@ -1,8 +1,13 @@
-"""What all tests share: one thread (tiny tensors gain nothing from more), one seed per test, one hypothesis profile."""
+"""What all tests share: one thread (tiny tensors gain nothing from more), nothing measured, one seed per test, one
+hypothesis profile."""
+
+import os
 
 import pytest
 import torch
 from hypothesis import settings
+
+os.environ["REGARD_MEASURE"] = "0"  # plans must not depend on the machine; tests of what is measured turn it on
 
 from regard import checked
 

@@ -242,7 +242,7 @@ def importers(name: str) -> set[str]:
 
 
 def test_nothing_but_the_table_of_kernels_and_double_backward_computes_by_the_specification():
-    table, double_backward = "kernels/choice.py", "kernels/strips/autograd.py"
+    table, double_backward = "kernels/choice.py", "kernels/second.py"
     assert importers("regard.reference.reference") == {table, double_backward}
 
 

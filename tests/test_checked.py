@@ -11,7 +11,9 @@ import torch
 import regard.functional
 from comparing import assert_close
 from regard import checked, kernels
+from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import attention, attention_with_lse
+from regard.kernels import hidden
 from regard.masks import Causal, Dense, Document, Mask, Padding, Where, Window
 from regard.shapes import LayoutWarning, ShapeError
 
@@ -199,6 +201,145 @@ def test_a_function_is_asked_at_every_call(checks):
     mask = Where(lambda batch, head, query, key: key < allowed[0])
     for allowed[0] in (2, 5):
         right(given, mask)
+
+
+# --- biases and sinks -------------------------------------------------------------------------------------------------
+
+
+def same_as_reference(given, **parts):
+    output = attention(*given, **parts)
+    assert_close(output, attention(*given, **parts, kernel="reference"))
+    return output
+
+
+class Held(Bias):
+    """A bias whose numbers are no argument of its own."""
+
+    def __init__(self, count):
+        self.count = count
+        self.numbers = [torch.zeros(count)]
+
+    def rule(self, batch, head, query, key):
+        return self.numbers[0][key]
+
+
+BIASES = {
+    "slopes made anew": lambda: Alibi(4),
+    "slopes in inference mode": lambda: Alibi(slopes=torch.tensor([0.5, 0.25, 1.0, 2.0])),
+    "a table": lambda: RelativeBias(torch.arange(128.0).reshape(32, 4).clone() / 128),
+    "a sum": lambda: Alibi(4) + torch.linspace(-1, 1, 7),
+    "numbers": lambda: torch.linspace(-1, 1, 49).reshape(7, 7),
+    "numbers that hide": lambda: torch.zeros(4, 1, 7).index_fill(2, torch.tensor([3]), -torch.inf)[None],
+    "no argument": lambda: Held(7),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("mask", [None, Causal(), Padding([4, 7])], ids=repr)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_bias_that_is_equal_is_checked_and_evaluated_once(checks, name, mask, learns, inference):
+    with torch.inference_mode(inference):
+        for _ in range(3):
+            given = [tensor.requires_grad_(learns) for tensor in heads()]
+            expected = attention_with_lse(*given, mask=mask, bias=BIASES[name](), kernel="reference").output
+            output = attention(*given, mask=mask, bias=BIASES[name]())
+            assert_close(output, expected)
+            if learns and not inference:
+                found, right = (torch.autograd.grad(o.square().sum(), given) for o in (output, expected))
+                for pair in zip(found, right, strict=True):
+                    assert_close(*pair)
+    assert len(checks) == 2  # once by each of both functions
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (1, 4, 64, 64)], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
+@pytest.mark.parametrize("unseen", [False, True])
+def test_a_bias_that_is_written_to_is_another(shape, mask, unseen):
+    given = heads(length=shape[-1])
+    numbers = torch.nn.Parameter(torch.randn(shape)) if unseen else torch.randn(shape)
+    for _ in range(2):
+        with torch.no_grad():
+            before = same_as_reference(given, mask=mask, bias=numbers)
+            (numbers.data if unseen else numbers).normal_()
+            assert not torch.allclose(before, same_as_reference(given, mask=mask, bias=numbers))
+
+
+def test_what_is_read_of_a_bias_is_not_changed_with_it():
+    given = heads()
+    slopes = torch.tensor([0.5, 0.25, 1.0, 2.0])
+    first = attention(*given, bias=Alibi(slopes=slopes), kernel="strips")
+    small = torch.zeros(7, 7)
+    empty = same_as_reference(given, bias=small)
+    slopes.fill_(3.0)
+    small.normal_()
+    assert torch.equal(
+        attention(*given, bias=Alibi(slopes=torch.tensor([0.5, 0.25, 1.0, 2.0])), kernel="strips"), first
+    )
+    assert torch.equal(attention(*given, bias=torch.zeros(7, 7)), empty)
+    held = Held(7)
+    same_as_reference(given, bias=held)
+    held.numbers[0].normal_()
+    assert not torch.allclose(same_as_reference(given, bias=held), empty)
+
+
+def test_a_bias_that_learns_or_holds_a_graph_is_not_kept(checks):
+    given = heads()
+    bias = torch.nn.Parameter(torch.randn(7, 7))
+    for _ in range(2):
+        attention(*given, bias=bias).sum().backward()
+        attention(*given, bias=bias * 2).sum().backward()
+    assert bias.grad.abs().sum() > 0
+    with torch.no_grad():
+        attention(*given, bias=torch.enable_grad()(lambda: bias * 2)())
+    assert len(checks) == 5
+    assert not checked._KNOWN
+
+
+def test_a_sink_may_learn_and_change_while_its_calls_stay_alike(checks):
+    given, sink = heads(), torch.nn.Parameter(torch.randn(4))
+    outputs = []
+    for _ in range(3):
+        outputs.append(attention(*given, mask=Causal(), sink=sink))
+        outputs[-1].sum().backward()
+        with torch.no_grad():
+            sink -= sink.grad
+        sink.grad = None
+    assert len(checks) == 1
+    assert not torch.allclose(outputs[0], outputs[2])
+    assert_close(
+        attention(*given, mask=Causal(), sink=sink), attention(*given, mask=Causal(), sink=sink, kernel="reference")
+    )
+    sink.data = torch.zeros(3)
+    with pytest.raises(ShapeError, match="sink"):
+        attention(*given, mask=Causal(), sink=sink)
+    many = torch.zeros(1 << 22)
+    for part in (many[:4], many[4:8]):
+        attention(*given, sink=part)
+        attention(*given, bias=part[:, None, None])
+    assert not any(many.data_ptr() <= t.data_ptr() < many.data_ptr() + many.nbytes for t in held_tensors())
+
+
+def held_tensors():
+    """The tensors of the calls that are kept."""
+    scorings = [known._scoring for known in checked._KNOWN.values()]
+    return [t for s in scorings for t in ([] if s.sink is None else [s.sink]) + list(s.learned())]
+
+
+def test_tables_are_kept_up_to_a_number_of_numbers(monkeypatch):
+    made = []
+    make = hidden._made
+    monkeypatch.setattr(hidden, "_made", lambda *given: (made.append(given), make(*given))[1])
+    monkeypatch.setattr(hidden._tables, "_most", 3 * 4 * 64 * 64)
+    given = heads(length=64)
+    hidden._tables.clear()
+    with torch.no_grad():
+        for number in range(5):
+            same_as_reference(given, bias=Alibi(slopes=torch.full((4,), 1.0 + number)), mask=Causal())
+        assert len(made) == 5
+        assert hidden._tables._numbers == len(hidden._tables._values) * 4 * 64 * 64 == 3 * 4 * 64 * 64
+        same_as_reference(given, bias=Alibi(slopes=torch.full((4,), 5.0)), mask=Causal())
+        assert len(made) == 5
 
 
 # --- what is not kept -------------------------------------------------------------------------------------------------

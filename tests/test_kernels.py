@@ -32,7 +32,7 @@ from cases import (
 from comparing import assert_close, assert_within_budget, assert_zero
 from regard.biases import Alibi, RelativeBias
 from regard.functional import attention, attention_with_lse, check_call
-from regard.kernels import KERNELS, KernelError, choose, sdpa
+from regard.kernels import KERNELS, KernelError, choose, fused, sdpa
 from regard.masks import Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Where, Window
 from regard.scores import Additive
 from regard.shapes import Grid
@@ -656,13 +656,21 @@ def test_dense_tells_of_every_square_that_torch_is_given_or_makes(name, same_dim
     def spy(query, key, value, attn_mask, dropout, causal, **options):
         choice = torch._fused_sdp_choice(query, key, value, attn_mask, dropout, causal, **options)
         seen["scores"] = 0 if choice == SDPBackend.FLASH_ATTENTION.value else BATCH * HEADS * QUERY_LEN * KEY_LEN
-        # what an expanded mask holds is what it was before it was expanded
-        sizes = [] if attn_mask is None else zip(attn_mask.shape, attn_mask.stride(), strict=True)
-        seen["mask"] = 0 if attn_mask is None else math.prod(n for n, stride in sizes if stride)
+        seen["mask"] = held(attn_mask)
         return torch_sdpa(query, key, value, attn_mask, dropout, causal, **options)
 
-    torch_sdpa = torch.nn.functional.scaled_dot_product_attention
+    def spy_on_operator(*three, scale, attn_mask):
+        seen["scores"], seen["mask"] = 0, held(attn_mask)
+        return flash(*three, scale=scale, attn_mask=attn_mask)
+
+    def held(mask):  # what an expanded mask holds is what it was before it was expanded
+        return (
+            0 if mask is None else math.prod(n for n, stride in zip(mask.shape, mask.stride(), strict=True) if stride)
+        )
+
+    torch_sdpa, flash = torch.nn.functional.scaled_dot_product_attention, fused.flash
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(fused, "flash", spy_on_operator)
     _, parts, _ = CALLS[name](torch.float32)
     inputs = tensors(torch.float32, value_dim=HEAD_DIM if same_dim else VALUE_DIM)
     inputs = [_every_second_feature(x) for x in inputs] if strided else inputs

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from comparing import assert_close
-from regard import Decoder, ModelConfig, linear
-from regard.kernels import processor
+from regard import Decoder, ModelConfig, linear, processor
 
 SIZES = [(257, 256), (50 * 16 + 13, 96), (16, 4096), (48, 5003)]
 """Outputs that are and are not a multiple of the blocks, and inputs too many for the products that are turned round."""

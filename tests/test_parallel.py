@@ -158,6 +158,13 @@ def test_dropout_drops_the_same_cells_as_on_one_process_from_the_seed_of_rank_0(
         assert_is_the_whole(ranks, 3, query, key, value, arguments, *shards, way)
 
 
+def test_dropout_of_dealt_heads_is_theirs_where_tokens_are_sorted_by_document(ranks):
+    length = 300
+    query, key, value = tensors(torch.float32, heads=4, kv_heads=4, query_len=length, key_len=length)
+    arguments = {"mask": Document(torch.arange(length) % 3), "dropout": 0.4}
+    assert_is_the_whole(ranks, 2, query, key, value, arguments, Shards.contiguous(length, 2), None, "heads")
+
+
 @pytest.mark.parametrize("name", fixed_masks())
 def test_every_mask_of_the_design_with_heads_over_ranks(ranks, name):
     query, key, value = tensors(torch.float32)
@@ -304,6 +311,28 @@ def test_what_a_rank_sends_is_what_the_other_expects_and_all_that_it_may_see(dat
         seen = mask.allowed(queries.positions(rank), torch.arange(grid.key_len))
         seen = seen.expand(-1, -1, queries.size(rank), grid.key_len).flatten(0, 2).any(0)
         assert set(seen.nonzero().flatten().tolist()) <= here
+
+
+@given(st.data())
+def test_every_allowed_score_of_a_rank_is_in_one_of_its_rectangles(data):
+    grid = data.draw(grids(largest=40))
+    mask = data.draw(composed_masks(grid)).mask.bind(grid)
+    size = data.draw(st.integers(1, 4))
+    queries, keys = data.draw(shards_of(grid.query_len, size)), data.draw(shards_of(grid.key_len, size))
+    times = torch.zeros(grid.query_len, grid.key_len, dtype=torch.int64)
+    for rank in range(size):
+        found, rows = plan_exchange(mask, queries, keys, rank), queries.positions(rank)
+        held = [(keys.positions(rank), found.rectangles)]
+        held += [(torch.cat([torch.arange(part.start, part.stop) for part in turn.received]), turn.rectangles)
+                 for turn in found.turns if turn.received]  # fmt: skip
+        for columns, rectangles in held:
+            for place in rectangles:
+                assert rows[place.rows].tolist() == list(place.queries)
+                assert columns[place.columns].tolist() == list(place.keys)
+                times[place.queries.start : place.queries.stop, place.keys.start : place.keys.stop] += 1
+    allowed = mask.allowed(range(grid.query_len), range(grid.key_len)).flatten(0, -3).any(0)
+    assert set(times.flatten().tolist()) <= {0, 1}
+    assert bool(times[allowed.expand_as(times)].all())
 
 
 def bound(mask, length):

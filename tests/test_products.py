@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
-from regard import Causal, Dense, attention, attention_with_lse
-from regard.kernels import processor
+from regard import Causal, Dense, attention, attention_with_lse, processor
 from regard.kernels.strips import pieces, products, tuning
+from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.view import StripView
 
 
 def definition(query, key, value, mask, scale, causal, dtype=torch.float64):
@@ -88,13 +89,6 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
         assert_close(ours, theirs, name)
 
 
-def test_rows_that_share_memory_are_never_added_to_at_once():
-    memory = torch.zeros(2, 11, 4)
-    windows = memory.unfold(1, 3, 2).permute(1, 0, 3, 2)
-    assert [t.shape for _, (t,) in pieces.stacks([windows], apart=True)] == [(2, 3, 4)] * 5
-    assert [t.shape for _, (t,) in pieces.stacks([windows], apart=False)] == [(5, 3, 4)] * 2
-
-
 def test_equal_parts_of_all_heads_are_one_stack_whichever_of_the_two_comes_first():
     parts = torch.arange(2 * 15 * 4).view(2, 5, 3, 4).transpose(0, 1)  # five parts of two heads
     ((_, (stack,)),) = pieces.stacks([parts], apart=False)
@@ -102,27 +96,16 @@ def test_equal_parts_of_all_heads_are_one_stack_whichever_of_the_two_comes_first
     assert stack.flatten().tolist() == list(range(2 * 15 * 4))
 
 
-def test_rows_that_share_memory_add_up_one_after_another():
-    draw = torch.Generator().manual_seed(0)
-    query, towards = torch.randn(2, 5, 2, 3, 4, dtype=torch.float64, generator=draw).unbind()
-    tokens = torch.randn(2, 11, 4, dtype=torch.float64, generator=draw)
-    total = torch.zeros(2, 2, 11, 4, dtype=torch.float64)
-
-    def windows(tensor):
-        return tensor.unfold(1, 3, 2).permute(1, 0, 3, 2)  # five of three tokens, two apart
-
-    learning = tokens.clone().requires_grad_()
-    right, _ = definition(query, windows(learning), windows(learning), None, 1.0, False)
-    right.backward(towards)
-    output, lse = torch.empty_like(query), torch.empty(5, 2, 3, dtype=torch.float64)
-    rows = windows(tokens)
-    formula = products.Formula(1.0)
-    products.attend(query, rows, rows, formula, output=output, lse=lse)
-    products.gradients(
-        towards, query, rows, rows, formula, lse=lse, delta=(output * towards).sum(-1),
-        grads=(torch.zeros_like(query), windows(total[0]), windows(total[1])), overlap=True,
-    )  # fmt: skip
-    assert_close(total.sum(0), learning.grad)
+@pytest.mark.parametrize("keys", [2, 3, 4, 5], ids="{} keys".format)
+def test_keys_of_equal_strips_that_overlap_get_the_sum_of_all_parts(keys):
+    strip = Strip(None, range(1, 3), (range(3, 3 + keys),), Kind.MASKED, times=5, step=2)
+    total, part = torch.zeros(1, 2, 20, 3), torch.randn(5, 2, keys, 3)
+    StripView(strip).add_to_key(total, part)
+    right = torch.zeros(1, 2, 20, 3)
+    for number, one in enumerate(part):
+        first = 3 + 2 * number
+        right[0, :, first : first + keys] += one
+    assert_close(total, right)
 
 
 @pytest.mark.parametrize("able", [True, False], ids=["with instructions for bfloat16", "without"])
@@ -153,6 +136,7 @@ def test_errors_stay_within_the_budget_of_the_plain_computation(monkeypatch, mas
 def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch):
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
 
     def suit(dtype, stack=12, rows=128, keys=512, causal=False, backward=False):
         return products.pay(dtype, stack, rows, keys, causal=causal, backward=backward)
@@ -175,6 +159,13 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert not suit(brain, rows=1024, keys=1024, backward=True)
     assert suit(half, stack=2)
     assert suit(half, keys=8192, backward=True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    assert suit(single)
+    assert suit(single, stack=1, rows=2048, keys=2048)
+    assert suit(brain, keys=4096, backward=True)
+    assert not suit(single, rows=64, keys=64)
+    assert not suit(single, rows=32)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
     monkeypatch.setattr(processor, "AMX", True)
     monkeypatch.setattr(processor, "FLOAT16", True)
     assert not suit(brain)
@@ -182,5 +173,8 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
 
 
 def test_a_causal_square_is_counted_as_it_is_computed():
-    assert products.scores_of_square(128) == 64 * 64 + 64 * 128
-    assert products.scores_of_square(100) == 64 * 64 + 36 * 100
+    assert products.scores_of_square(256, 1) == 128 * 128 + 128 * 256
+    assert products.scores_of_square(200, 1) == 128 * 128 + 72 * 200
+    assert products.scores_of_square(2048, 1) == 256 * 256 * 36  # an eighth at a time
+    held = 2 * pieces.scores_at_a_time()
+    assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1) == held

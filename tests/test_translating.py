@@ -48,34 +48,38 @@ def test_the_same_rows_are_read_from_csv_tsv_and_jsonl(tmp_path):
     assert read_table(tmp_path / "a.csv", [None, "from"]).columns == ("to", "from")
 
 
-@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [('"Yes", she said', "a"), ("plain", "b")],
-        [("two\nlines", "a"), ('a "word"', "b")],
-        [("a\ttab", "a"), ('"all of it"', "b")],
-        [('"', "a"), ("'", "b")],
-    ],
-)
-def test_fields_that_a_program_put_in_quotes_are_read_without_them(rows, quoting, tmp_path):
+def as_tsv(rows, quoting):
+    """Rows below their names, as a program writes them; as they are where `quoting` is None."""
+    if quoting is None:
+        return "".join(f"{a}\t{b}\n" for a, b in [("from", "to"), *rows])
     text = io.StringIO()
     csv.writer(text, delimiter="\t", quoting=quoting).writerows([("from", "to"), *rows])
-    assert read_table(written(tmp_path, "a.tsv", text.getvalue()), [None, None]).rows == rows
+    return text.getvalue()
+
+
+QUOTED = [
+    [('"Yes", she said', "a"), ("plain", "b")],
+    [("two\nlines", "a"), ('a "word"', "b")],
+    [("a\ttab", "a"), ('"all of it"', "b")],
+    [('"', "a"), ("'", "b")],
+]
+AS_THEY_ARE = [
+    [('"open', "a"), ('close"', "b")],
+    [('"Yes" she said', "a"), ('"all of it"', "b")],
+    [('"all of it"', "a"), ("plain", '"')],
+    [('6" by 8""', "a"), ('""', "b")],
+]
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("rows", "quoting"),
     [
-        [('"open', "a"), ('close"', "b")],
-        [('"Yes" she said', "a"), ('"all of it"', "b")],
-        [('"all of it"', "a"), ("plain", '"')],
-        [('6" by 8""', "a"), ('""', "b")],
+        *((rows, way) for rows in QUOTED for way in (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)),
+        *((rows, None) for rows in AS_THEY_ARE),
     ],
 )
-def test_quotes_in_fields_apart_by_tabs_stay_where_nothing_was_quoted(rows, tmp_path):
-    text = "from\tto\n" + "".join(f"{a}\t{b}\n" for a, b in rows)
-    assert read_table(written(tmp_path, "a.tsv", text), [None, None]).rows == rows
+def test_fields_apart_by_tabs_are_read_without_the_quotes_of_a_program_and_with_their_own(rows, quoting, tmp_path):
+    assert read_table(written(tmp_path, "a.tsv", as_tsv(rows, quoting)), [None, None]).rows == rows
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ too, wrapped in `Given`. A bias of -inf hides the key, like a mask. Biases can b
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import ClassVar, NoReturn, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.indexing import Indices, as_place, lookup, pick
 from regard.masks import Mask
-from regard.rules import Positioned, Rule, learned
+from regard.rules import Positioned, Rule, contents, learned
 from regard.shapes import (
     Grid,
     Offset,
@@ -31,8 +31,9 @@ from regard.shapes import (
 class Bias(Rule):
     """Numbers added to scores after scale and softcap, before the mask.
 
-    A bias of your own derives from this and defines `rule`: the number for a query and a key. Trainable tensors and
-    modules may be in any of its attributes, in lists and dicts too (see `regard.rules` for its data).
+    A bias of your own derives from this and defines `rule`: the number for a query and a key, which follows from its
+    attributes alone: it may be asked once for several calls. Trainable tensors and modules may be in any attribute, in
+    lists and dicts too (see `regard.rules` for its data).
 
     >>> class Recent(Bias):
     ...     def __init__(self, bonus):
@@ -67,6 +68,10 @@ class Bias(Rule):
     def terms(self) -> Iterator["Bias"]:
         """The biases that it is the sum of; itself, if it is no sum."""
         yield self
+
+    def structure(self) -> Hashable | None:
+        """As of a mask, but of all attributes: they may hold tensors that are no arguments."""
+        return contents([type(self), *vars(self).items()])
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""

@@ -10,15 +10,15 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
-from regard.rules import serialise
+from regard.rules import contents, serialise, settled
 from regard.scores import Additive
-from regard.shapes import MAX_HEADS
+from regard.shapes import MAX_HEADS, is_plain
 
 Form = tuple[Hashable, ...]
 
@@ -28,8 +28,12 @@ MAX_FORMS = 16
 MAX_SCORES = 1 << 24
 """Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
 
+MAX_HELD_BYTES = 1 << 23
+"""Most bytes of a tensor of a mask or bias, or of what it is a part of, that the cache may keep alive."""
+
 _NUMBERS = frozenset({float, int, type(None)})
 _PLAIN = torch.strided
+_TENSORS = frozenset({Tensor, nn.Parameter})
 _KNOWN: dict[Form, "Checked"] = {}
 _lock = threading.Lock()
 
@@ -72,10 +76,10 @@ def form_of(
 
     One query without a mask, as in writing token by token, has the same form at every key_len of the same magnitude.
     None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
-    masks without a `structure`, such as functions. Calls with bias, sink, additive similarity or dropout have none
-    either.
+    masks and biases without a `structure`, such as functions or what learns. Calls with additive similarity or dropout
+    have none either.
     """
-    if not (bias is None and sink is None and additive is None and generator is None):
+    if additive is not None or generator is not None:
         return None
     if type(dropout) is not float or dropout:
         return None
@@ -99,16 +103,38 @@ def form_of(
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
             return None
-    elif query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
+    elif bias is None and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
         batch, kv_heads, key_len, head_dim = key.shape
         if value.shape[:3] == (batch, kv_heads, key_len):
             key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
+    more = None
+    if bias is not None or sink is not None:
+        more = _more(bias, sink)
+        if more is None:
+            return None
     return (
         query.shape, key_shape, value_shape, query.dtype, key.dtype, value.dtype,
         query.device, key.device, value.device,
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        structure, scale, softcap, wants_lse, kernel,
+        structure, more, scale, softcap, wants_lse, kernel,
     )  # fmt: skip
+
+
+def _more(bias: Bias | Tensor | None, sink: Tensor | None) -> Hashable | None:
+    """The part of a form that a bias and a sink are; None if it is not known."""
+    of_bias: Hashable = None
+    if bias is not None:
+        if not isinstance(bias, Bias) and type(bias) not in _TENSORS:
+            return None
+        of_bias = contents(bias) if isinstance(bias, Bias) or is_plain(bias) else None
+        if of_bias is None:
+            return None
+    if sink is None:
+        return of_bias, None
+    if type(sink) not in _TENSORS or sink.grad_fn is not None or not is_plain(sink):
+        return None  # one with a graph would keep that alive
+    # its numbers may change: nothing is computed from them beforehand
+    return of_bias, id(sink), sink.shape, sink.dtype, sink.device, sink.requires_grad, sink
 
 
 def recall(form: Form) -> Checked | None:
@@ -117,9 +143,16 @@ def recall(form: Form) -> Checked | None:
 
 
 def remember(form: Form, call: Call, kernel: Kernel) -> None:
-    """Caches a valid call and its kernel, unless its mask holds tensors on a GPU, whose memory is scarce."""
-    mask = call.scoring.mask
-    if mask is None or call.query.device.type == "cpu" or not _holds_tensors(mask):
+    """Caches a valid call and its kernel, unless it holds tensors on a GPU, whose memory is scarce, or small parts of
+    large ones."""
+    scoring = call.scoring
+    held = [scoring.sink] if scoring.sink is not None else []
+    for rule in (scoring.mask, scoring.bias):
+        if rule is not None:
+            serialise(rule, held)
+    if call.query.device.type == "cpu":
+        held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
+    if not held:
         keep(_KNOWN, form, call, kernel)
 
 
@@ -127,6 +160,9 @@ def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> 
     """Caches a valid call in `known`, and returns it; None if it is large, or one that warns."""
     if all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:
         return None
+    bias = call.scoring.bias
+    if bias is not None:  # what is compared by its contents may change
+        call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))
     checked = Checked(call, kernel)
     with _lock:
         while len(known) >= MAX_FORMS:
@@ -139,9 +175,3 @@ def forget() -> None:
     """Empties the cache."""
     with _lock:
         _KNOWN.clear()
-
-
-def _holds_tensors(mask: Mask) -> bool:
-    tensors: list[Tensor] = []
-    serialise(mask, tensors)
-    return bool(tensors)

@@ -1,12 +1,32 @@
 """Dropout as a function of seed and indices, so that any tile can be reproduced exactly."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.indexing import indices
+from regard.indexing import Indices, indices
 from regard.shapes import Grid
+
+
+class Cells(NamedTuple):
+    """Some of the weights of a call.
+
+    Attributes:
+        grid: the call.
+    """
+
+    grid: Grid
+    batches: range
+    heads: range
+    queries: Indices
+    keys: Indices
+
+
+Places = Callable[[Cells], Cells]
+"""Where cells of a call lie in another one, of which it is a part or whose tokens it has in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +43,18 @@ class Dropout:
     rate: float
     seed: int | Tensor
     """In a graph, a tensor that is drawn when the graph runs."""
+    places: tuple[Places, ...] = ()
+    """From this call to the one whose indices count, through each in between."""
+
+    def seen_from(self, places: Places) -> "Dropout":
+        """The dropout of a call whose cells lie at these places of this one."""
+        return replace(self, places=(places, *self.places))
 
     def keep(
         self,
         grid: Grid,
-        queries: range | Tensor,
-        keys: range | Tensor,
+        queries: Indices,
+        keys: Indices,
         *,
         batches: range | None = None,
         heads: range | None = None,
@@ -39,11 +65,14 @@ class Dropout:
         Args:
             batches, heads: which batch indices and heads of the call; None for all.
         """
+        batches = range(grid.batch) if batches is None else batches
+        cells = Cells(grid, batches, range(grid.heads) if heads is None else heads, queries, keys)
+        for places in self.places:
+            cells = places(cells)
+        grid, batches, heads, queries, keys = cells
         device = grid.device
-        batch_index = torch.arange(grid.batch, device=device) if batches is None else indices(batches, device)
-        head = torch.arange(grid.heads, device=device) if heads is None else indices(heads, device)
-        places = (batch_index[:, None] * grid.heads + head)[..., None] * grid.query_len
-        rows = places + indices(queries, device)
+        of_head = indices(batches, device)[:, None] * grid.heads + indices(heads, device)
+        rows = of_head[..., None] * grid.query_len + indices(queries, device)
         row = _mix(_fold(rows, self.seed))[..., None]
         if isinstance(keys, range) and keys.step == 1:  # hashes whole pairs, and reads two cells from each
             pairs = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device)

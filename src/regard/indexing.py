@@ -1,6 +1,6 @@
 """Selections of queries and keys: ranges, slices and index tensors, and reading data at them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ def shifted(which: Indices, by: int) -> range | Tensor:
 def hull(ranges: Sequence[range]) -> range:
     """The smallest range that contains all of them."""
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))
+
+
+def placed(ranges: Iterable[range]) -> Iterator[tuple[range, int]]:
+    """Each range with the place of its first number among all of them."""
+    at = 0
+    for part in ranges:
+        yield part, at
+        at += len(part)
 
 
 def split_at(whole: range, origin: int, step: int) -> Iterator[range]:

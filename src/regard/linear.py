@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard import processor
 from regard.graphs import tracing
-from regard.kernels import processor
 
 FEW_ROWS = 16
 """Rows up to which a batch of blocks is faster; with one thread, `TURNED_ROWS`."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.graphs import exporting, tracing
+from regard.matmul import bmm
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -27,13 +28,13 @@ def grouped_matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     """
     batch, heads, M, D = left.shape
     kv_heads, N = right.shape[1], right.shape[3]
-    if heads == kv_heads:
-        return torch.matmul(left, right, out=out)
     if exporting():  # the stacked length would be a product of symbolic lengths, on which the tracer would branch
+        if heads == kv_heads:
+            return torch.matmul(left, right)
         return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
-    shape = batch, kv_heads, heads // kv_heads * M
-    folded = torch.matmul(left.reshape(*shape, D), right, out=None if out is None else out.view(*shape, N))
-    return folded.view(batch, heads, M, N)
+    stack, rows = batch * kv_heads, heads // kv_heads * M
+    into = None if out is None else out.view(stack, rows, N)
+    return bmm(left.reshape(stack, rows, D), right.reshape(stack, D, N), out=into).view(batch, heads, M, N)
 
 
 def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:

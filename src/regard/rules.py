@@ -21,6 +21,7 @@ declare their axes. Everything else follows: validation against a call (`bind`),
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from ctypes import string_at
 from inspect import Parameter, signature
 from typing import Any, ClassVar, Self
 
@@ -32,6 +33,9 @@ from regard.shapes import Grid, Offset, ShapeError, check_offset
 
 MAX_COMPARED_NUMBERS = 1 << 20
 """Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
+
+MAX_READ_NUMBERS = 1 << 12
+"""Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -197,13 +201,13 @@ class Rule:
     def structure(self) -> Hashable | None:
         """A key that is equal for masks or biases that are always equal: their kind, numbers, parts and tensors.
 
-        None if they cannot be compared: functions may change their results, inference tensors may change unnoticed, and
-        large tensors are not worth keeping.
+        None if they cannot be compared: functions may change their results, inference tensors and parameters may change
+        unnoticed, what learns changes at every step, and large tensors are not worth keeping.
         """
         found: list[Any] = [type(self), self._first_batch]
         try:
             for value in self.arguments().values():  # called for every call of attention: common types first
-                found.append(value if value is None or type(value) is int else _comparable(value))
+                found.append(value if value is None or type(value) is int else _comparable(value, _version))
         except _NotComparableError:
             return None
         return tuple(found)
@@ -404,19 +408,65 @@ class _NotComparableError(Exception):
     """A value that has no comparable structure."""
 
 
-def _comparable(value: Any) -> Hashable:
+def contents(value: Any) -> Hashable | None:
+    """A key that is equal for numbers, tensors, biases and lists of them whose contents are; None as for `structure`.
+
+    Few floating numbers are compared themselves: what learns at times is often written to through ``.data``, of which
+    no version is counted, and slopes may be made anew for each call.
+    """
+    try:
+        return _comparable(value, _few_or_version)
+    except _NotComparableError:
+        return None
+
+
+def settled(value: Any) -> Any:
+    """A copy of which `contents` stay what they are, whatever is written into the original."""
+    if isinstance(value, Tensor):
+        with torch.inference_mode(False):  # autograd cannot save inference tensors
+            return value.detach().clone() if _is_few(value) else value
+    if isinstance(value, Rule):
+        return value._with(**{name: settled(part) for name, part in vars(value).items()})
+    return type(value)(settled(part) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
     if isinstance(value, Rule):
         structure = value.structure()
         if structure is None:
             raise _NotComparableError
         return structure
     if isinstance(value, Tensor):
-        if value.numel() > MAX_COMPARED_NUMBERS or value.is_inference():
-            raise _NotComparableError
-        # in its current version; the id comes first, so that tuples never compare two tensors elementwise
-        return id(value), value._version, value
+        return of_tensor(value)
     if isinstance(value, (list, tuple)):
-        return tuple(_comparable(part) for part in value)
-    if value is None or isinstance(value, (bool, int, float, str, range)):
+        return tuple(_comparable(part, of_tensor) for part in value)
+    if value is None or isinstance(value, (bool, int, float, str, range, type, torch.device)):
         return type(value), value  # True, 1 and 1.0 are equal, but not the same
     raise _NotComparableError
+
+
+def _version(tensor: Tensor) -> Hashable:
+    """Equal for the same tensor in the same version."""
+    base = tensor if tensor._base is None else tensor._base
+    if tensor.numel() > MAX_COMPARED_NUMBERS or tensor.is_inference() or isinstance(base, nn.Parameter):
+        raise _NotComparableError
+    if base is tensor:
+        # the id comes first, so that tuples never compare two tensors elementwise
+        return id(tensor), tensor._version, tensor
+    return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), base
+
+
+def _few_or_version(tensor: Tensor) -> Hashable:
+    if tensor.requires_grad and (torch.is_grad_enabled() or tensor.grad_fn is not None):
+        raise _NotComparableError  # it learns, or holds a graph
+    if _is_few(tensor):
+        return tensor.dtype, tensor.shape, string_at(tensor.data_ptr(), tensor.nbytes)
+    return _version(tensor)
+
+
+def _is_few(tensor: Tensor) -> bool:
+    """Whether it holds few floating numbers, one after the other in memory that may be read."""
+    if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
+        return False
+    readable = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return readable and not torch._C._are_functorch_transforms_active()

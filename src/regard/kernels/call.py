@@ -73,9 +73,9 @@ class Kernel(NamedTuple):
     peak_bytes: Callable[[Call], int]
     """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""
     prepare: Callable[[Call], Prepared | None] = lambda call: None
-    """`run` for other tensors of the same form, of any key_len if there is one query and no mask, with what does not
-    depend on their numbers computed once; None where there is nothing of that kind. It must not keep the call's tensors
-    alive."""
+    """`run` for other tensors of the same form, with what does not depend on their numbers computed once; None where
+    there is nothing of that kind. With one query, and neither mask nor bias, they may be of any key_len. It must not
+    keep the call's tensors alive."""
 
     def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""

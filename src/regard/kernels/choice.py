@@ -44,12 +44,17 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
 
 PREFERENCES = (
     Preference(
+        direct.KERNEL, "there are so few scores that computing all of them at once is fastest", _in_process(direct.pays)
+    ),
+    Preference(
         sdpa.KERNEL,
         "torch's own function reads a finished table of biases as it is",
         _in_process(sdpa.reads_a_table),
     ),
     Preference(
-        direct.KERNEL, "there are so few scores that computing all of them at once is fastest", _in_process(direct.pays)
+        sdpa.KERNEL,
+        "torch's own function is given what mask and bias add as one table, which is small enough to be kept",
+        _in_process(sdpa.keeps_a_table),
     ),
     Preference(
         strips.KERNEL,

@@ -14,18 +14,23 @@ import math
 import torch
 from torch import Tensor
 
+from regard import processor
 from regard.graphs import tracing
-from regard.kernels import processor
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
-from regard.kernels.fused import HALF
-from regard.kernels.hidden import Hidden, fold, has_nan, hidden_in, hidden_in_call
+from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
+from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
+from regard.matmul import baddbmm, bmm
 from regard.numerics import upcast
 
 MAX_DIRECT_SCORES = 1 << 17
 """Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
 tokens in features.py."""
+
+MAX_LEARNT_SCORES = 1 << 20
+"""The same for gradients in half precision, without AMX, as long as torch's operator takes its queries by 32: it then
+takes 1.4 to 2 times as long."""
 
 
 def cannot(call: Call) -> str | None:
@@ -41,25 +46,56 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def prepare(call: Call) -> Prepared | None:
-    """What mask and bias add is computed once; None where the result cannot be inspected."""
-    if not call.inspectable or call.dropout is not None:
+    """What mask and bias add is computed once; None where that may change unnoticed."""
+    if not call.concrete or call.dropout is not None:
         return None
-    (hidden, added), scoring, wants_lse = _prepared(call), call.scoring, call.wants_lse
+    scoring, wants_lse = call.scoring, call.wants_lse
+    if not call.learns:
+        prepared = _prepared(call)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _checked(Call(query, key, value, scoring, None, wants_lse), hidden, added)
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _checked(Call(query, key, value, scoring, None, wants_lse), *prepared)
 
-    return attend
+        return attend
+    hidden, added = _in_full(call)
+    if scoring.bias is not None and not isinstance(hidden, Table):
+        return None
+
+    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _attend(_zeroed(Call(query, key, value, scoring, None, wants_lse), hidden), hidden, added)
+
+    return attend_and_learn
 
 
 def _prepared(call: Call) -> tuple[Hidden | None, Tensor | None]:
-    """What the mask hides, and what mask and bias add."""
+    """What is hidden, as far as it is known without looking at a bias, and what mask and bias add."""
+    table = _table(call)
+    if table is not None:
+        return table, _added(call, table, None)
     hidden = hidden_in(call.scoring.mask, call.scoring.grid)
     return hidden, _added(call, hidden, _biases(call))
 
 
+def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None]:
+    """What mask and bias hide and add."""
+    table = _table(call)
+    if table is not None:
+        return table, _added(call, table, None)
+    biases = _biases(call)
+    hidden = hidden_in_call(call.scoring, biases)
+    return hidden, _added(call, hidden, biases)
+
+
+def _table(call: Call) -> Table | None:
+    look_up = known_table(call.scoring, upcast(call.query[:0]).dtype)
+    return None if look_up is None else look_up()
+
+
 def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
     output, lse = _attend(call, hidden, added)
+    known = isinstance(hidden, Table) or call.scoring.bias is None
+    if known and (hidden is None or hidden.keys is None):  # no key is hidden from all queries
+        return output, lse
     if has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0))):
         return _with_zeros(call)
     return output, lse
@@ -67,11 +103,14 @@ def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[T
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
-    biases = _biases(call)
-    hidden = hidden_in_call(call.scoring, biases)
-    if hidden is not None:
-        call = call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
-    return _attend(call, hidden, _added(call, hidden, biases))
+    hidden, added = _in_full(call)
+    return _attend(_zeroed(call, hidden), hidden, added)
+
+
+def _zeroed(call: Call, hidden: Hidden | None) -> Call:
+    if hidden is None:
+        return call
+    return call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
 
 
 def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -80,9 +119,9 @@ def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Te
     query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
     key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
     if scoring.softcap is None and added is not None:
-        scores = torch.baddbmm(added, query, key.mT, alpha=scoring.scale)
+        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
     else:
-        scores = torch.bmm(query, key.mT)
+        scores = bmm(query, key.mT)
         if scoring.softcap is None:
             scores = scores * scoring.scale
         else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
@@ -100,7 +139,7 @@ def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Te
     if dropout is not None:
         kept = dropout.keep(scoring.grid, range(rows), range(keys), dtype=weights.dtype)
         weights = weights * fold(kept.mul_(1.0 / (1.0 - dropout.rate)), batch, heads, kv_heads, rows)
-    output = torch.bmm(weights, value).view(batch, heads, rows, value.shape[2])
+    output = bmm(weights, value).view(batch, heads, rows, value.shape[2])
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
@@ -132,7 +171,9 @@ def pays(call: Call) -> bool:
     """Whether this is faster than the other kernels."""
     scoring, mask = call.scoring, call.scoring.mask
     query_len, group = scoring.grid.query_len, scoring.grid.heads // call.key.shape[1]
-    if not processor.MKL or (all_scores(call) > MAX_DIRECT_SCORES and query_len > 1):
+    slow_gradients = call.query.dtype in HALF and query_len < QUERIES_AT_A_TIME[1][0] and call.learns
+    most = MAX_LEARNT_SCORES if slow_gradients and not processor.AMX else MAX_DIRECT_SCORES
+    if not processor.MKL or (all_scores(call) > most and query_len > 1):
         return False
     if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
         return False  # keys and values are copied in float32, more numbers than there are scores

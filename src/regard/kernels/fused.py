@@ -96,8 +96,8 @@ def full_attention(
     (batch, heads, rows, size), kv_heads, key_len = query.shape, key.shape[1], key.shape[2]
     group = heads // kv_heads
     grouped = bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
-    alike = attn_mask is None or (not tracing() and rows == 1 and attn_mask.shape[1] == 1)  # for all heads
-    if is_causal or not alike:
+    single = not tracing() and rows == 1
+    if is_causal or not (attn_mask is None or single):
         if attn_mask is not None:
             attn_mask = attn_mask.expand(-1, -1, rows, key_len)
         return F.scaled_dot_product_attention(
@@ -105,7 +105,9 @@ def full_attention(
         )
     if grouped:
         query = query.reshape(batch, kv_heads, group * rows, size)
-    twice = not tracing() and query.shape[2] == 1 and query.dtype in HALF and query.device.type == "cpu"
+        if attn_mask is not None and attn_mask.shape[1] > 1:
+            attn_mask = attn_mask.reshape(-1, kv_heads, group, attn_mask.shape[3])
+    twice = single and query.shape[2] == 1 and query.dtype in HALF and query.device.type == "cpu"
     if twice:
         query = query.expand(-1, -1, 2, -1)
     if attn_mask is not None:

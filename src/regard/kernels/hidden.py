@@ -7,19 +7,22 @@ NaN and inf in a fully masked key or value must not reach any result. Two ways t
     inspect the keys     a weight of exactly 0 cancels any moderate number, so hidden keys are zeroed only if one holds
                          something larger (`Hidden.seen`): for gradients, which offer nothing to inspect
 
-What is hidden depends on the mask alone: it is cached by mask structure and shared by all layers of a step.
+What is hidden depends on mask and bias alone. It is cached by their structure, and shared by all layers of a step.
 """
 
 import math
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from regard.graphs import tracing, whole
-from regard.kernels.known import cached_by_mask
+from regard.kernels.known import Kept, cached_by_mask
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import zero_empty_queries, zero_unseen
+from regard.rules import contents, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -28,6 +31,12 @@ HARMLESS = 2.0**32
 
 MAX_KEPT_SCORES = 1 << 20
 """Most cells of a mask that is cached: up to 9 MiB each."""
+
+MAX_TABLE_NUMBERS = 1 << 21
+"""Most numbers of a table that is cached: 8 heads of 512 tokens, 8 MiB in float32."""
+
+MAX_ALL_NUMBERS = 1 << 23
+"""Most numbers of all tables that are cached."""
 
 
 class Hidden:
@@ -107,6 +116,26 @@ class Hidden:
         return self._folded[key]
 
 
+class Table(Hidden):
+    """What bias and mask add to all scores of a call, and what they hide.
+
+    Args:
+        added: the sum, -inf where hidden.
+    """
+
+    def __init__(self, allowed: Tensor, added: Tensor) -> None:
+        super().__init__(allowed)
+        self.added = added
+
+    @property
+    def size(self) -> int:
+        return self.added.numel()
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """The sum itself: it is made in the dtype in which kernels ask for it."""
+        return self.added.to(dtype)
+
+
 def has_nan(result: Tensor) -> bool:
     """Whether there is NaN in it, or inf of both signs: then something hidden may have contributed."""
     return math.isnan(result.sum().item())
@@ -159,6 +188,56 @@ def hidden_in_call(scoring: Scoring, biases: Tensor | None) -> Hidden | None:
     queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
     allowed = scoring.allowed(queries, keys, biases)
     return None if allowed is None else Hidden(allowed)
+
+
+_tables: Kept[Table] = Kept(MAX_ALL_NUMBERS)
+
+
+def table_key(scoring: Scoring, dtype: torch.dtype) -> Hashable | None:
+    """What is equal for two calls only if their tables are. None if there is no bias, if bias or mask may change
+    unnoticed, if the table would be large or on a GPU, and in graphs and transforms of torch."""
+    bias, mask, grid = scoring.bias, scoring.mask_or_everything, scoring.grid
+    if bias is None or not 0 < grid.query_len * grid.key_len <= MAX_TABLE_NUMBERS:
+        return None
+    if grid.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+        return None
+    of_bias, of_mask = contents(bias), mask.structure()
+    if of_bias is None or of_mask is None:
+        return None
+    known = of_bias, of_mask, grid, dtype
+    return known if _tables.has(known) or _table_numbers(scoring) <= MAX_TABLE_NUMBERS else None
+
+
+def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | None:
+    """The table of a call with a bias, cached for as long as neither bias nor mask changes; None as in `table_key`.
+
+    Returns:
+        A function that looks the table up, and makes it first if need be.
+    """
+    known = table_key(scoring, dtype)
+
+    def make() -> Table:
+        with torch.inference_mode(False), torch.no_grad():  # autograd cannot save inference tensors
+            return _made(replace(scoring, bias=settled(scoring.bias)), dtype)
+
+    return None if known is None else lambda: _tables.get(known, make)
+
+
+def _made(scoring: Scoring, dtype: torch.dtype) -> Table:
+    queries, keys = map(range, scoring.grid[2:4])
+    biases = scoring.biases(queries, keys, dtype)
+    allowed = scoring.allowed(queries, keys, biases)
+    if allowed is None:
+        return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool), biases)
+    return Table(allowed, torch.where(allowed, biases, -math.inf))
+
+
+def _table_numbers(scoring: Scoring) -> int:
+    """How many numbers a table holds: what its first number is for batch and heads, all are."""
+    first, grid = range(1), scoring.grid
+    parts = scoring.biases(first, first, torch.float32), scoring.allowed(first, first)
+    batch, heads = (max(part.shape[axis] for part in parts if part is not None) for axis in (0, 1))
+    return batch * heads * grid.query_len * grid.key_len
 
 
 @cached_by_mask(maxsize=8)

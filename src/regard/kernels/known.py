@@ -1,8 +1,10 @@
-"""What was found out about a mask, cached by the mask's structure: once for all layers of a step that share it."""
+"""What was found out about masks and biases, cached by their structure: once for all layers that share them."""
 
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -39,3 +41,51 @@ def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
 def bind(mask: Mask, grid: Grid) -> Mask:
     """`Mask.bind`, cached."""
     return mask.bind(grid)
+
+
+class Sized(Protocol):
+    """Something that is kept, and how many numbers it holds."""
+
+    @property
+    def size(self) -> int: ...
+
+
+Value = TypeVar("Value", bound=Sized)
+
+
+class Kept(Generic[Value]):
+    """A cache of limited size: what was not asked for the longest makes room.
+
+    Args:
+        most: numbers that all values together may hold.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._numbers = most, 0
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, known: Hashable, make: Callable[[], Value]) -> Value:
+        """The value under a key; made if it is not there."""
+        with self._lock:
+            if known in self._values:
+                self._values.move_to_end(known)
+                return self._values[known]
+        value = make()
+        with self._lock:
+            if known not in self._values:
+                self._values[known] = value
+                self._numbers += value.size
+            while self._numbers > self._most:
+                self._numbers -= self._values.popitem(last=False)[1].size
+        return value
+
+    def has(self, known: Hashable) -> bool:
+        """Whether a value is there."""
+        return known in self._values
+
+    def clear(self) -> None:
+        """Empties it."""
+        with self._lock:
+            self._values.clear()
+            self._numbers = 0

@@ -7,16 +7,23 @@ bias is never rounded to a lower precision. A bias that is a finished table is r
 """
 
 import math
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.call import Call, Kernel, Prepared, all_scores
+from regard.kernels.call import Call, Kernel, Prepared, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
-from regard.kernels.hidden import has_nan, hidden_in, hidden_in_call
+from regard.kernels.hidden import Hidden, harmless, has_nan, hidden_in, hidden_in_call, known_table, table_key
+from regard.kernels.tabled import Tabled
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
+from regard.numerics import upcast
+
+MAX_MASKED_KEYS = 256
+"""Keys up to which computing all scores costs less than leaving out what a mask hides."""
 
 
 def cannot(call: Call) -> str | None:
@@ -32,7 +39,8 @@ def cannot(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
         return "torch's dropout cannot be reproduced from a seed and indices"
-    if scoring.bias is not None and call.query.dtype in HALF and finished_table(call) is None:
+    rounds = call.query.dtype in HALF and finished_table(call) is None and not _by_flash(call)
+    if scoring.bias is not None and rounds:
         return f"the bias would be rounded to {call.query.dtype}"
     return None
 
@@ -51,7 +59,7 @@ def _with_zeros(call: Call) -> Tensor:
     added = None
     if scoring.bias is not None:
         queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
-        added = scoring.biases(queries, keys, query.dtype)
+        added = scoring.biases(queries, keys, _dtype_of_bias(call))
     hidden = hidden_in_call(scoring, added)
     if hidden is not None:
         query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
@@ -66,10 +74,8 @@ def _with_zeros(call: Call) -> Tensor:
 
 
 def prepare(call: Call) -> Prepared | None:
-    """What a mask or a finished table adds is known once, and what it hides is zeroed only if the result is NaN."""
-    scoring, scale, table = call.scoring, call.scoring.scale, finished_table(call)
-    if scoring.bias is not None and (table is None or not call.inspectable):
-        return None
+    """What mask and bias add is known once, and what they hide is zeroed only where it matters."""
+    scoring, scale = call.scoring, call.scoring.scale
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
 
@@ -79,18 +85,64 @@ def prepare(call: Call) -> Prepared | None:
             return full_attention(query, key, value, scale=scale, is_causal=True), None
 
         return attend_causal
-    if scoring.mask_or_everything is not EVERYTHING and not call.inspectable:
+    if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
+        return lambda query, key, value: (full_attention(query, key, value, scale=scale), None)
+    if not call.concrete or _bias_learns(call):
         return None
-    hidden = hidden_in(scoring.mask, scoring.grid)
-    added = table if hidden is None else hidden.numbers(call.query.dtype)
+    wants_grad, by_flash = call.learns, _by_flash(call)
+    look_up, table = _known(call), finished_table(call)
+    if look_up is None and table is None:
+        return None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        hidden, added = (None, table) if look_up is None else look_up()
+        safe = hidden is not None and hidden.keys is None and hidden.queries is None
+        if wants_grad and not safe:
+            if hidden is not None:
+                query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+            elif look_up is None and not harmless(query, key, value):
+                return _with_zeros(Call(query, key, value, scoring)), None
+        if wants_grad and by_flash and scoring.bias is not None:
+            assert added is not None
+            query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+            return Tabled.apply(scoring, added.expand(-1, -1, *scoring.grid[2:4]), query, key, value), None  # type: ignore[no-untyped-call]
         output = full_attention(query, key, value, scale=scale, attn_mask=added)
-        if added is not None and has_nan(output):
+        if not (wants_grad or safe) and added is not None and has_nan(output):
             output = _with_zeros(Call(query, key, value, scoring))
         return output, None
 
     return attend
+
+
+def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
+    """A function that looks up what is hidden, and what mask and bias add; None where a bias may change unnoticed."""
+    scoring, dtype = call.scoring, call.query.dtype
+    if scoring.bias is None:
+        hidden = hidden_in(scoring.mask, scoring.grid)
+        added = None if hidden is None else hidden.numbers(dtype)
+        return lambda: (hidden, added)
+    look_up = known_table(scoring, _dtype_of_bias(call))
+    if look_up is None:
+        return None
+
+    def look_up_numbers() -> tuple[Hidden, Tensor]:
+        table = look_up()
+        return table, table.added
+
+    return look_up_numbers
+
+
+def _bias_learns(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(map(learns, call.scoring.learned()))
+
+
+def _by_flash(call: Call) -> bool:
+    """Whether torch's fused operator computes it, which adds float32 numbers to the scores of half precision too."""
+    return call.concrete and FLASH and call.query.shape[3] == call.value.shape[3] and not _bias_learns(call)
+
+
+def _dtype_of_bias(call: Call) -> torch.dtype:
+    return upcast(call.query[:0]).dtype if _by_flash(call) else call.query.dtype
 
 
 def finished_table(call: Call) -> Tensor | None:
@@ -105,8 +157,20 @@ def finished_table(call: Call) -> Tensor | None:
 
 
 def reads_a_table(call: Call) -> bool:
-    """Whether the call is torch's function with a finished table, without a copy of it and without gradients."""
-    return call.inspectable and call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
+    """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
+    if not call.concrete or _bias_learns(call):
+        return False
+    return call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
+
+
+def keeps_a_table(call: Call) -> bool:
+    """Whether what mask and bias add is a small table that is kept, for a mask that leaves most scores."""
+    scoring, key_len = call.scoring, call.scoring.grid.key_len
+    if scoring.bias is None or not _by_flash(call):
+        return False
+    slow_strips = call.query.dtype in HALF and call.learns  # few queries at a time: see fused.QUERIES_AT_A_TIME
+    short = key_len <= MAX_MASKED_KEYS * (2 if slow_strips else 1) or scoring.mask_or_everything is EVERYTHING
+    return short and table_key(scoring, _dtype_of_bias(call)) is not None
 
 
 def num_scores(call: Call) -> int:

@@ -1,7 +1,7 @@
 """Masks that hold data: documents, padding, bool tensors, functions."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -219,6 +219,10 @@ class Dense(Mask):
     @property
     def closed_form(self) -> bool:
         return False  # it evaluates every cell
+
+    def structure(self) -> Hashable | None:
+        found = super().structure()
+        return None if found is None else (found, self._axes)  # which decide how it may be read
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return lookup(self.mask, batch, head, query, key)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from regard.indexing import placed
 from regard.masks import Mask
 from regard.masks.planning import MaskKey
-from regard.parallel.seen import seen_keys
+from regard.parallel.seen import seen_keys, trimmed
 from regard.parallel.shards import Shards
 
 PARCELS_PER_SHARD = 8
@@ -30,17 +31,32 @@ Keys = tuple[range, ...]
 """Positions of keys, in order."""
 
 
+class Rectangle(NamedTuple):
+    """Consecutive queries and keys that may see each other.
+
+    Attributes:
+        queries, keys: by position. rows, columns: by place among the rank's queries and the keys at hand.
+    """
+
+    queries: range
+    keys: range
+    rows: slice
+    columns: slice
+
+
 class Turn(NamedTuple):
     """What a rank sends and receives at the same time; empty for nothing.
 
     Attributes:
         target: the rank to which `sent` goes. source: the rank from which `received` comes.
+        rectangles: of the rank's queries with what it received.
     """
 
     target: int
     sent: Keys
     source: int
     received: Keys
+    rectangles: tuple[Rectangle, ...]
 
 
 @dataclass(frozen=True)
@@ -48,11 +64,11 @@ class Exchange:
     """What one rank sends and receives in a call.
 
     Attributes:
-        queries: the positions of its queries. own: those of its keys. turns: in the order of all ranks.
+        own: the positions of its keys. rectangles: of its queries with them. turns: in the order of all ranks.
     """
 
-    queries: Keys
     own: Keys
+    rectangles: tuple[Rectangle, ...]
     turns: tuple[Turn, ...]
 
     @property
@@ -105,14 +121,34 @@ def _remembered(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exc
 
 
 def _planned(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
-    ranks, turns = keys.ranks, []
+    ranks, turns, mine = keys.ranks, [], queries.ranges[rank]
     for distance in range(1, ranks):
         target, source = (rank + distance) % ranks, (rank - distance) % ranks
         sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank], ranks)
-        received = seen_keys(known.mask, queries.ranges[rank], keys.ranges[source], ranks)
+        received = seen_keys(known.mask, mine, keys.ranges[source], ranks)
         both = zip(parcels(sent), parcels(received), strict=True)
-        turns += [Turn(target, out, source, into) for out, into in both if out or into]
-    return Exchange(queries.ranges[rank], keys.ranges[rank], tuple(turns))
+        turns += [
+            Turn(target, out, source, into, tuple(_rectangles(known.mask, mine, into)))
+            for out, into in both
+            if out or into
+        ]
+    own = keys.ranges[rank]
+    return Exchange(own, tuple(_rectangles(known.mask, mine, own)), tuple(turns))
+
+
+def _rectangles(mask: Mask, queries: Keys, keys: Keys) -> Iterator[Rectangle]:
+    """What queries see of keys, without rows and columns at the edges that are known to be empty."""
+    for rows, row in placed(queries):
+        for columns, column in placed(keys):
+            found = trimmed(mask, rows, columns)
+            if found is not None:
+                some, seen = found
+                yield Rectangle(some, seen, at_place(some, row - rows.start), at_place(seen, column - columns.start))
+
+
+def at_place(positions: range, by: int) -> slice:
+    """Where consecutive positions lie, so many places later."""
+    return slice(positions.start + by, positions.stop + by)
 
 
 def parcels(keys: Sequence[range]) -> Iterator[Keys]:

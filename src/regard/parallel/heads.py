@@ -22,7 +22,7 @@ from regard.masks import EVERYTHING
 from regard.observation.selecting import selected
 from regard.parallel.channel import APART, Channel, Message, check_first_order
 from regard.parallel.exchange import total_received
-from regard.parallel.moving import MovedDropout
+from regard.parallel.moving import Within
 from regard.parallel.shards import Shards
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid
@@ -105,7 +105,7 @@ def attend(
     )
     mine = range(deal.channel.rank * query.shape[1], (deal.channel.rank + 1) * query.shape[1])
     if dropout is not None:
-        dropout = MovedDropout(dropout.rate, dropout.seed, 0, 0, scoring.grid, mine.start)
+        dropout = dropout.seen_from(Within(scoring.grid, head=mine.start))
     output, lse = run(Call(query, key, value, of_heads(scoring, mine), dropout, wants_lse), "auto")
     output = Dealt.apply(output, deal, queries, 3, True)  # type: ignore[no-untyped-call]
     if lse is None or not wants_lse:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given, Sum
-from regard.dropout import Dropout
+from regard.dropout import Cells
 from regard.indexing import Indices, shifted
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.planning import MaskKey
@@ -104,36 +104,19 @@ class MovedBias(Bias):
 
 
 @dataclass(frozen=True, slots=True)
-class MovedDropout(Dropout):
-    """Which weights are dropped in a part of a call that begins at a query and key: those of the whole call.
+class Within:
+    """Where the cells of a part of a call lie in it.
 
     Attributes:
-        grid: the whole call.
-        head: the first head of the part.
+        grid: the whole call. query, key, head: the first of the part.
     """
 
-    query: int
-    key: int
     grid: Grid
+    query: int = 0
+    key: int = 0
     head: int = 0
 
-    def keep(
-        self,
-        grid: Grid,
-        queries: range | Tensor,
-        keys: range | Tensor,
-        *,
-        batches: range | None = None,
-        heads: range | None = None,
-        dtype: torch.dtype = torch.bool,
-    ) -> Tensor:
-        heads = range(grid.heads) if heads is None else heads
-        return Dropout.keep(
-            self,
-            self.grid,
-            shifted(queries, self.query),
-            shifted(keys, self.key),
-            batches=batches,
-            heads=range(heads.start + self.head, heads.stop + self.head),
-            dtype=dtype,
-        )
+    def __call__(self, cells: Cells) -> Cells:
+        heads = range(cells.heads.start + self.head, cells.heads.stop + self.head)
+        queries, keys = shifted(cells.queries, self.query), shifted(cells.keys, self.key)
+        return Cells(self.grid, cells.batches, heads, queries, keys)

@@ -6,7 +6,7 @@ holds the query; sums per key, and the pixels of images, are added up over the r
 the whole length on every rank: a few per token and head, never one per pair.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ from regard.observation.statistic import check_statistics
 from regard.observation.tile import TilePlace, tile_of
 from regard.parallel import passes
 from regard.parallel.channel import APART, DEFAULT_TIMEOUT
-from regard.parallel.exchange import plan_exchange
+from regard.parallel.exchange import Rectangle, plan_exchange
 from regard.parallel.functional import TAGS, AgreedCall, agree_on_call
 from regard.parallel.passes import Arrivals, ShardedCall
 from regard.parallel.shards import Shards
@@ -151,21 +151,21 @@ class ShardedObservation:
         high = max(1, tuning.MAX_TILE_SCORES // (wide * max(1, grid.batch * grid.heads)))
         finite = finite_lse(lse)
 
-        def show(keys: tuple[range, ...], key: Tensor) -> None:
-            for rows, seen, places, columns in call.rectangles(keys):
+        def show(places: Iterable[Rectangle], key: Tensor) -> None:
+            for rows, seen, row, column in places:
                 for some in split_at(rows, rows.start, high):
-                    at = slice(some.start - rows.start + places.start, some.stop - rows.start + places.start)
+                    at = slice(some.start - rows.start + row.start, some.stop - rows.start + row.start)
                     for few in split_at(seen, seen.start, wide):
-                        to = slice(few.start - seen.start + columns.start, few.stop - seen.start + columns.start)
+                        to = slice(few.start - seen.start + column.start, few.stop - seen.start + column.start)
                         place = TilePlace(slice(0, grid.batch), slice(0, grid.heads), some, few, *numbers)
                         tile = tile_of(place, call.scoring, self.query[:, :, at], key[:, :, to], finite[:, :, at])
                         for statistic in statistics:
                             statistic.see(tile)
 
         arrivals = Arrivals(call, self.key, self.key[..., :0], call.tag)
-        show(call.exchange.own, self.key)
-        for _, parcel in arrivals:
-            show(parcel.keys, parcel.key)
+        show(call.exchange.rectangles, self.key)
+        for turn, parcel in arrivals:
+            show(turn.rectangles, parcel.key)
 
     def _joined(self, statistic: Statistic[Any]) -> Any:
         """The answer of a statistic that every rank has shown its tiles: this rank's part of it."""

@@ -6,22 +6,21 @@ the turns: so results do not depend on who is faster.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.indexing import overlap
+from regard.indexing import overlap, placed
 from regard.kernels.call import Call
 from regard.kernels.strips.engine import gradient_of_sink
 from regard.kernels.strips.partial import attend_part, gradients_of_part
 from regard.numerics import add_sink, merge, upcast
 from regard.parallel.channel import Channel, Message, Transfer
-from regard.parallel.exchange import Exchange, Keys, Turn, count
-from regard.parallel.moving import MovedDropout, Origins, of_rectangle, part_of
-from regard.parallel.seen import trimmed
+from regard.parallel.exchange import Exchange, Keys, Rectangle, Turn, at_place, count
+from regard.parallel.moving import Origins, Within, of_rectangle, part_of
 from regard.scores import Scoring
 
 
@@ -42,22 +41,13 @@ class ShardedCall:
     exchange: Exchange
     learns_keys: bool
 
-    def rectangles(self, keys: Keys) -> Iterator[tuple[range, range, slice, slice]]:
-        """Contiguous queries of the rank and keys that they may see, by position and by place among those given."""
-        mask = self.scoring.mask_or_everything
-        for queries, row in _placed(self.exchange.queries):
-            for columns, column in _placed(keys):
-                found = trimmed(mask, queries, columns)
-                if found is not None:
-                    rows, seen = found
-                    yield rows, seen, _slice(rows, row - queries.start), _slice(seen, column - columns.start)
-
-    def part(self, rows: range, seen: range, query: Tensor, key: Tensor, value: Tensor, origins: Origins) -> Call:
-        """The call of one rectangle."""
+    def part(self, place: Rectangle, query: Tensor, key: Tensor, value: Tensor, origins: Origins) -> Call:
+        """The call of one rectangle, from its queries and from its keys among those at hand."""
         dropout = self.dropout
         if dropout is not None:
-            dropout = MovedDropout(dropout.rate, dropout.seed, rows.start, seen.start, self.scoring.grid)
-        return Call(query, key, value, part_of(self.scoring, rows, seen, origins), dropout, True)
+            dropout = dropout.seen_from(Within(self.scoring.grid, place.queries.start, place.keys.start))
+        query, key, value = query[:, :, place.rows], key[:, :, place.columns], value[:, :, place.columns]
+        return Call(query, key, value, part_of(self.scoring, place.queries, place.keys, origins), dropout, True)
 
 
 class _Packed:
@@ -132,14 +122,14 @@ def forward(call: ShardedCall, query: Tensor, key: Tensor, value: Tensor, sink: 
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     lse = torch.full_like(query[..., 0], -torch.inf)
 
-    def attend(keys: Keys, key: Tensor, value: Tensor) -> None:
-        for rows, seen, places, columns in call.rectangles(keys):
-            part = call.part(rows, seen, query[:, :, places], key[:, :, columns], value[:, :, columns], {})
-            merge(output[:, :, places], lse[:, :, places], *attend_part(part))
+    def attend(places: Iterable[Rectangle], key: Tensor, value: Tensor) -> None:
+        for place in places:
+            part = attend_part(call.part(place, query, key, value, {}))
+            merge(output[:, :, place.rows], lse[:, :, place.rows], *part)
 
-    attend(call.exchange.own, key, value)
-    for _, parcel in arrivals:
-        attend(parcel.keys, parcel.key, parcel.value)
+    attend(call.exchange.rectangles, key, value)
+    for turn, parcel in arrivals:
+        attend(turn.rectangles, parcel.key, parcel.value)
     return (output, lse) if sink is None else add_sink(output, lse, sink)
 
 
@@ -166,13 +156,13 @@ def backward(
              for t in learned]  # fmt: skip
     number_of = {id(tensor): number for number, tensor in enumerate(learned)}
 
-    def pull(keys: Keys, key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor) -> None:
-        for rows, seen, places, columns in call.rectangles(keys):
+    def pull(places: Iterable[Rectangle], key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor) -> None:
+        for place in places:
             origins: Origins = {}
-            part = call.part(rows, seen, query[:, :, places], key[:, :, columns], value[:, :, columns], origins)
-            of_queries = (output, lse, grad_output, grad_lse)
-            into = grad_query[:, :, places], to_key[:, :, columns], to_value[:, :, columns]
-            more = gradients_of_part(part, *(None if t is None else t[:, :, places] for t in of_queries), grads=into)  # type: ignore[arg-type]
+            part = call.part(place, query, key, value, origins)
+            of_rows = (None if t is None else t[:, :, place.rows] for t in (output, lse, grad_output, grad_lse))
+            into = grad_query[:, :, place.rows], to_key[:, :, place.columns], to_value[:, :, place.columns]
+            more = gradients_of_part(part, *of_rows, grads=into)  # type: ignore[arg-type]
             for tensor, grad in zip(part.scoring.learned(), more, strict=True):
                 if grad is not None:
                     origin = origins.get(id(tensor))
@@ -181,7 +171,7 @@ def backward(
                     total = total if origin is None else of_rectangle(total, origin.rows, origin.columns)
                     total += grad
 
-    pull(own, key, value, grad_key, grad_value)
+    pull(call.exchange.rectangles, key, value, grad_key, grad_value)
     returning: tuple[_Packed, _Packed, Transfer] | None = None
 
     def arrived() -> None:
@@ -192,7 +182,7 @@ def backward(
     for turn, parcel in arrivals:
         back = _Packed(parcel.keys, key, value, dtype)
         back.flat.zero_()
-        pull(parcel.keys, parcel.key, parcel.value, back.key, back.value)
+        pull(turn.rectangles, parcel.key, parcel.value, back.key, back.value)
         if call.learns_keys:
             arrived()
             mine = _Packed(turn.sent, key, value, dtype)
@@ -206,22 +196,10 @@ def backward(
     return grad_query, grad_key, grad_value, grad_sink, grads
 
 
-def _placed(keys: Keys) -> Iterator[tuple[range, int]]:
-    """Each range with the place of its first position among all of them."""
-    at = 0
-    for part in keys:
-        yield part, at
-        at += len(part)
-
-
 def _places(held: Keys, some: Keys) -> Iterator[tuple[slice, slice]]:
     """Where positions lie among those held, and where among the given ones."""
-    for part, at in _placed(some):
-        for piece, place in _placed(held):
+    for part, at in placed(some):
+        for piece, place in placed(held):
             both = overlap(part, piece)
             if both:
-                yield _slice(both, place - piece.start), _slice(both, at - part.start)
-
-
-def _slice(positions: range, by: int) -> slice:
-    return slice(positions.start + by, positions.stop + by)
+                yield at_place(both, place - piece.start), at_place(both, at - part.start)

@@ -1,12 +1,13 @@
 """Which positions of a sequence each rank holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from regard.indexing import placed
 from regard.masks import EVERYTHING, Mask, check_mask
 from regard.parallel.balancing import SCORES_PER_KEY, cheapest, even, zigzag
 from regard.shapes import Grid, ShapeError, check_kind, check_real, check_whole, is_plain, kind
@@ -115,13 +116,6 @@ class Shards:
         parts = [torch.arange(part.start, part.stop, device=device) for part in self.ranges[rank]]
         return torch.cat(parts) if parts else torch.arange(0, device=device)
 
-    def pieces(self, rank: int) -> Iterator[tuple[range, int]]:
-        """The ranges of a rank, each with the place of its first position among those that the rank holds."""
-        at = 0
-        for part in self.ranges[rank]:
-            yield part, at
-            at += len(part)
-
     def take(self, whole: Tensor, rank: int, dim: int = 2) -> Tensor:
         """A rank's part of a tensor of the whole sequence: a view where it is one range."""
         if not is_plain(whole) or whole.shape[dim] != self.length:
@@ -138,7 +132,7 @@ class Shards:
         pieces = {
             piece.start: part.narrow(dim, at, len(piece))
             for rank, part in enumerate(parts)
-            for piece, at in self.pieces(rank)
+            for piece, at in placed(self.ranges[rank])
         }
         return torch.cat([pieces[start] for start in sorted(pieces)] or list(parts[:1]), dim)
 

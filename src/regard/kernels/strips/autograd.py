@@ -3,17 +3,15 @@
 Double backward runs on the reference.
 """
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.kernels.call import learns
+from regard.kernels.second import second_gradients
 from regard.kernels.strips import engine
 from regard.kernels.strips.grouping import StripPlan
-from regard.reference import reference
 from regard.scores import Scoring
 
 
@@ -83,32 +81,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        warnings.warn(
-            "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score",
-            stacklevel=2,
-        )
-        inputs = ctx.saved_tensors
-        grad_output, grad_lse, *tensors = inputs
-        third = torch.is_grad_enabled()
-        with torch.enable_grad():
-            query, key, value, *_ = tensors
-            results = reference(query, key, value, ctx.scoring, ctx.dropout)
-            outputs, given = zip(
-                *((r, g) for r, g in zip(results, (grad_output, grad_lse), strict=True) if g is not None), strict=True
-            )
-            learning = [tensor for tensor in tensors if learns(tensor)]
-            firsts = torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True)
-            asked = [grad for tensor, grad in zip(tensors, grads, strict=True) if learns(tensor)]
-            pairs = [(f, g) for f, g in zip(firsts, asked, strict=True) if learns(f) and g is not None]
-            seconds = torch.autograd.grad(
-                [first for first, _ in pairs],
-                [tensor for tensor in inputs if learns(tensor)],
-                [grad for _, grad in pairs],
-                create_graph=third,
-                allow_unused=True,
-            )
-        found = iter(seconds)
-        of_output, of_lse, *rest = (next(found) if learns(tensor) else None for tensor in inputs)
+        of_output, of_lse, *rest = second_gradients(ctx.scoring, ctx.dropout, ctx.saved_tensors, grads)
         return (None, None, None, of_output, of_lse, None, None, *rest)
 
     @staticmethod

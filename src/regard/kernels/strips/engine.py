@@ -139,7 +139,7 @@ def backward(
     for strip in _not_empty(plan, query):
         part = Part(strip, added, dropout, careful)
         if not by_flash or (not by_distance and products_pay(strip, query, key, backward=True)):
-            alone = len(strip.spans) == 1  # and not a copy of several spans
+            alone = len(strip.spans) == 1 and not strip.overlaps  # no copy, and no number is in it twice
             to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
             products.gradients(
                 part.of_query(grad_output),
@@ -151,7 +151,6 @@ def backward(
                 delta=part.of_query(less_lse if whole_rows else delta),
                 whole_rows=whole_rows,
                 grads=(part.of_query(grads[0]), to_key, to_value),
-                overlap=strip.overlaps,
             )
             part.added.finish()
             if not alone:
@@ -205,8 +204,8 @@ def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = F
     """Whether plain products are faster for a strip than torch's operator."""
     heads, times = key.shape[1], strip.times
     stack = heads * (query.shape[0] if strip.batch_index is None else 1)
-    if times > 1:  # either heads or strips form one axis; not strips if their gradients overlap
-        stack = heads if backward and strip.overlaps else max(heads, times)
+    if times > 1:  # either heads or strips form one axis
+        stack = max(heads, times)
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
     return products.pay(query.dtype, stack, rows, strip.keys, causal=causal, backward=backward)

@@ -154,7 +154,8 @@ def peak_bytes(call: Call) -> int:
         biases = 0 if in_place else 2 * batch * grid.heads * of_one * size
         together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.keys * key.shape[3]
         result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
-        pieces = 0 if flash else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size
+        by_torch = flash and not engine.products_pay(strip, query, key)
+        pieces = 0 if by_torch else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size
         sizes.append(masked + biases + pieces + (together + result) * query.element_size())
     return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
 

@@ -21,7 +21,9 @@ def num_scores(strip: Strip, call: Call) -> int:
     if strip.kind is Kind.CAUSAL:
         flash = engine.flash_can(call.query, call.scoring, call.dropout)
         by_products = not flash or engine.products_pay(strip, call.query, call.key)
-        of_one = products.scores_of_square(strip.keys) if by_products else fused.causal_scores(strip.keys, strip.keys)
+        group = grid.heads // call.key.shape[1]
+        by_torch = fused.causal_scores(strip.keys, strip.keys)
+        of_one = products.scores_of_square(strip.keys, group) if by_products else by_torch
     return of_one * strip.times * grid.heads * (grid.batch if strip.batch_index is None else 1)
 
 
@@ -41,6 +43,8 @@ def options(call: Call) -> PlanOptions:
     by_distance = flash and is_by_distance(scoring)
     in_full = not flash or call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
     short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
+    if products.by_onednn(call.query.dtype) and not by_distance:
+        short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
     if not holds and call.dropout is None:
         of_call = tuning.SCORES_PER_CALL / heads

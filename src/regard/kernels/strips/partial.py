@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.kernels.call import Call
 from regard.kernels.strips import engine, tuning
-from regard.kernels.strips.options import num_scores, plan_of
+from regard.kernels.strips.options import num_scores, options, plan_of
 from regard.numerics import upcast
 
 
@@ -43,9 +43,11 @@ def scores_in_time(call: Call) -> float:
     More than the mask allows: strips hold hidden scores too, short ones make smaller products, and each call of torch's
     operator takes some time by itself.
     """
-    grid, cost = call.scoring.grid, 0.0
-    for strip in plan_of(call).strips:
-        if strip.keys and strip.queries:
-            cost += num_scores(strip, call) * (1 + tuning.SHORT_STRIP_QUERIES / len(strip.queries))
-            cost += tuning.SCORES_PER_CALL
-    return cost + tuning.SCORES_PER_RESULT * grid.batch * grid.heads * grid.query_len
+    grid, by = call.scoring.grid, options(call)
+    heads = grid.batch * grid.heads
+    cost = sum(
+        by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
+        for strip in plan_of(call).strips
+        if strip.keys and strip.queries
+    )
+    return heads * (cost + tuning.SCORES_PER_RESULT * grid.query_len)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from regard.kernels.strips import tuning
@@ -39,7 +40,7 @@ def pieces(
     spaces: int,
     apart: bool,
 ) -> Iterator[Piece]:
-    """The pieces of a strip, each with at most `PIECE_SCORES` scores, unless one head's rows have more.
+    """The pieces of a strip, each with at most `scores_at_a_time` scores, unless one head's rows have more.
 
     Args:
         spaces: numbers per score in the buffer. apart: take batch indices one by one, and report which.
@@ -52,15 +53,15 @@ def pieces(
         return
     by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
     tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
-    rows = tuning.PIECE_QUERIES if causal else rows_at_a_time(queries, keys, group)
-    most = max(tuning.PIECE_SCORES, group * min(rows, queries) * keys)
+    rows = rows_of_square(keys, group) if causal else rows_at_a_time(queries, keys, group)
+    most = max(scores_at_a_time(), group * min(rows, queries) * keys)
     space = by_query[0].new_empty(spaces, most, dtype=upcast(by_query[0][:0]).dtype)
     for start, stop in blocks(queries, rows):
         if causal:
             keys = stop
         tensors = [tensor[:, :, :, start:stop] for tensor in by_query] + [tensor[:, :, :keys] for tensor in by_key]
         tensors += [tile[:, :, :, start:stop, :keys] for tile in tiles]
-        together = max(1, tuning.PIECE_SCORES // (group * (stop - start) * keys))
+        together = max(1, scores_at_a_time() // (group * (stop - start) * keys))
         for index, stack in stacks(tensors, apart):
             for at in range(0, len(stack[0]), together):
                 piece = [tensor[at : at + together] for tensor in stack]
@@ -101,9 +102,21 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
         yield row, [tensor[row] for tensor in tensors]
 
 
+def scores_at_a_time() -> int:
+    """Most scores of a piece."""
+    return tuning.PIECE_SCORES * min(torch.get_num_threads(), tuning.MAX_PIECE_THREADS)
+
+
 def rows_at_a_time(queries: int, keys: int, group: int) -> int:
     """Queries of each head in a piece, if `group` heads share a kv head."""
-    return max(tuning.PIECE_QUERIES, min(queries, tuning.PIECE_SCORES // (4 * max(1, keys) * group)))
+    return max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (4 * max(1, keys) * group)))
+
+
+def rows_of_square(length: int, group: int) -> int:
+    """The same for a causal square."""
+    least, most = tuning.SQUARE_QUERIES.start, tuning.SQUARE_QUERIES.stop
+    rows = min(max(length // 8, least), most, 2 * scores_at_a_time() // (max(1, length) * group))
+    return max(rows, tuning.PIECE_QUERIES)
 
 
 def blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:

@@ -94,8 +94,9 @@ class PlanOptions(NamedTuple):
     joins: bool = False
     """Whether neighbours with the same keys become one strip, since the numbers added to their scores exist already."""
 
-    def cost(self, queries: int, keys: int, *, copied: bool = False) -> float:
-        """Of a strip, in scores of one head. Keys of several spans are copied, to lie side by side."""
+    def cost(self, queries: int, keys: float, *, copied: bool = False) -> float:
+        """Of a strip, in scores of one head, for the mean number of keys with which each query is compared. Keys of
+        several spans are copied, to lie side by side."""
         return keys * (queries + (self.short or 0.0) + copied * tuning.SCORES_PER_COPIED_KEY) + self.scores_per_call
 
 

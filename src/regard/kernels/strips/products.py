@@ -26,12 +26,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard.kernels import processor
+from regard import processor
 from regard.kernels.strips import tuning
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
-from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time
-from regard.kernels.strips.plan import Strip
+from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
+from regard.kernels.strips.plan import Kind, Strip
+from regard.matmul import baddbmm, bmm, onednn_is_faster
 from regard.numerics import LOG2_E, upcast
 from regard.scores import Additive
 
@@ -39,16 +40,20 @@ from regard.scores import Additive
 def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, backward: bool) -> bool:
     """Whether this is faster than torch's operator for a call that both support.
 
-    Measured on one x86-64 processor with bfloat16 instructions but without AMX; False on other processors.
+    It is nearly everywhere where oneDNN multiplies faster than MKL, with which torch's operator multiplies
+    (`regard.matmul`). Elsewhere only where torch's operator computes more scores, or is slow in half precision: the
+    latter was found on an x86-64 processor with bfloat16 instructions but without AMX, and is not assumed of others.
 
     Args:
         stack: kv heads of all batch indices that form one axis; rows: queries per kv head, of all heads that share it.
     """
     if not processor.MKL or rows < tuning.PIECE_QUERIES:
         return False
-    scores = stack * keys * (tuning.PIECE_QUERIES if causal else rows)
+    scores = stack * keys * (min(rows, tuning.SQUARE_QUERIES.start) if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
+    if by_onednn(dtype):
+        return scores >= tuning.MIN_SCORES
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
@@ -59,15 +64,21 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys <= tuning.MAX_KEYS_OF_SQUARE
 
 
-def scores_of_square(length: int) -> int:
-    """Number of scores computed for a causal square."""
-    return sum((stop - start) * stop for start, stop in blocks(length, tuning.PIECE_QUERIES))
+def by_onednn(dtype: torch.dtype) -> bool:
+    """Whether products of queries and keys of this dtype are those of oneDNN, which beat torch's operator."""
+    return (dtype == torch.float32 or (dtype == torch.bfloat16 and processor.BFLOAT16)) and onednn_is_faster()
+
+
+def scores_of_square(length: int, group: int) -> int:
+    """Number of scores computed for a causal square of each head, if `group` heads share a kv head."""
+    return sum((stop - start) * stop for start, stop in blocks(length, rows_of_square(length, group)))
 
 
 def most_scores(strip: Strip, group: int) -> int:
     """Most scores of a strip held at a time, if `group` heads share a kv head."""
-    rows = min(len(strip.queries), rows_at_a_time(len(strip.queries), strip.keys, group))
-    return max(tuning.PIECE_SCORES, group * rows * strip.keys)
+    causal, queries = strip.kind is Kind.CAUSAL, len(strip.queries)
+    rows = rows_of_square(queries, group) if causal else rows_at_a_time(queries, strip.keys, group)
+    return max(scores_at_a_time(), group * min(queries, rows) * strip.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
         key, value: [batch, kv_heads, key_len, size].
     """
     by_query = [query, output] if lse is None else [query, output, lse]
-    later, may_be_empty = _later(query, formula.causal), formula.added is not None and formula.added.may_hide_all
+    later, may_be_empty = _later(query, key, formula.causal), formula.added is not None and formula.added.may_hide_all
     for piece in _pieces(by_query, [key, value], formula, 1):
         (q, into, *into_lse), (k, v) = piece.by_query, piece.by_key
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
@@ -124,7 +135,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
             weights.mul_(formula.dropped.factors(piece, weights))
         weights, v = _factors(weights, v)
         in_place = into.is_contiguous() and into.dtype == v.dtype
-        result = torch.bmm(weights, v, out=into.flatten(1, 2)) if in_place else weights @ v
+        result = bmm(weights, v, out=into.flatten(1, 2) if in_place else None)
         if empty is not None:
             result.masked_fill_(empty[..., None], 0.0)
         if not in_place:
@@ -142,7 +153,6 @@ def gradients(
     delta: Tensor,
     whole_rows: bool = False,
     grads: tuple[Tensor, Tensor, Tensor],
-    overlap: bool = False,
 ) -> None:
     """Adds to the gradients of query, key and value, and of trainable biases.
 
@@ -151,12 +161,11 @@ def gradients(
         whole_rows: whether these are all keys that the queries see; then delta is -dlse alone, and
             sum(output * doutput) is computed here, from unrounded weights.
         grads: gradients of query, key and value, float32 or wider.
-        overlap: whether batch indices share memory in the gradients of key and value.
         others: as in `attend`.
     """
     by_query, by_key = [query, grad_output, lse, delta, grads[0]], [key, value, *grads[1:]]
-    later = _later(query, formula.causal)
-    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3, overlap):
+    later = _later(query, key, formula.causal)
+    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3):
         (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
@@ -165,10 +174,10 @@ def gradients(
         grad_weights = _room(piece.space[1], weights)
         inner = inner.flatten(1)[..., None]
         if formula.dropped is None and not whole_rows:
-            torch.baddbmm(inner, upcast(grad_out), upcast(v).mT, beta=-1, out=grad_weights)
+            baddbmm(inner, upcast(grad_out), upcast(v).mT, beta=-1, out=grad_weights)
             grad_scores = grad_weights.mul_(weights)
         else:
-            torch.bmm(upcast(grad_out), upcast(v).mT, out=grad_weights)
+            bmm(upcast(grad_out), upcast(v).mT, out=grad_weights)
             factors = None if formula.dropped is None else formula.dropped.factors(piece, weights)
             if factors is not None:
                 grad_weights.mul_(factors)
@@ -178,7 +187,7 @@ def gradients(
             if factors is not None:
                 weights.mul_(factors)
         weights, grad_out = _factors(weights, grad_out)
-        to_value += weights.mT @ grad_out
+        to_value += bmm(weights.mT, grad_out)
         if formula.added is not None and formula.added.call.wanted:
             heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
             formula.added.pull(heads, piece.batch, piece.heads, piece.rows)
@@ -191,22 +200,19 @@ def gradients(
             similarity.pull(grad_scores.mul_(factor), into, to_key, formula.added)
             continue
         grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
-        into.add_((grad_scores @ k).view_as(into), alpha=factor)
-        to_key.add_(grad_scores.mT @ q, alpha=factor)
+        into.add_(bmm(grad_scores, k).view_as(into), alpha=factor)
+        to_key.add_(bmm(grad_scores.mT, q), alpha=factor)
 
 
-def _pieces(
-    by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int, apart: bool = False
-) -> Iterator[Piece]:
-    tiles, apart = formula.tiles, apart or formula.by_place
-    return pieces(by_query, by_key, tiles, causal=formula.causal, spaces=spaces, apart=apart)
+def _pieces(by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int) -> Iterator[Piece]:
+    return pieces(by_query, by_key, formula.tiles, causal=formula.causal, spaces=spaces, apart=formula.by_place)
 
 
-def _later(query: Tensor, causal: bool) -> Tensor | None:
+def _later(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
     """The additive mask that hides later keys in the last columns of a causal square."""
     if not causal:
         return None
-    rows = tuning.PIECE_QUERIES
+    rows = rows_of_square(query.shape[2], query.shape[1] // key.shape[1])
     return query.new_full((rows, rows), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
 
 
@@ -232,9 +238,9 @@ def _scores(
         if tiles and softcap is None and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2)):
             first, *tiles = tiles
             first = first[:, 0] if group == 1 else first[:, 0, :1]
-            torch.baddbmm(first, q, k, alpha=factor, out=scores)
+            baddbmm(first, q, k, alpha=factor, out=scores)
         else:
-            torch.baddbmm(scores, q, k, beta=0, alpha=factor, out=scores)
+            baddbmm(scores, q, k, beta=0, alpha=factor, out=scores)
     if softcap is not None:
         x = scores.sigmoid_()
         if len(space) > 2:

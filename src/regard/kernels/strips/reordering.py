@@ -6,14 +6,14 @@ asked for the places where the tokens were.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.dropout import Dropout
+from regard.dropout import Cells
 from regard.indexing import Indices, indices, lookup
 from regard.kernels.call import Call, learns
 from regard.kernels.known import cached_by_mask
@@ -41,8 +41,15 @@ class Reordering(NamedTuple):
         if bias is not None:
             bias = SortedBias(bias, self.queries, self.keys, grid)
         if dropout is not None:
-            dropout = SortedDropout(dropout.rate, dropout.seed, self.queries, self.keys)
+            dropout = dropout.seen_from(self.unsorted)
         return call._replace(scoring=replace(call.scoring, mask=self.mask, bias=bias), dropout=dropout)
+
+    def unsorted(self, cells: Cells) -> Cells:
+        """Where cells between sorted tokens were."""
+        (batch,) = cells.batches  # strips ask for one at a time
+        orders = (self.queries, cells.queries), (self.keys, cells.keys)
+        queries, keys = (order[batch if len(order) > 1 else 0, indices(which)] for order, which in orders)
+        return cells._replace(queries=queries, keys=keys)
 
 
 def reordering(call: Call) -> Reordering | None:
@@ -126,30 +133,3 @@ class SortedBias(Bias):
 
     def __repr__(self) -> str:
         return repr(self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class SortedDropout(Dropout):
-    """Which weights of sorted tokens are dropped: those that would be in their old places.
-
-    Attributes:
-        order_of_queries, order_of_keys: `queries` and `keys` of `Reordering`.
-    """
-
-    order_of_queries: Tensor
-    order_of_keys: Tensor
-
-    def keep(
-        self,
-        grid: Grid,
-        queries: range | Tensor,
-        keys: range | Tensor,
-        *,
-        batches: range | None = None,
-        heads: range | None = None,
-        dtype: torch.dtype = torch.bool,
-    ) -> Tensor:
-        (batch,) = range(grid.batch) if batches is None else batches  # strips ask for one at a time
-        orders = (self.order_of_queries, queries), (self.order_of_keys, keys)
-        rows, columns = (order[batch if len(order) > 1 else 0, indices(which)] for order, which in orders)
-        return Dropout.keep(self, grid, rows, columns, batches=range(batch, batch + 1), heads=heads, dtype=dtype)

@@ -40,8 +40,9 @@ SCORES_PER_STRIP = 1 << 16
 
 SHORT_STRIP_QUERIES = 3.0
 SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
+SHORT_STRIP_QUERIES_BY_ONEDNN = 64.0
 """A score in a strip of h queries costs 1 + this / h times as much as in a high strip: torch's operator multiplies
-smaller matrices. Row "window"."""
+smaller matrices, and oneDNN wants the keys of overlapping strips one after another, in copies. Row "window"."""
 
 MAX_TILE_SCORES = 1 << 22
 """Numbers held at a time if a bias or mask function is evaluated for every score: fits the last-level cache. Rows
@@ -50,10 +51,17 @@ MAX_TILE_SCORES = 1 << 22
 # --- plain products -------------------------------------------------------------------------------------------------
 
 PIECE_SCORES = 1 << 19
-"""Scores held at a time: fits a core's own cache. Rows "softcap", "trained bias" of features.py."""
+"""Scores held at a time by each thread: about what its core caches. Rows "softcap", "trained bias" of features.py."""
+
+MAX_PIECE_THREADS = 16
+"""Threads for which a piece has scores of their own; with more of them it would take too much memory."""
 
 PIECE_QUERIES = 64
-"""Queries of each head per piece of a causal square; more of them compute more masked scores. Row "softcap"."""
+"""Fewest queries of each head in a piece."""
+
+SQUARE_QUERIES = range(128, 512)
+"""Fewest and most queries of each head in a piece of a causal square, which computes more masked scores the more it
+has; between them an eighth of the square. Rows "causal", "softcap"."""
 
 MAX_KEYS_OF_SQUARE = 1024
 """Longest causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which

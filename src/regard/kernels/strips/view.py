@@ -42,11 +42,9 @@ class StripView:
         total = total[self.batch]
         if self.strip.times > 1:
             repeats = self._repeats(total, self.strip.spans[0])
-            if not self.strip.overlaps:
-                repeats.add_(part)
-            else:
-                for view, one in zip(repeats, part, strict=True):
-                    view += one
+            apart = -(-len(self.strip.spans[0]) // self.strip.step) if self.strip.overlaps else 1
+            for first in range(apart):  # so many strips further on, keys are others
+                repeats[first::apart] += part[first::apart]
             return
         start = 0
         for span in self.strip.spans:

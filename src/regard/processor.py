@@ -1,4 +1,7 @@
-"""What the processor and torch's libraries are fast at, as far as they report it."""
+"""What the processor and torch's libraries are able to do, as far as they report it."""
+
+import platform
+import re
 
 import torch
 
@@ -11,3 +14,13 @@ BFLOAT16 = bool(_ABLE.get("avx512_bf16") or _ABLE.get("amx_bf16"))
 """Whether it has instructions for products in this dtype, which are then faster than in float32."""
 AMX = bool(_ABLE.get("amx_tile"))
 """Whether it has AMX tile instructions for bfloat16; torch then uses a different fused operator."""
+
+
+def name() -> str:
+    """What the processor calls itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            found = re.search(r"model name\s*:\s*(.+)", file.read())
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

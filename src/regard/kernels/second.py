@@ -1,0 +1,53 @@
+"""The backward pass of a backward pass, by the reference: for functions that have a backward pass of their own."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.dropout import Dropout
+from regard.kernels.call import learns
+from regard.reference import reference
+from regard.scores import Scoring
+
+
+def second_gradients(
+    scoring: Scoring, dropout: Dropout | None, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of what a backward pass was given.
+
+    Args:
+        inputs: the gradients of output and lse, then query, key, value and all else that may learn.
+        grads: those of what it returned: the gradients of query, key, value and all else.
+    """
+    warnings.warn(
+        "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score", stacklevel=3
+    )
+    third = torch.is_grad_enabled()
+    if not third:  # what these were computed from is left for those who go back through it next
+        apart = (None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs[:5])
+        inputs = [*apart, *inputs[5:]]
+    grad_output, grad_lse, *tensors = inputs
+    with torch.enable_grad():
+        query, key, value, *_ = tensors
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        results = reference(query, key, value, scoring, dropout)
+        outputs, given = zip(
+            *((r, g) for r, g in zip(results, (grad_output, grad_lse), strict=True) if g is not None), strict=True
+        )
+        learning = [tensor for tensor in tensors if tensor is not None and learns(tensor)]
+        firsts = torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True)
+        asked = [grad for tensor, grad in zip(tensors, grads, strict=True) if learns(tensor)]
+        pairs = [(f, g) for f, g in zip(firsts, asked, strict=True) if learns(f) and g is not None]
+        seconds = torch.autograd.grad(
+            [first for first, _ in pairs],
+            [tensor for tensor in inputs if tensor is not None and learns(tensor)],
+            [grad for _, grad in pairs],
+            create_graph=third,
+            allow_unused=True,
+        )
+    found = iter(seconds)
+    return [next(found) if learns(tensor) else None for tensor in inputs]

@@ -1,0 +1,104 @@
+"""Products of stacks of matrices, by the faster of the two libraries that torch has for them.
+
+torch multiplies float32 matrices with Intel MKL, which on processors of other makers uses less than half of what they
+can do. oneDNN, which torch uses for bfloat16, has no such preference. One thread of an AMD EPYC, in GFLOP/s:
+
+                                               MKL   oneDNN
+    8 products of 256 x 64 by 64 x 512         107      240
+    the same with the first transposed          86      204
+
+torch hands float32 products to oneDNN only if they may be rounded to bfloat16
+(`torch.backends.mkldnn.matmul.fp32_precision`), and oneDNN rounds them only on processors with AMX. On others the
+setting selects the library and changes nothing else, which is checked together with the speed. It holds for the whole
+process, so it is changed for one product at a time; a product that another thread begins meanwhile is computed by
+oneDNN too, with the same precision.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from regard import measured, processor
+from regard.graphs import tracing
+
+MIN_PRODUCTS = 1 << 21
+"""Numbers to multiply, for each thread, from which on oneDNN is faster: it takes longer to begin."""
+
+FASTER = 0.85
+"""Share of MKL's time below which oneDNN is used."""
+
+_MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns]."""
+    if not _by_onednn(first, second):
+        return torch.bmm(first, second, out=out)
+    before = _MATMUL.fp32_precision
+    try:
+        _MATMUL.fp32_precision = "bf16"
+        if len(first) > 1:
+            return torch.bmm(first, second, out=out)
+        # of a stack of one, torch would copy slices
+        return torch.mm(first[0], second[0], out=None if out is None else out[0])[None]
+    finally:
+        _MATMUL.fp32_precision = before
+
+
+def baddbmm(
+    added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """beta added + alpha first @ second, of shapes as in `bmm`; `added` is broadcast, and ignored if beta is 0."""
+    if not _by_onednn(first, second):
+        return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
+    before = _MATMUL.fp32_precision
+    try:
+        _MATMUL.fp32_precision = "bf16"
+        if len(first) > 1:
+            return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
+        one = None if out is None else out[0]
+        return torch.addmm(added[0], first[0], second[0], beta=beta, alpha=alpha, out=one)[None]
+    finally:
+        _MATMUL.fp32_precision = before
+
+
+def _by_onednn(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.dtype is second.dtype is torch.float32
+        and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
+        and first.device.type == "cpu"
+        and not tracing()
+        and _MATMUL.fp32_precision in ("none", "ieee")  # whoever asked for less precision gets it
+        and onednn_is_faster()
+    )
+
+
+def onednn_is_faster() -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL here, and does not round them."""
+    return _onednn_is_faster()
+
+
+# torch.compile takes the answer as it is; torch.compiler.assume_constant_result does this, too, but loads the compiler
+onednn_is_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    if not processor.MKL or processor.AMX or not torch.backends.mkldnn.is_available():
+        return False
+    draw = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(4, rows, 64, generator=draw) for rows in (128, 512))
+
+    def by_onednn() -> Tensor:
+        before = _MATMUL.fp32_precision
+        try:
+            _MATMUL.fp32_precision = "bf16"
+            return torch.bmm(first, second.mT)
+        finally:
+            _MATMUL.fp32_precision = before
+
+    right = torch.bmm(first.double(), second.double().mT)
+    if not torch.allclose(by_onednn().double(), right, rtol=0.0, atol=1e-4):  # rounded to bfloat16: 0.1
+        return False
+    return measured.ratio("oneDNN / MKL", by_onednn, lambda: torch.bmm(first, second.mT)) < FASTER

@@ -1,0 +1,211 @@
+"""Products by either library: the same numbers, by the faster one, which is measured once and kept."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, checked, matmul, measured, processor
+from regard.kernels.strips import products
+
+SETTING = torch.backends.mkldnn.matmul
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """oneDNN for every product, however small, on any machine without AMX."""
+    if processor.AMX:
+        pytest.skip("oneDNN rounds float32 factors with AMX")
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "MIN_PRODUCTS", 0)
+    checked.forget()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The precision set at each product, which tells the library."""
+    found = []
+
+    def watching(real):
+        def watched(*given, **more):
+            found.append(SETTING.fp32_precision)
+            return real(*given, **more)
+
+        return watched
+
+    for name in ("bmm", "baddbmm", "mm", "addmm"):
+        monkeypatch.setattr(torch, name, watching(getattr(torch, name)))
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["new", "into a tensor"])
+@pytest.mark.parametrize("stack", [1, 3])
+@pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
+def test_products_of_float32_are_as_exact_by_either_library(by_onednn, seen, stack, turned, into):
+    first, second, added = torch.randn(stack, 40, 300), torch.randn(stack, 300, 70), torch.randn(1, 40, 70)
+    if turned:
+        first, second = first.mT.contiguous().mT, second.mT.contiguous().mT
+    exact = first.double() @ second.double()
+    out = torch.full((stack, 40, 70), 9.0) if into else None
+    found = matmul.bmm(first, second, out=out)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
+    assert out is None or found.data_ptr() == out.data_ptr()
+    found = matmul.baddbmm(added, first, second, beta=-2.0, alpha=0.5)
+    torch.testing.assert_close(found.double(), 0.5 * exact - 2.0 * added, rtol=0, atol=2e-4)
+    found = matmul.baddbmm(added.new_full((stack, 40, 70), torch.nan), first, second, beta=0.0, alpha=3.0, out=out)
+    torch.testing.assert_close(found.double(), 3.0 * exact, rtol=0, atol=6e-4)
+    assert seen == ["bf16"] * 3
+    assert SETTING.fp32_precision == "none"
+
+
+def test_the_setting_of_the_process_is_put_back_after_an_error(by_onednn):
+    with pytest.raises(RuntimeError, match="size"):
+        matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 5, 6))
+    assert SETTING.fp32_precision == "none"
+
+
+def test_whoever_asks_torch_for_another_precision_gets_it(by_onednn, seen):
+    SETTING.fp32_precision = "tf32"
+    try:
+        matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 6))
+        assert seen == [SETTING.fp32_precision] == ["tf32"]
+    finally:
+        SETTING.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_are_left_to_torch(by_onednn, seen, dtype):
+    matmul.bmm(torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 4, 6, dtype=dtype))
+    assert seen == ["none"]
+
+
+def test_small_products_are_left_to_torch(by_onednn, seen, monkeypatch):
+    monkeypatch.setattr(matmul, "MIN_PRODUCTS", 3 * 4 * 6 + 1)
+    matmul.bmm(torch.randn(1, 3, 4), torch.randn(1, 4, 6))
+    matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 6))
+    assert seen == ["none", "bf16"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"mask": Causal()}, {"mask": Causal() & Window(40)}, {"bias": Alibi(4), "softcap": 9.0},
+        {"mask": Causal(), "softcap": 5.0, "dropout": 0.2}, {"mask": Dense(torch.rand(300, 300) > 0.7), "sink": 0.1},
+    ],
+    ids=["full", "causal", "window", "by distance", "softcap and dropout", "cells and a sink"],
+)  # fmt: skip
+def test_attention_by_onednn_is_that_of_the_definition(by_onednn, seen, monkeypatch, given, dtype):
+    monkeypatch.setattr(products, "pay", lambda *given, **more: True)
+    given = {name: torch.full((4,), value) if name == "sink" else value for name, value in given.items()}
+    tensors = [torch.randn(1, heads, 300, 64).to(dtype) for heads in (4, 2, 2)]
+    towards = torch.randn(1, 4, 300, 64).to(dtype)
+
+    def answers(kernel, dtype):
+        learning = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        draw = torch.Generator().manual_seed(3) if "dropout" in given else None
+        output = attention(*learning, kernel=kernel, generator=draw, **given)
+        return output, *torch.autograd.grad(output, learning, towards.to(dtype))
+
+    right = answers("reference", torch.float64)
+    for ours, theirs in zip(answers("strips", dtype), right, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert "bf16" in seen
+    given.pop("dropout", None)
+    lse = attention_with_lse(*tensors, kernel="strips", **given).lse
+    reference = attention_with_lse(*(t.double() for t in tensors), kernel="reference", **given).lse
+    torch.testing.assert_close(lse.double(), reference, rtol=0, atol=2e-5)
+
+
+def test_a_library_that_rounds_its_factors_is_not_used(monkeypatch):
+    monkeypatch.setattr(processor, "AMX", False)
+    monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(measured, "ratio", lambda *given: 0.1)
+    real = torch.bmm
+
+    def rounding(first, second):
+        rounds = SETTING.fp32_precision == "bf16"
+        return real(first.bfloat16().float(), second.bfloat16().float()) if rounds else real(first, second)
+
+    assert matmul._onednn_is_faster.__wrapped__()
+    monkeypatch.setattr(torch, "bmm", rounding)
+    assert not matmul._onednn_is_faster.__wrapped__()
+    monkeypatch.setattr(torch, "bmm", real)
+    monkeypatch.setattr(processor, "AMX", True)
+    assert not matmul._onednn_is_faster.__wrapped__()
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Measurements are made, and kept in this file."""
+    path = tmp_path / "cache" / "regard" / "measured.json"
+    monkeypatch.delenv("REGARD_MEASURE")
+    monkeypatch.setattr(measured, "file", lambda: path)
+    return path
+
+
+def test_a_ratio_is_measured_once_and_kept_for_this_processor_and_torch(kept, monkeypatch):
+    ran = []
+    turns = {"one": lambda: ran.append("one"), "other": lambda: ran.append("other")}
+    first = measured.ratio("a / b", *turns.values())
+    assert ran == ["one", "other"] * (1 + measured.ROUNDS)
+    assert measured.ratio("a / b", *turns.values()) == first
+    assert len(ran) == 2 * (1 + measured.ROUNDS)
+    assert json.loads(kept.read_text()) == {f"{processor.name()}, torch {torch.__version__}": {"a / b": first}}
+    assert list(kept.parent.iterdir()) == [kept]
+    monkeypatch.setattr(processor, "name", lambda: "another processor")
+    measured.ratio("a / b", *turns.values())
+    assert len(ran) == 4 * (1 + measured.ROUNDS)
+    assert len(json.loads(kept.read_text())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 3}', "\udcff"], ids=repr)
+def test_a_file_that_is_no_measurement_is_written_anew(kept, text):
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(text.encode("utf-8", "surrogateescape"))
+    found = measured.ratio("a / b", lambda: None, lambda: None)
+    assert found > 0
+    assert next(iter(json.loads(kept.read_text()).values())) == {"a / b": found}
+
+
+def test_where_nothing_can_be_written_it_is_measured_all_the_same(kept):
+    kept.parent.parent.write_text("a file where the folder should be")
+    assert measured.ratio("a / b", lambda: None, lambda: None) > 0
+
+
+def test_measuring_can_be_turned_off(kept, monkeypatch):
+    monkeypatch.setenv("REGARD_MEASURE", "0")
+    assert measured.ratio("a / b", lambda: 1 / 0, lambda: 1 / 0) == 1.0
+    assert not kept.exists()
+
+
+def test_a_large_product_measures_and_keeps_in_the_cache_folder_and_a_small_one_does_not(tmp_path):
+    program = (
+        "import torch, pathlib, sys, time\nfrom regard import matmul, measured\n"
+        "small = torch.randn(1, 8, 8)\nmatmul.bmm(small, small)\nassert not measured.file().exists()\n"
+        "start = time.perf_counter()\nmatmul.onednn_is_faster()\nprint(time.perf_counter() - start)\n"
+        "print(measured.file().exists() or not matmul.processor.MKL or matmul.processor.AMX)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "REGARD_MEASURE"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "LOCALAPPDATA": str(tmp_path), "HOME": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
+    seconds, there = run.stdout.split()
+    assert float(seconds) < 2.0  # about 10 ms; the machine may be busy
+    assert there == "True"
+
+
+def test_products_are_preferred_where_onednn_is_faster(monkeypatch):
+    asked = (torch.float32, 8, 256, 2048)
+    assert not products.pay(*asked, causal=False, backward=False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(processor, "MKL", True)
+    assert products.pay(*asked, causal=False, backward=False)
