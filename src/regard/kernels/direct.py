@@ -21,12 +21,12 @@ from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import baddbmm, bmm
+from regard.matmul import MIN_PRODUCTS, baddbmm, bmm, onednn_is_faster
 from regard.numerics import upcast
 
 MAX_DIRECT_SCORES = 1 << 17
-"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
-tokens in features.py."""
+"""Scores of all heads up to which this is the fastest kernel, and twice as many by oneDNN; for one query it is at any
+number of keys. Rows of 128 tokens in features.py."""
 
 MAX_LEARNT_SCORES = 1 << 20
 """The same for gradients in half precision, without AMX, as long as torch's operator takes its queries by 32: it then
@@ -172,7 +172,10 @@ def pays(call: Call) -> bool:
     scoring, mask = call.scoring, call.scoring.mask
     query_len, group = scoring.grid.query_len, scoring.grid.heads // call.key.shape[1]
     slow_gradients = call.query.dtype in HALF and query_len < QUERIES_AT_A_TIME[1][0] and call.learns
-    most = MAX_LEARNT_SCORES if slow_gradients and not processor.AMX else MAX_DIRECT_SCORES
+    by_onednn = _by_onednn(call)
+    most = MAX_DIRECT_SCORES * (2 if by_onednn else 1)
+    if slow_gradients and not processor.AMX:
+        most = MAX_LEARNT_SCORES
     if not processor.MKL or (all_scores(call) > most and query_len > 1):
         return False
     if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
@@ -180,9 +183,17 @@ def pays(call: Call) -> bool:
     extras = scoring.bias, scoring.softcap, scoring.sink, call.dropout
     plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
     if plain and all(extra is None for extra in extras) and call.query.shape[3] == call.value.shape[3]:
-        # nothing lies around torch's own function here, whose gradients take twice as long in half precision
-        return call.concrete and call.learns and call.query.dtype in HALF
+        # nothing lies around torch's own function here; but its products are MKL's, and its gradients take twice as
+        # long in half precision
+        return call.concrete and (by_onednn or (call.learns and call.query.dtype in HALF))
     return call.concrete
+
+
+def _by_onednn(call: Call) -> bool:
+    """Whether oneDNN computes its products, and they are large enough to make up for three operators instead of one."""
+    products = all_scores(call) * call.query.shape[3]
+    enough = products >= 2 * MIN_PRODUCTS * torch.get_num_threads() and call.query.dtype != torch.float64
+    return enough and onednn_is_faster()
 
 
 def quadratic_numbers(call: Call) -> int:
