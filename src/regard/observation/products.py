@@ -12,19 +12,11 @@ from regard.observation import tuning
 def product(query: Tensor, key: Tensor, out: Tensor | None = None) -> Tensor:
     """``query @ key^T``, written into `out` if given.
 
-    A single matrix is multiplied in several parts of its rows: libraries share a stack of products evenly between
-    threads, but a single one often not.
+    Of tensors that are not contiguous, libraries may copy the transposed key, which takes as long as the product.
 
     Shapes: query [batch, heads, rows, size], key [batch, kv_heads, columns, size] -> [batch, heads, rows, columns].
     """
-    batch, heads, rows, size = query.shape
-    parts = tuning.PARTS_OF_A_SINGLE_PRODUCT
-    if batch * key.shape[1] != 1 or heads * rows < parts * tuning.MIN_TILE_KEYS or heads * rows % parts:
-        return grouped_matmul(query, key.transpose(-2, -1), out=out)
-    columns = key.shape[2]
-    stacked = query.reshape(parts, heads * rows // parts, size), key[0].mT.expand(parts, size, columns)
-    into = None if out is None else out.view(parts, -1, columns)
-    return torch.bmm(*stacked, out=into).view(batch, heads, rows, columns)
+    return grouped_matmul(query.contiguous(), key.contiguous().transpose(-2, -1), out=out)
 
 
 class Found(NamedTuple):

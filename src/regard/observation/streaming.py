@@ -74,6 +74,11 @@ class _Part:
         # split, not sliced: the gradient of a slice is as large as the whole tensor, that of a split only as its piece
         down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
+        if not (
+            query.requires_grad or key.requires_grad
+        ):  # copied once, since every tile would copy them for a product
+            self.query = tuple(piece.contiguous() for piece in self.query)
+            self.key = tuple(piece.contiguous() for piece in self.key)
         self.lse = None if lse is None else lse.split(down, dim=2)
         self.whole_key, self.height = key, group.height
         self.scoring, self.is_folded = part.scoring, part.folds

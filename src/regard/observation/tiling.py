@@ -173,7 +173,7 @@ def _sliding(call: ObservedCall, mask: Mask, queries: range, keys: range) -> Sli
     if window is None:
         return None
     width = len(window) - tuning.MIN_TILE_KEYS
-    height = min(max(tuning.STRIP_QUERIES, key=lambda rows: rows if 8 * rows <= width else -rows), len(queries))
+    height = min(max(tuning.STRIP_QUERIES, key=lambda rows: rows if 4 * rows <= width else -rows), len(queries))
     window = seen(middle - (middle - queries.start) % height, height)
     if window is None or len(window) % height:
         return None

@@ -7,14 +7,14 @@ Measured in float32 on 2 cores of an AMD EPYC, with heads of 64 and texts of up 
 which times every task with another value. `MAX_TILE_SCORES_ON_GPU` has not been measured.
 """
 
-MAX_TILE_SCORES = 1 << 20
-"""Scores in a tile on a CPU: 4 MiB in float32, which stay in the cache between operations."""
+MAX_TILE_SCORES = 1 << 21
+"""Scores in a tile on a CPU: 8 MiB in float32, which stay in the last cache between operations."""
 
 MAX_TILE_SCORES_ON_GPU = 1 << 25
 """Scores in a tile on a GPU, where launching a kernel costs more than the cache gains."""
 
-MAX_TILE_KEYS = 2048
-"""Keys in a tile if lse is known: wider ones are no faster."""
+MAX_TILE_KEYS = 8192
+"""Keys in a tile if lse is known: the largest weights are found faster in fewer, wider tiles."""
 
 MAX_WHOLE_ROW_KEYS = 16384
 """Keys that a tile's queries span, up to which one tile holds them all and so gives lse: beyond that, a separate pass
@@ -40,11 +40,8 @@ MIN_TILE_KEYS = 64
 """Keys in the smallest rectangle for which a mask is evaluated, and queries in the flattest tile: below that, overhead
 costs more than skipping saves."""
 
-PARTS_OF_A_SINGLE_PRODUCT = 4
-"""Parts into which a single product is cut, to keep all threads busy."""
-
 STRIP_QUERIES = (16, 32, 64, 128)
-"""Heights of strips under a window: at most an eighth of the keys that a query sees, so that few of a strip's scores
+"""Heights of strips under a window: at most a quarter of the keys that a query sees, so that few of a strip's scores
 are hidden, but not so few that their product is slow."""
 
 MIN_SLIDING_QUERIES = 256
