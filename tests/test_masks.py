@@ -1,5 +1,6 @@
 """Masks: by hand, every mask against its rule cell by cell, `tile` against `allowed`, the algebra, the errors."""
 
+import math
 import operator
 from itertools import combinations
 
@@ -29,6 +30,7 @@ from regard.masks import (
     Where,
     Window,
 )
+from regard.masks.planning import visible
 from regard.rules import deserialise, serialise
 from regard.shapes import Grid, ShapeError
 
@@ -247,6 +249,50 @@ def test_empty_and_full_are_true_of_every_composition(data):
     said = ruled.mask.bind(grid).tile(slice(rows.start, rows.stop), columns)
     if said is not Tile.PARTIAL:
         assert said is said_of(ruled.cells(grid, rows, columns)), repr(ruled.mask)
+
+
+@given(st.data())
+def test_many_rectangles_at_once_are_told_what_each_is_told_alone(data):
+    grid = data.draw(grids())
+    mask = data.draw(composed_masks(grid)).mask.bind(grid)
+    asked = data.draw(st.lists(rectangles(grid), min_size=1, max_size=20))
+    ends = [(rows[0], rows[-1], columns[0], columns[-1]) for rows, columns in asked]
+    said = mask.verdict(*torch.tensor(ends).unbind(1))
+    if said is not None:
+        for kind, found in zip((Tile.EMPTY, Tile.FULL), said, strict=True):
+            alone = [mask.tile(*one) is kind for one in asked]
+            assert torch.as_tensor(found).expand(len(asked)).tolist() == alone, (repr(mask), kind)
+    else:
+        assert any(not part.closed_form or type(part).verdict is Mask.verdict for part in mask.leaves())
+
+
+def test_a_mask_that_knows_its_rectangles_better_than_its_class_is_asked_about_each():
+    class Odd(Window):
+        def coverage(self, rows, columns):
+            return Tile.EMPTY
+
+    assert Odd(3).closed_form
+    assert Odd(3).verdict(0, 4, 0, 4) is None
+    parts = [(range(n, n + 3), range(7)) for n in range(40)]
+    assert visible(Odd(3).bind(Grid(1, 1, 50, 7)), parts, 2) == [[]] * 40
+
+
+@pytest.mark.parametrize("edge", [1, 3])
+@given(st.data())
+def test_the_visible_parts_of_rectangles_hold_every_allowed_cell_and_name_no_hidden_one_full(edge, data):
+    grid = data.draw(grids())
+    mask = data.draw(composed_masks(grid)).mask.bind(grid)
+    asked = data.draw(st.lists(rectangles(grid), max_size=30))
+    cells = mask.allowed(range(grid.query_len), range(grid.key_len)).expand(grid[:4])
+    for questions in (math.inf, 40):
+        for (rows, columns), parts in zip(asked, visible(mask, asked, edge, questions), strict=True):
+            here = cells[:, :, rows.start : rows.stop]
+            shown = [key for part, _ in parts for key in part]
+            assert shown == sorted(set(shown) & set(columns))
+            hidden = sorted(set(columns) - set(shown))
+            assert not here[..., hidden].any()
+            for part, kind in parts:
+                assert kind is not Tile.FULL or here[..., part.start : part.stop].all()
 
 
 @given(st.data())

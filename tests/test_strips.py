@@ -17,6 +17,7 @@ from regard import (
     Chunk,
     Dense,
     Document,
+    Mask,
     Padding,
     Prefix,
     RelativeBias,
@@ -37,8 +38,9 @@ from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
-from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.shapes import Grid, ShapeError
 
@@ -921,3 +923,19 @@ def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_sui
             assert bool(called) == suits
             assert plan(query, query, query, mask=mask).kernel == ("strips" if suits else "sdpa")
             assert_close(output, attention(query, query, query, mask=mask, kernel="reference"))
+
+
+@pytest.mark.parametrize("rest", [Strided(64) | Window(20), Strided(300) | Window(20), ~Strided(64)], ids=str)
+def test_a_mask_that_hides_keys_here_and_there_is_planned_with_few_questions(rest, monkeypatch):
+    asked, tile = [], Mask.tile
+
+    def counted(mask, rows, columns):
+        asked.append(mask)
+        return tile(mask, rows, columns)
+
+    monkeypatch.setattr(Mask, "tile", counted)
+    grid = Grid(1, 8, 8000, 8000)
+    options = PlanOptions(tuning.MAX_STRIP_QUERIES, tuning.SHORT_STRIP_QUERIES, 1024.0, together=True)
+    strips = StripPlan((Causal() & rest).bind(grid), grid, options).strips
+    assert len(asked) < 8000  # of some 50,000 rectangles of a strip and 32 keys
+    assert sum(strip.keys * len(strip.queries) for strip in strips) < 0.53 * 8000**2

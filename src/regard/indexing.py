@@ -47,6 +47,16 @@ def hull(ranges: Sequence[range]) -> range:
     return range(min(part.start for part in ranges), max(part.stop for part in ranges))
 
 
+def merged(ranges: Iterable[range]) -> list[range]:
+    """The same numbers as ranges in order that neither touch nor overlap."""
+    found: list[range] = []
+    for part in sorted(ranges, key=lambda part: part.start):
+        if found and part.start <= found[-1].stop:
+            part = range(found[-1].start, max(found.pop().stop, part.stop))
+        found.append(part)
+    return found
+
+
 def placed(ranges: Iterable[range]) -> Iterator[tuple[range, int]]:
     """Each range with the place of its first number among all of them."""
     at = 0

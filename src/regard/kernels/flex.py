@@ -54,10 +54,11 @@ def blocks(mask: Mask, grid: Grid) -> Blocks:
     queries = torch.zeros(len(masks), grid.query_len, dtype=torch.bool)
     keys = torch.zeros(len(masks), grid.key_len, dtype=torch.bool)
     for n, one in enumerate(masks):
-        for row in range(rows):
-            of_block = range(row * BLOCK, min((row + 1) * BLOCK, grid.query_len))
+        across = [range(row * BLOCK, min((row + 1) * BLOCK, grid.query_len)) for row in range(rows)]
+        seen_by = visible(one, [(of_block, range(grid.key_len)) for of_block in across], KEY_STEP)
+        for row, of_block in enumerate(across):
             covered: dict[int, int] = {}  # keys of a block that all queries of the row see; -1: some do not
-            for found, tile in visible(one, of_block, range(grid.key_len), KEY_STEP):
+            for found, tile in seen_by[row]:
                 for column in range(found.start // BLOCK, -(-found.stop // BLOCK)):
                     inside = min(found.stop, (column + 1) * BLOCK) - max(found.start, column * BLOCK)
                     before = covered.get(column, 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ class Tile(Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     FULL = "full"
+
+
+Verdict = tuple[Any, Any]
+"""Whether a rectangle is certainly EMPTY, and whether it is certainly FULL; of many rectangles, two bool tensors."""
 
 
 class Mask(Rule):
@@ -43,23 +47,38 @@ class Mask(Rule):
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
-        cls._judges_rectangles = cls.coverage is not Mask.coverage
+        if "coverage" in vars(cls) and "verdict" not in vars(cls):
+            cls.verdict = Mask.verdict  # type: ignore[method-assign]  # that of a base class says something else
+        cls._judges_rectangles = cls.coverage is not Mask.coverage or cls.verdict is not Mask.verdict
 
     @property
     def closed_form(self) -> bool:
-        """Whether `coverage` is computed without evaluating cells, as in every class that defines it."""
+        """Whether `coverage` is computed without evaluating cells, as in every class that defines it or `verdict`."""
         return self._judges_rectangles
 
     def coverage(self, rows: range, columns: range) -> Tile:
         """The coverage of a nonempty rectangle: EMPTY and FULL must be certain, PARTIAL need not be.
 
-        By default it evaluates the cells, if they are few.
+        By default what `verdict` says; without one it evaluates the cells, if they are few.
         """
+        said = self.verdict(rows[0], rows[-1], columns[0], columns[-1])
+        if said is not None:
+            empty, full = said
+            return Tile.EMPTY if empty else Tile.FULL if full else Tile.PARTIAL
         batch, heads = self._batch or 1, self._heads or 1
         if batch * heads * len(rows) * len(columns) > self.MAX_TILE_SCORES:
             return Tile.PARTIAL
         # on the device of the call, where the rule's tensors may be
         return coverage_of(self.allowed(indices(rows, self._device), indices(columns, self._device)))
+
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        """`coverage` of a nonempty rectangle, or of many at once; None if that is told of one at a time only.
+
+        Args:
+            top, bottom, left, right: its first and last row and column: ints, or int64 tensors on the CPU, so the same
+                arithmetic answers both.
+        """
+        return None
 
     def bind(self, grid: Grid) -> "Mask":
         bound = self._bound(grid)
@@ -195,8 +214,8 @@ class Everything(Mask):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query == query) & (key == key)
 
-    def coverage(self, rows: range, columns: range) -> Tile:
-        return Tile.FULL
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        return False, True
 
 
 EVERYTHING = Everything._only = object.__new__(Everything)
@@ -229,6 +248,14 @@ class _Pair(Mask):
             return right
         return Tile.PARTIAL
 
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        one, other = (side.verdict(top, bottom, left, right) for side in (self.left, self.right))
+        return None if one is None or other is None else self._joined(one, other)
+
+    @staticmethod
+    def _joined(one: Verdict, other: Verdict) -> Verdict:
+        raise NotImplementedError
+
     def restrict(self, queries: range, keys: range) -> Mask | Tile:
         left, right = self.left.restrict(queries, keys), self.right.restrict(queries, keys)
         if left is self.decides or right is self.decides:
@@ -258,6 +285,10 @@ class And(_Pair):
     sign = "&"
     decides = Tile.EMPTY
 
+    @staticmethod
+    def _joined(one: Verdict, other: Verdict) -> Verdict:
+        return one[0] | other[0], one[1] & other[1]
+
     def bind(self, grid: Grid) -> Mask:
         left, right = self.left.bind(grid), self.right.bind(grid)
         if left is EVERYTHING:
@@ -279,6 +310,10 @@ class Or(_Pair):
 
     sign = "|"
     decides = Tile.FULL
+
+    @staticmethod
+    def _joined(one: Verdict, other: Verdict) -> Verdict:
+        return one[0] & other[0], one[1] | other[1]
 
     def bind(self, grid: Grid) -> Mask:
         left, right = self.left.bind(grid), self.right.bind(grid)
@@ -317,6 +352,10 @@ class Not(Mask):
 
     def coverage(self, rows: range, columns: range) -> Tile:
         return _OPPOSITE[self.mask.coverage(rows, columns)]
+
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        said = self.mask.verdict(top, bottom, left, right)
+        return None if said is None else (said[1], said[0])
 
     def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
         return Not(self.mask.counted_from(query, key, grid))
@@ -367,6 +406,9 @@ class Moved(Mask):
             range(rows.start + self.query, rows.stop + self.query),
             range(columns.start + self.key, columns.stop + self.key),
         )
+
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        return self.mask.verdict(top + self.query, bottom + self.query, left + self.key, right + self.key)
 
     def __repr__(self) -> str:
         return f"{self.mask!r} from query {self.query} and key {self.key}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.graphs import tracing
 from regard.indexing import Indices, as_place, lookup, pick
-from regard.masks.algebra import Mask, Tile, coverage_of, together
+from regard.masks.algebra import Mask, Tile, Verdict, coverage_of
 from regard.masks.positional import first_keys
 from regard.shapes import (
     INTEGER_DTYPES,
@@ -99,15 +99,20 @@ class Document(Mask):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return lookup(self.query_ids, batch, query) == lookup(self.key_ids, batch, key)
 
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        if not self._ordered:
+            return None
+        # documents are contiguous, so two ranges share ids if neither ends before the other begins
+        if isinstance(top, int):
+            said = [_of_document(*ids) for ids in self.query_ids[:, [top, bottom, left, right]].tolist()]
+            return all(empty for empty, _ in said), all(full for _, full in said)
+        ids = self.query_ids.cpu()
+        empty, full = _of_document(*(ids[:, at] for at in (top, bottom, left, right)))
+        return empty.all(0), full.all(0)
+
     def coverage(self, rows: range, columns: range) -> Tile:
         if self._ordered:
-            # documents are contiguous, so ids that two ranges share lie between the larger of their first ids and the
-            # smaller of their last
-            ends = self.query_ids[:, [rows[0], rows[-1], columns[0], columns[-1]]].tolist()
-            return together(
-                Tile.FULL if a == b == c == d else Tile.PARTIAL if max(a, c) <= min(b, d) else Tile.EMPTY
-                for a, b, c, d in ends
-            )
+            return super().coverage(rows, columns)
         queries, keys = self.query_ids[:, rows[0] : rows[-1] + 1], self.key_ids[:, columns[0] : columns[-1] + 1]
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
@@ -183,10 +188,15 @@ class Padding(Mask):
             return super().allowed(queries, keys)
         return pick(self.keys[:, None, None], range(1), as_place(keys))  # a view: no cell is evaluated
 
-    def coverage(self, rows: range, columns: range) -> Tile:
-        if self.keys.dtype == torch.bool:
-            return coverage_of(self.keys[:, columns[0] : columns[-1] + 1])
-        return first_keys(self.keys.tolist(), columns)
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        if self.keys.dtype != torch.bool:
+            return first_keys(self.keys.tolist(), left, right)
+        if isinstance(left, int):
+            real = self.keys[:, left : right + 1]
+            return not real.any(), bool(real.all())
+        until = torch.nn.functional.pad(self.keys.cpu().cumsum(1), (1, 0))
+        real = until[:, right + 1] - until[:, left]
+        return (real == 0).all(0), (real == right + 1 - left).all(0)
 
 
 class Dense(Mask):
@@ -280,6 +290,11 @@ class Where(Mask):
 
     def __repr__(self) -> str:
         return f"Where({getattr(self.fn, '__name__', type(self.fn).__name__)})"
+
+
+def _of_document(top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+    """The verdict by the ids of the first and last row and column."""
+    return (bottom < left) | (right < top), (top == bottom) & (top == left) & (top == right)
 
 
 def _ids(ids: Tensor, name: str) -> Tensor:

@@ -1,29 +1,117 @@
 """Queries that kernels make to a mask: visible keys, keys shared by all queries, the mask of each batch index."""
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
+
+import torch
+from torch import Tensor
 
 from regard.masks.algebra import EVERYTHING, And, Mask, Tile
 from regard.masks.positional import Band
 from regard.shapes import Grid
 
+BRANCHES = 4
+"""Parts into which a PARTIAL rectangle is cut: more of them are more questions, fewer are more rounds of asking."""
 
-def visible(mask: Mask, rows: range, columns: range, edge: int) -> Iterator[tuple[range, Tile]]:
-    """The nonempty parts of the columns, from left to right, by bisection where the mask is PARTIAL.
+FEW = 16
+"""Rectangles for which asking one at a time takes less than arithmetic on tensors."""
+
+
+def visible(
+    mask: Mask, rectangles: Sequence[tuple[range, range]], edge: int, questions: float = math.inf
+) -> list[list[tuple[range, Tile]]]:
+    """For each rectangle, the nonempty parts of its columns from left to right, neighbours of one kind as one.
+
+    All rectangles are asked about in a round, then the parts of those that are PARTIAL, again and again; where they are
+    many, together.
 
     Args:
-        edge: keys in the smallest part.
+        edge: keys in the smallest part. questions: about how many parts to ask; those left over count as PARTIAL.
     """
-    tile = mask.tile(rows, columns)
-    if tile is Tile.EMPTY:
-        return
-    if tile is Tile.FULL or len(columns) <= edge:
-        yield columns, tile
-        return
-    half = columns.start + -(-len(columns) // (2 * edge)) * edge
-    yield from visible(mask, rows, range(columns.start, half), edge)
-    yield from visible(mask, rows, range(half, columns.stop), edge)
+    todo = [(number, columns) for number, (rows, columns) in enumerate(rectangles) if rows and columns]
+    step = edge
+    while step < max((len(columns) for _, columns in todo), default=0):
+        step *= BRANCHES
+    found: list[list[int]] = []  # number of the rectangle, start, stop, whether FULL
+    while 0 < len(todo) <= FEW:
+        asked, todo, step, questions = todo, [], step // BRANCHES, questions - len(todo)
+        for number, columns in asked:
+            tile = mask.tile(rectangles[number][0], columns)
+            if tile is Tile.PARTIAL and len(columns) > edge and questions > 0:
+                todo += [(number, columns[at : at + step]) for at in range(0, len(columns), step)]
+            elif tile is not Tile.EMPTY:
+                found.append([number, columns.start, columns.stop, tile is Tile.FULL])
+    if todo:
+        parts = ((number, *_ends(rectangles[number][0]), *_ends(columns)) for number, columns in todo)
+        found += _visible_of_many(mask, [*parts], step, edge, questions)
+    seen: list[list[tuple[range, Tile]]] = [[] for _ in rectangles]
+    for number, start, stop, full in sorted(found):
+        tile, before = Tile.FULL if full else Tile.PARTIAL, seen[number]
+        if before and before[-1][0].stop == start and before[-1][1] is tile:
+            start = before.pop()[0].start
+        before.append((range(start, stop), tile))
+    return seen
+
+
+def _visible_of_many(
+    mask: Mask, parts: Sequence[tuple[int, ...]], step: int, edge: int, questions: float
+) -> list[list[int]]:
+    """The nonempty parts of parts of rectangles: number of the rectangle, start, stop, whether FULL.
+
+    Args:
+        parts: number of the rectangle, first and last row, first and last column. step: columns in the largest.
+    """
+    number, top, bottom, start, last = torch.tensor(parts, dtype=torch.int64, device="cpu").unbind(1)
+    stop = last + 1
+    found = []
+    while len(number):
+        empty, full = _verdict(mask, top, bottom, start, stop - 1)
+        step, questions = step // BRANCHES, questions - len(number)
+        cut = ~(empty | full) & (stop - start > edge)
+        if questions < BRANCHES * int(cut.sum()):
+            cut = torch.zeros_like(cut)
+        here = ~(empty | cut)
+        found.append(torch.stack([number[here], start[here], stop[here], full[here]]))
+        starts = start[cut, None] + step * torch.arange(BRANCHES, device="cpu")
+        stops = stop[cut, None]
+        inside = starts < stops
+        number, top, bottom = (side[cut, None].expand_as(starts)[inside] for side in (number, top, bottom))
+        start, stop = starts[inside], (starts + step).minimum(stops)[inside]
+    return _neighbours_as_one(torch.cat(found, dim=1)).T.tolist()
+
+
+def _neighbours_as_one(parts: Tensor) -> Tensor:
+    """Parts of rectangles in order, those that touch and are of one kind as one.
+
+    Shapes: [4, any]: number of the rectangle, start, stop, whether it is FULL.
+    """
+    parts = parts[:, parts[1].argsort()]
+    number, start, stop, full = parts[:, parts[0].argsort(stable=True)]
+    begins = torch.ones_like(number, dtype=torch.bool)
+    begins[1:] = (number[1:] != number[:-1]) | (start[1:] != stop[:-1]) | (full[1:] != full[:-1])
+    ends = begins.roll(-1)
+    return torch.stack([number[begins], start[begins], stop[ends], full[begins]])
+
+
+def _verdict(mask: Mask, *sides: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rectangles are EMPTY and which are FULL, asked together if the mask can be.
+
+    Shapes: top, bottom, left and right int64 [any] -> bool [any] each.
+    """
+    said = mask.verdict(*sides) if mask.closed_form else None
+    if said is not None:
+        empty, full = (torch.as_tensor(one, device="cpu").expand_as(sides[0]) for one in said)
+        return empty, full
+    edges = zip(*(side.tolist() for side in sides), strict=True)
+    tiles = [mask.tile(range(top, bottom + 1), range(left, right + 1)) for top, bottom, left, right in edges]
+    empty, full = (torch.tensor([tile is kind for tile in tiles], device="cpu") for kind in (Tile.EMPTY, Tile.FULL))
+    return empty, full
+
+
+def _ends(part: range) -> tuple[int, int]:
+    return part[0], part[-1]
 
 
 def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range | None:

@@ -5,13 +5,15 @@ query has the position of the last key; it is fixed when a call binds the mask.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from functools import reduce
+from operator import and_
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from regard import rules
 from regard.indexing import lookup
-from regard.masks.algebra import Mask, Tile, together
+from regard.masks.algebra import Mask, Verdict
 from regard.shapes import Grid, Offset, check_per_batch, check_whole, known_true
 
 
@@ -22,13 +24,15 @@ class Positioned(rules.Positioned, Mask):
         """The distinct offsets of all batch indices."""
         return sorted(set(self.offset.tolist())) if isinstance(self.offset, Tensor) else [self.offset or 0]
 
-    def coverage(self, rows: range, columns: range) -> Tile:
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
         if not isinstance(self.offset, Tensor):
-            return self.coverage_at(self.offset or 0, rows, columns)
-        return together(self.coverage_at(offset, rows, columns) for offset in self.offsets())
+            offset = self.offset or 0
+            return self.verdict_on(top + offset, bottom + offset, left, right)
+        said = [self.verdict_on(top + offset, bottom + offset, left, right) for offset in self.offsets()]
+        return reduce(and_, (empty for empty, _ in said), True), reduce(and_, (full for _, full in said), True)
 
-    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
-        """`coverage` for one offset."""
+    def verdict_on(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        """`verdict` by the positions of queries and keys."""
         raise NotImplementedError
 
     def _moved_offset(self, query: int, key: int) -> Self:
@@ -69,15 +73,12 @@ class Band(Positioned):
         near = key >= at - self.before
         return near if self.after is None else near & (key <= at + self.after)
 
-    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
+    def verdict_on(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
         # in the rectangle, key_position - query_position takes every value from `least` to `most`
-        least = columns[0] - (rows[-1] + offset)
-        most = columns[-1] - (rows[0] + offset)
+        least, most = left - bottom, right - top
         low = least if self.before is None else -self.before
         high = most if self.after is None else self.after
-        if low <= least and most <= high:
-            return Tile.FULL
-        return Tile.EMPTY if max(low, least) > min(high, most) else Tile.PARTIAL
+        return (low > most) | (least > high) | (low > high), (low <= least) & (most <= high)
 
     def counted_from(self, query: int, key: int, grid: Grid) -> Mask:
         if type(self).rule is not Band.rule:  # a band with a rule of its own, of places perhaps
@@ -149,13 +150,10 @@ class Strided(Positioned):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (self.position(batch, query) - key) % self.step == 0
 
-    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
-        least = rows[0] + offset - columns[-1]
-        most = rows[-1] + offset - columns[0]
-        first_multiple = -(-least // self.step) * self.step
-        if first_multiple > most:
-            return Tile.EMPTY
-        return Tile.FULL if self.step == 1 or least == most else Tile.PARTIAL
+    def verdict_on(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        least, most = top - right, bottom - left
+        seen = -(-least // self.step) * self.step <= most  # the first multiple of the step
+        return seen ^ True, seen & ((least == most) | (self.step == 1))
 
 
 class Chunk(Positioned):
@@ -179,12 +177,9 @@ class Chunk(Positioned):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.position(batch, query) // self.size == key // self.size
 
-    def coverage_at(self, offset: int, rows: range, columns: range) -> Tile:
-        first_row, last_row = (rows[0] + offset) // self.size, (rows[-1] + offset) // self.size
-        first_column, last_column = columns[0] // self.size, columns[-1] // self.size
-        if last_row < first_column or last_column < first_row:
-            return Tile.EMPTY
-        return Tile.FULL if first_row == last_row == first_column == last_column else Tile.PARTIAL
+    def verdict_on(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        top, bottom, left, right = (at // self.size for at in (top, bottom, left, right))
+        return (bottom < left) | (right < top), (top == bottom) & (top == left) & (top == right)
 
 
 class Prefix(Mask):
@@ -228,15 +223,13 @@ class Prefix(Mask):
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key < (lookup(self.n, batch) if isinstance(self.n, Tensor) else self.n)
 
-    def coverage(self, rows: range, columns: range) -> Tile:
-        return first_keys(self.n.tolist() if isinstance(self.n, Tensor) else [self.n], columns)
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict:
+        return first_keys(self.n.tolist() if isinstance(self.n, Tensor) else [self.n], left, right)
 
 
-def first_keys(lengths: list[int], columns: range) -> Tile:
-    """The coverage of columns if each batch index sees its first so many keys."""
-    if columns[-1] < min(lengths, default=0):
-        return Tile.FULL
-    return Tile.EMPTY if columns[0] >= max(lengths, default=0) else Tile.PARTIAL
+def first_keys(lengths: list[int], left: Any, right: Any) -> Verdict:
+    """The verdict on columns if each batch index sees its first so many keys."""
+    return left >= max(lengths, default=0), right < min(lengths, default=0)
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:

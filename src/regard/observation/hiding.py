@@ -48,7 +48,8 @@ class Hiding:
 def _not_full(mask: Mask, queries: range, keys: range) -> Iterator[range]:
     """The parts of the keys in which something is hidden, from left to right."""
     start = keys.start
-    for seen, tile in visible(mask, queries, keys, tuning.MIN_TILE_KEYS):
+    (found,) = visible(mask, [(queries, keys)], tuning.MIN_TILE_KEYS)
+    for seen, tile in found:
         if tile is Tile.FULL:
             if start < seen.start:
                 yield range(start, seen.start)

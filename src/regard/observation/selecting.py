@@ -9,6 +9,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.indexing import Indices, lookup
 from regard.masks import Mask, Tile
+from regard.masks.algebra import Verdict
 from regard.rules import Rule
 from regard.shapes import Grid
 
@@ -95,6 +96,9 @@ class HeadsMask(_Selected, Mask):
 
     def coverage(self, rows: range, columns: range) -> Tile:
         return self.mask.tile(rows, columns)
+
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        return self.mask.verdict(top, bottom, left, right)
 
 
 class HeadsBias(_Selected, Bias):

@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
-from regard.indexing import hull, split_at
+from regard.indexing import hull, merged, split_at
 from regard.masks import EVERYTHING, Band, Mask
 from regard.masks.planning import by_batch, visible
 from regard.observation import tuning
@@ -214,16 +214,9 @@ def _visible_keys(mask: Mask, queries: range, keys: range, step: int, edge: int 
     Args:
         edge: keys in the smallest part; None: `MIN_TILE_KEYS`.
     """
-    pending: range | None = None
-    for found, _ in visible(mask, queries, keys, tuning.MIN_TILE_KEYS if edge is None else edge):
-        if pending is not None and found.start == pending.stop:
-            pending = range(pending.start, found.stop)
-            continue
-        if pending is not None:
-            yield from split_at(pending, keys.start, step)
-        pending = found
-    if pending is not None:
-        yield from split_at(pending, keys.start, step)
+    (found,) = visible(mask, [(queries, keys)], tuning.MIN_TILE_KEYS if edge is None else edge)
+    for span in merged(columns for columns, _ in found):
+        yield from split_at(span, keys.start, step)
 
 
 def _height(mask: Mask, queries: range, keys: range, most: int, step: int, heads: int) -> int:

@@ -5,8 +5,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
+from regard.indexing import merged
 from regard.masks import Mask
-from regard.parallel.seen import joined, seen_keys
+from regard.parallel.seen import seen_keys
 from regard.parallel.work import Work, tile_edge
 
 SCORES_PER_KEY = 1000.0
@@ -98,4 +99,4 @@ def _dealt(runs: Sequence[range], work: Sequence[float], ranks: int) -> Ranges:
 def _received(mask: Mask, ranges: Ranges, rank: int) -> int:
     """How many keys a rank receives."""
     others = [part for other, held in enumerate(ranges) if other != rank for part in held]
-    return sum(map(len, seen_keys(mask, ranges[rank], joined(others), len(ranges), looks=False)))
+    return sum(map(len, seen_keys(mask, ranges[rank], merged(others), len(ranges), looks=False)))

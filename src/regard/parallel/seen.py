@@ -1,21 +1,25 @@
 """Which keys some queries may see, and how many scores that makes: asked of masks by rectangles, never by cells."""
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from regard.indexing import merged, split_at
 from regard.masks import Mask, Tile
-from regard.masks.planning import factors, product_of
+from regard.masks.planning import factors, product_of, visible
 
 KEY_STEP = 32
 """Keys in the smallest tile for which a mask is asked: so many more than needed may be sent at the edge of a window."""
 
-MAX_QUESTIONS = 1 << 18
-"""Rectangles about which a mask is asked for one range of queries and one of keys, divided by the number of ranks: a
-mask that hides keys here and there everywhere, as a stride does, would be asked about as many as there are keys."""
+KEYS_LOOKED_AT = 128
+"""Keys of which all cells are looked at together, where another part of the mask has already hidden some: of large
+rectangles, a mask without a closed form says nothing."""
+
+MAX_QUESTIONS = 1 << 20
+"""Rectangles about which a mask is asked, divided by the number of ranks: one that hides keys here and there
+everywhere, as a stride does, would be asked about as many as there are keys."""
 
 MIN_QUESTIONS = 256
-"""The least of that: enough for the ends of some dozen ranges of keys among ten million."""
+"""The least for one range of queries and one of keys: enough for the ends of a dozen ranges among ten million keys."""
 
 
 def seen_keys(
@@ -31,42 +35,17 @@ def seen_keys(
     """
     closed = product_of(part for part in factors(mask) if part.closed_form)
     by_looking = [part for part in factors(mask) if looks and not part.closed_form]
-    questions = max(MIN_QUESTIONS, MAX_QUESTIONS // ranks)
+    pairs = [(rows, piece) for rows in queries for piece in held]
+    questions = max(MIN_QUESTIONS * len(pairs), MAX_QUESTIONS // ranks)
 
     found = [
         columns
-        for rows in queries
-        for piece in held
-        for columns in _visible(closed, rows, piece, questions)
+        for (rows, piece), parts in zip(pairs, visible(closed, pairs, KEY_STEP, questions), strict=True)
+        for part, _ in parts
+        for columns in (split_at(part, piece.start, KEYS_LOOKED_AT) if by_looking and part != piece else [part])
         if all(other.tile(rows, columns) is not Tile.EMPTY for other in by_looking)
     ]
-    return joined(found)
-
-
-def _visible(mask: Mask, rows: range, piece: range, questions: int) -> Iterator[range]:
-    """The nonempty parts of a range of keys, halved until a mask is sure, they are small, or it was asked too often."""
-    todo = deque([piece])
-    while todo:
-        columns = todo.popleft()
-        tile = mask.tile(rows, columns)
-        questions -= 1
-        if tile is Tile.EMPTY:
-            continue
-        if tile is Tile.FULL or len(columns) <= KEY_STEP or questions <= len(todo):
-            yield columns
-            continue
-        half = columns.start + -(-len(columns) // (2 * KEY_STEP)) * KEY_STEP
-        todo += [range(columns.start, half), range(half, columns.stop)]
-
-
-def joined(ranges: Iterable[range]) -> list[range]:
-    """The same numbers as ranges in order that neither touch nor overlap."""
-    found: list[range] = []
-    for part in sorted(ranges, key=lambda part: part.start):
-        if found and part.start <= found[-1].stop:
-            part = range(found[-1].start, max(found.pop().stop, part.stop))
-        found.append(part)
-    return found
+    return merged(found)
 
 
 def trimmed(mask: Mask, queries: range, keys: range) -> tuple[range, range] | None:

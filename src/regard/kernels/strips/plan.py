@@ -18,19 +18,25 @@ strips at equal distances are computed as one batch of views (`grouping`).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import reduce
+from itertools import chain, islice, repeat
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.indexing import hull, merged
 from regard.kernels.strips import tuning
 from regard.masks import EVERYTHING, Band, Mask, Prefix, Strided, Tile
+from regard.masks.algebra import Verdict
 from regard.masks.planning import common_keys, factors, product_of, visible
+
+MAX_PARTS = 1 << 20
+"""Smallest parts of strips about which a mask may have to be asked at once: some dozen MB."""
 
 
 class Kind(Enum):
@@ -115,37 +121,74 @@ def cut(
     prefixes = {part.n for part in mask.leaves() if isinstance(part, Prefix) and isinstance(part.n, int)}
     starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
     breaks = breaks | {start for start, at in starts if _causal_at(at, mask, range(start, query_len), key_len)}
-    for segment in _segments(sorted(breaks), query_len):
-        square = next((found for at in diagonals if (found := _causal_at(at, mask, segment, key_len))), None)
-        if square is not None:
-            diagonal, before = square
-            yield Strip(batch_index, segment, (diagonal,), Kind.CAUSAL)
-            if before:
-                yield Strip(batch_index, segment, (before,), Kind.FULL, merges=True)
-            continue
-        if by.short is not None:
-            shared = common_keys(mask, segment, key_len)
-            if shared is not None:
-                for queries in _split(segment, by.max_queries) if by.holds else (segment,):
-                    yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
-                continue
-        high = _height(mask, segment, key_len, by)
+    segments = [*_segments(sorted(breaks), query_len)]
+    squares = [_square(mask, segment, key_len, batch_index, diagonals) for segment in segments]
+    others = [segment for segment, square in zip(segments, squares, strict=True) if not square]
+    known = _shared(mask, others, key_len, by) if by.short is not None else [None] * len(others)
+    apart = [segment for segment, shared in zip(others, known, strict=True) if shared is None]
+    shared_keys, cut_up = iter(known), _cut_up(mask, apart, key_len, batch_index, by)
+    for segment, square in zip(segments, squares, strict=True):
+        if square:
+            yield from square
+        elif (shared := next(shared_keys)) is None:
+            yield from next(cut_up)
+        else:
+            for queries in _split(segment, by.max_queries) if by.holds else (segment,):
+                yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
+
+
+def _square(mask: Mask, segment: range, key_len: int, batch_index: int | None, diagonals: Iterable[int]) -> list[Strip]:
+    """The causal square of a segment of queries, and the keys before it that all of them see; none if it is no such."""
+    found = next((found for at in diagonals if (found := _causal_at(at, mask, segment, key_len))), None)
+    if found is None:
+        return []
+    diagonal, before = found
+    strips = [Strip(batch_index, segment, (diagonal,), Kind.CAUSAL)]
+    return [*strips, Strip(batch_index, segment, (before,), Kind.FULL, merges=True)] if before else strips
+
+
+def _shared(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOptions) -> list[range | None]:
+    """The keys that queries of a segment see, if they are consecutive and the same for all of them; else None."""
+    every = range(key_len)
+    found: list[range | None] = []
+    for segment, parts in zip(
+        segments, visible(mask, [(part, every) for part in segments], tuning.KEY_STEP), strict=True
+    ):
+        spans, partial = _spans_of(parts)
+        if len(spans) > 1 or partial > 2 * tuning.KEY_STEP:  # more than an edge on either side
+            found.append(None)
+        else:
+            found.append(common_keys(mask, segment, spans[0].stop, spans[0].start) if spans else range(0))
+    return found
+
+
+def _cut_up(
+    mask: Mask, segments: Sequence[range], key_len: int, batch_index: int | None, by: PlanOptions
+) -> Iterator[list[Strip]]:
+    """The strips of each segment, of its cheapest height."""
+    every = range(key_len)
+    heights = _heights(mask, segments, key_len, by)
+    cuts = [[*_split(part, high)] or [part] for part, high in zip(segments, heights, strict=True)]
+    rectangles = [(queries, every) for cut in cuts for queries in cut]
+    at_a_time = max(1, MAX_PARTS // (1 + key_len // tuning.KEY_STEP))
+    found = chain.from_iterable(
+        visible(mask, rectangles[at : at + at_a_time], tuning.KEY_STEP) for at in range(0, len(rectangles), at_a_time)
+    )
+    for cut in cuts:
+        strips: list[Strip] = []
         spans: list[range] = []
-        for start in range(segment.start, max(segment.stop, segment.start + 1), high):
-            queries = range(start, min(start + high, segment.stop))
-            places = _keys_near(spans, len(queries), key_len)
-            spans, full = [], True
-            for columns, tile in (
-                found for place in places for found in visible(mask, queries, place, tuning.KEY_STEP)
-            ):
-                full = full and tile is Tile.FULL
-                if spans and spans[-1].stop == columns.start:
-                    spans[-1] = range(spans[-1].start, columns.stop)
-                else:
-                    spans.append(columns)
-            if by.together and len(spans) > 1:
-                spans = [*(_exactly(mask, queries, span) for span in spans[:-1]), spans[-1]]
-            yield Strip(batch_index, queries, tuple(spans) or (range(0),), Kind.FULL if full and spans else Kind.MASKED)
+        for queries, parts in zip(cut, islice(found, len(cut)), strict=True):
+            before, (spans, partial) = spans, _spans_of(parts)
+            if by.together:
+                spans, _ = _exactly(mask, queries, spans, before)
+            kind = Kind.MASKED if partial or not spans else Kind.FULL
+            strips.append(Strip(batch_index, queries, tuple(spans) or (range(0),), kind))
+        yield strips
+
+
+def _spans_of(parts: Sequence[tuple[range, Tile]]) -> tuple[list[range], int]:
+    """Visible parts as spans that do not touch, and how many of their keys some queries may not see."""
+    return merged(columns for columns, _ in parts), sum(len(columns) for columns, tile in parts if tile is Tile.PARTIAL)
 
 
 def joined(strips: Iterable[Strip]) -> Iterator[Strip]:
@@ -186,9 +229,10 @@ def _cut_by_looking(
     """The strips of a mask without closed form: the mask is evaluated for a whole strip at a time."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
     breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
-    for queries in (part for segment in _segments(breaks, query_len) for part in _split(segment, by.max_queries)):
-        near = [columns for columns, _ in visible(closed, queries, range(key_len), tuning.KEY_STEP)] or [range(0)]
-        keys = range(near[0].start, near[-1].stop)
+    blocks = [part for segment in _segments(breaks, query_len) for part in _split(segment, by.max_queries)]
+    near = visible(closed, [(queries, range(key_len)) for queries in blocks], tuning.KEY_STEP)
+    for queries, parts in zip(blocks, near, strict=True):
+        keys = hull([columns for columns, _ in parts] or [range(0)])
         allowed = mask.allowed(queries, keys)
         if allowed.is_meta or not allowed.numel():
             yield Strip(batch_index, queries, (keys,), Kind.MASKED)
@@ -255,12 +299,30 @@ def _spans(seen: bytes, keys: range) -> list[range]:
     return spans
 
 
-def _exactly(mask: Mask, queries: range, span: range) -> range:
-    """The visible keys of a span, if they are the same for all queries; else the span."""
-    if mask.tile(queries, span) is Tile.FULL or not mask.closed_form:
-        return span
-    shared = common_keys(mask, queries, span.stop, span.start)
-    return shared or span
+def _exactly(mask: Mask, queries: range, spans: list[range], before: Sequence[range] = ()) -> tuple[list[range], bool]:
+    """Spans of which all but the last hold exactly the keys that all queries see, as a prefix does, until one cannot;
+    and whether all of those do, so that they can be a strip of their own.
+
+    Args:
+        before: the spans of the queries before these, whose prefix is probably the same.
+    """
+    exact: list[range] = []
+    for span, likely in zip(spans[:-1], chain(before, repeat(range(0))), strict=False):
+        shared: range | None = likely
+        if not likely or not _are_exactly(mask, queries, span, likely):
+            shared = common_keys(mask, queries, span.stop, span.start)
+        if not shared:
+            return [*exact, *spans[len(exact) :]], False
+        exact.append(shared)
+    return [*exact, *spans[-1:]], True
+
+
+def _are_exactly(mask: Mask, queries: range, span: range, keys: range) -> bool:
+    """Whether all queries see these keys of a span, and no query others of it."""
+    if keys.start < span.start or keys.stop > span.stop or mask.tile(queries, keys) is not Tile.FULL:
+        return False
+    outside = range(span.start, keys.start), range(keys.stop, span.stop)
+    return all(mask.tile(queries, part) is Tile.EMPTY for part in outside)
 
 
 def _causal_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[range, range] | None:
@@ -286,18 +348,29 @@ def _diagonal(mask: Mask | Tile) -> int | None:
     return mask.offset + mask.after
 
 
-def _height(mask: Mask, segment: range, key_len: int, by: PlanOptions) -> int:
-    """The cheapest strip height for a segment, estimated at its middle."""
-    if by.short is None or len(segment) <= tuning.MIN_STRIP_QUERIES:
-        return by.max_queries
-
-    def cost(height: int) -> float:
-        start = segment.start + len(segment) // 2 // height * height
-        seen = visible(mask, range(start, min(start + height, segment.stop)), range(key_len), tuning.KEY_STEP)
-        return by.cost(height, sum(len(columns) for columns, _ in seen)) / height
-
+def _heights(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOptions) -> list[int]:
+    """The cheapest strip height for each segment, estimated at its middle."""
     heights = [by.max_queries >> n for n in range(by.max_queries.bit_length())]
-    return min((height for height in heights if height == heights[0] or height >= tuning.KEY_STEP), key=cost)
+    heights = [height for height in heights if height == heights[0] or height >= tuning.KEY_STEP]
+
+    def middle(segment: range, height: int) -> range:
+        start = segment.start + len(segment) // 2 // height * height
+        return range(start, min(start + height, segment.stop))
+
+    def cost(queries: range, height: int, parts: Sequence[tuple[range, Tile]]) -> float:
+        spans, _ = _spans_of(parts)
+        copied = by.together and not _exactly(mask, queries, spans)[1]
+        return by.cost(height, sum(map(len, spans)), copied=copied) / height
+
+    estimated = [part for part in segments if by.short is not None and len(part) > tuning.MIN_STRIP_QUERIES]
+    asked = [(middle(part, height), height) for part in estimated for height in heights]
+    found = visible(mask, [(queries, range(key_len)) for queries, _ in asked], tuning.KEY_STEP)
+    costs = [cost(*one, parts) for one, parts in zip(asked, found, strict=True)]
+    cheapest = {}
+    for number, part in enumerate(estimated):
+        of_part = costs[number * len(heights) : (number + 1) * len(heights)]
+        cheapest[part] = heights[of_part.index(min(of_part))]
+    return [cheapest.get(part, by.max_queries) for part in segments]
 
 
 def cut_by_residue(
@@ -308,9 +381,13 @@ def cut_by_residue(
     rest = product_of(part for part in factors(mask) if part is not strided)
     step, offset = strided.step, strided.offset
     assert isinstance(offset, int)  # checked by `is_strided`
+    known: dict[tuple[Mask, int, int], list[Strip]] = {}
     for first in range(min(step, query_len)):
         queries, keys = range(first, query_len, step), range((first + offset) % step, key_len, step)
-        for strip in cut(_thinned(rest, queries, keys), len(queries), len(keys), batch_index, by=by):
+        thinned = _thinned(rest, queries, keys), len(queries), len(keys)
+        if thinned not in known:  # most residues see the same
+            known[thinned] = [*cut(*thinned, batch_index, by=by)]
+        for strip in known[thinned]:
             spans = tuple(keys[span.start : span.stop] for span in strip.spans)
             yield replace(strip, queries=queries[strip.queries.start : strip.queries.stop], spans=spans)
 
@@ -351,6 +428,13 @@ class _Thinned(Mask):
         queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]
         return self.mask.tile(range(queries[0], queries[-1] + 1), range(keys[0], keys[-1] + 1))
 
+    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
+        (top, bottom), (left, right) = (
+            (side.start + first * side.step, side.start + last * side.step)
+            for side, first, last in ((self.queries, top, bottom), (self.keys, left, right))
+        )
+        return self.mask.verdict(top, bottom, left, right)
+
 
 def is_strided(mask: Mask, query_len: int) -> bool:
     """Whether exactly one factor of the mask is strided, with enough queries per residue."""
@@ -376,17 +460,3 @@ def _segments(breaks: list[int], length: int) -> Iterator[range]:
 def _split(queries: range, high: int) -> Iterator[range]:
     """Blocks of `high` queries."""
     return (queries[start : start + high] for start in range(0, len(queries), high))
-
-
-def _keys_near(spans: Iterable[range], moved: int, key_len: int) -> Iterator[range]:
-    """All keys, split around the spans of the previous strip, so that the parts in between are probably empty."""
-    start = 0
-    for span in spans:
-        stop = min(key_len, span.start + -(-(len(span) + moved) // tuning.KEY_STEP) * tuning.KEY_STEP)
-        if span.start > start:
-            yield range(start, span.start)
-        if stop > max(start, span.start):
-            yield range(max(start, span.start), stop)
-        start = max(start, stop)
-    if start < key_len:
-        yield range(start, key_len)
