@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import regard
-from regard import Causal, bench
+from regard import Causal, bench, matmul
 from regard.bench import Task
 from regard.bench.device import seconds_of
 
@@ -66,7 +66,7 @@ def yardsticks(shrink: int) -> dict[str, Callable[[], object]]:
     size = MULTIPLIED // shrink
     left, right = torch.randn(2, size, size)
     matrix, vector = torch.randn(READ // shrink // size, size), torch.randn(size)
-    return {"multiplying": lambda: left @ right, "reading": lambda: matrix @ vector}
+    return {"multiplying": lambda: matmul.bmm(left[None], right[None]), "reading": lambda: matrix @ vector}
 
 
 def timed(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

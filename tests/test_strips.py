@@ -884,13 +884,13 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
     assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(query), model(query))
 
 
-def test_a_plan_says_why_strips_are_faster_than_torchs_causal_form(monkeypatch):
+def test_a_plan_says_why_strips_are_faster_than_torchs_function(monkeypatch):
     short = torch.zeros(1, 4, 512, 4)
     monkeypatch.setattr(products, "pay", lambda *given, **more: given[3] == 512)
-    assert "little over half" in plan(short, short, short, mask=Causal()).why
+    assert plan(short, short, short, mask=Causal()).why.startswith("plain products of matrices take less time")
     planned = plan(*(short.bfloat16(),) * 3)
     assert planned.kernel == "strips"
-    assert "plain matrix products" in planned.why
+    assert "plain products" in planned.why
     assert planned.others["sdpa"] == "supported, but strips is preferred"
 
 

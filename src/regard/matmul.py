@@ -66,9 +66,9 @@ def baddbmm(
 def _by_onednn(first: Tensor, second: Tensor) -> bool:
     return (
         first.dtype is second.dtype is torch.float32
+        and not tracing()
         and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and first.device.type == "cpu"
-        and not tracing()
         and _MATMUL.fp32_precision in ("none", "ieee")  # whoever asked for less precision gets it
         and onednn_is_faster()
     )

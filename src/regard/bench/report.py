@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 import regard
+from regard import matmul, processor
 from regard.bench.device import described
 from regard.bench.memory import in_one_line
 from regard.bench.task import CPU, Task, name_of
@@ -36,21 +36,13 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
 
         versions["x-transformers"] = version("x-transformers")
     return {
-        "processor": _processor(),
+        "processor": processor.name(),
         "threads": torch.get_num_threads(),
+        "products": "oneDNN" if matmul.onednn_is_faster() else "MKL",
         "python": platform.python_version(),
         **versions,
         **described(device),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = re.search(r"model name\s*:\s*(.+)", file.read())
-    except OSError:
-        name = None
-    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
 def run(

@@ -49,7 +49,7 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function reads a finished table of biases as it is",
-        _in_process(sdpa.reads_a_table),
+        _in_process(lambda call: sdpa.reads_a_table(call) and not strips_kernel.products_pay_alone(call)),
     ),
     Preference(
         sdpa.KERNEL,
@@ -58,12 +58,7 @@ PREFERENCES = (
     ),
     Preference(
         strips.KERNEL,
-        "at this length torch's causal kernel computes nearly every score, and strips little over half of them",
-        _in_process(lambda call: call.query.dtype == torch.float32 and strips_kernel.products_pay_alone(call)),
-    ),
-    Preference(
-        strips.KERNEL,
-        "rows are short enough for plain matrix products, which are faster in half precision here",
+        "plain products of matrices take less time here than torch's own function",
         _in_process(strips_kernel.products_pay_alone),
     ),
     Preference(

@@ -146,20 +146,23 @@ class AddedToStrip:
         """Whether some query may see no key at all, as far as is known without looking at numbers."""
         return self.call.hides or (self._hidden is not None and self._hidden.queries is not None)
 
-    def reversed_tile(self, query: Tensor) -> Tensor | None:
-        """All of it with the last query first, as a view of the row of numbers by distance; None if that is not all.
+    def turn(self, query: Tensor) -> bool:
+        """Makes the tile one of the last query first, if all of it is a view of the row of numbers by distance then;
+        whether it did.
 
-        A tile that is constant along its diagonals is, with its rows reversed, a window that moves over one row. None
-        also if the tile is smaller than the strip's query and output, which would have to be reversed for it: it serves
-        all batch indices and all equal strips.
+        A tile that is constant along its diagonals is, with its rows reversed, a window that moves over one row. Not
+        done if the tile is smaller than the strip's query and output, which have to be reversed for it: it serves all
+        batch indices and all equal strips.
         """
         call, strip = self.call, self.strip
+        if call._row is None or call._given or call.wanted or self._made is not None or self._hidden is not None:
+            return False
+        if len(strip.spans) > 1 or not strip.queries.step == strip.spans[0].step == 1:
+            return False
         if len(strip.queries) + strip.keys <= 2 * query.shape[3] * query.shape[0]:
-            return None
-        others = call._given or self._made is not None or self._hidden is not None
-        if call._row is None or others or len(strip.spans) > 1 or not strip.queries.step == strip.spans[0].step == 1:
-            return None
-        return self._diagonals(call._row, strip.spans[0]).unfold(-1, strip.keys, 1)
+            return False
+        self._tiles = [self._diagonals(call._row, strip.spans[0]).unfold(-1, strip.keys, 1)]
+        return True
 
     def _diagonals(self, row: Tensor, span: range) -> Tensor:
         """The numbers of a row on the diagonals of the strip's queries and a span, lowest left corner first."""

@@ -16,7 +16,7 @@ from regard.dropout import Dropout
 from regard.kernels import fused
 from regard.kernels.hidden import Hidden, harmless
 from regard.kernels.strips import products
-from regard.kernels.strips.added import Added, is_by_distance
+from regard.kernels.strips.added import Added
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, Strip
@@ -26,9 +26,12 @@ from regard.scores import Scoring
 
 
 class Part(StripView):
-    """One strip of a call: its tensors, bias and mask as numbers, and which queries and keys are fully masked."""
+    """One strip of a call: its tensors, bias and mask as numbers, and which queries and keys are fully masked.
 
-    def __init__(self, strip: Strip, added: Added, dropout: Dropout | None, careful: bool) -> None:
+    Its queries are computed from first to last, or turned: from last to first.
+    """
+
+    def __init__(self, strip: Strip, query: Tensor, added: Added, dropout: Dropout | None, careful: bool) -> None:
         super().__init__(strip)
         scoring = added.scoring
         self.added = added.of(strip)
@@ -37,6 +40,7 @@ class Part(StripView):
             whole = self.added.whole()
             assert whole is not None
             self._hidden = Hidden(~whole.isneginf())
+        self._turned = dropout is None and strip.kind is not Kind.CAUSAL and self.added.turn(query)
         self.formula = products.Formula(
             scale=scoring.scale,
             causal=strip.kind is Kind.CAUSAL,
@@ -46,10 +50,27 @@ class Part(StripView):
             additive=scoring.additive,
         )
 
+    def by_query(self, tensor: Tensor) -> Tensor:
+        """The strip's part of a per-query tensor, in the order in which queries are computed."""
+        return self.turned(self.of_query(tensor))
+
+    def turned(self, part: Tensor) -> Tensor:
+        """From the order of the call to that in which queries are computed, or back."""
+        return part.flip(2) if self._turned else part
+
+    def set_query(self, tensor: Tensor, part: Tensor) -> None:
+        """Writes what was changed in a copy of the strip's queries back."""
+        if self._turned:
+            self.of_query(tensor).copy_(part.flip(2))
+
+    def result_like(self, part: Tensor) -> Tensor:
+        """What a result is written into that belongs there: the part itself, or new numbers."""
+        return torch.empty_like(part) if self.strip.merges or self._turned else part
+
     def safe_query(self, tensor: Tensor) -> Tensor:
-        """The strip's queries; fully masked ones are zeroed if they could affect anything."""
+        """The strip's queries, likewise; fully masked ones are zeroed if they could affect anything."""
         query = self.of_query(tensor)
-        return query if self._hidden is None else zero_empty_queries(query, self._hidden.allowed)
+        return self.turned(query if self._hidden is None else zero_empty_queries(query, self._hidden.allowed))
 
     def safe_key(self, tensor: Tensor) -> Tensor:
         """The strip's keys or values; fully masked ones are zeroed, likewise."""
@@ -69,7 +90,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (incomplete if it is not wanted)."""
     size = value.shape[3]
-    by_flash, by_distance = flash_can(query, scoring, dropout), is_by_distance(scoring)
+    by_flash = flash_can(query, scoring, dropout)
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
@@ -81,16 +102,15 @@ def forward(
     lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
     needs_lse = wants_lse or sink is not None or plan.merges
     for strip in _not_empty(plan, query):
-        part = Part(strip, added, dropout, careful)
+        part = Part(strip, query, added, dropout, careful)
         three = part.safe_query(query), part.safe_key(key), part.safe_key(value)
         to_output, to_lse = part.of_query(output), part.of_query(lse)
-        if not by_flash or (not by_distance and products_pay(strip, query, key)):
-            result, part_lse = to_output, to_lse
-            if strip.merges:
-                result, part_lse = torch.empty_like(to_output), torch.empty_like(to_lse)
+        if not by_flash or products_pay(strip, query, key):
+            result, part_lse = part.result_like(to_output), part.result_like(to_lse)
             products.attend(*three, part.formula, output=result, lse=part_lse if needs_lse else None)
         else:
             result, part_lse = _flash(*three, part)
+        result, part_lse = part.turned(result), part.turned(part_lse)
         if strip.merges:
             merge(to_output, to_lse, result, part_lse)
         elif result is not to_output:
@@ -122,7 +142,6 @@ def backward(
         grads: what those of query, key and value are added to, of lse's dtype; None: zeros.
     """
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
-    by_distance = is_by_distance(scoring)
     finite = finite_lse(lse)
     delta = (upcast(grad_output) * upcast(output)).sum(-1)
     if grad_lse is not None:
@@ -137,37 +156,41 @@ def backward(
     if grads is None:
         grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
     for strip in _not_empty(plan, query):
-        part = Part(strip, added, dropout, careful)
-        if not by_flash or (not by_distance and products_pay(strip, query, key, backward=True)):
+        part = Part(strip, query, added, dropout, careful)
+        if not by_flash or products_pay(strip, query, key, backward=True):
             alone = len(strip.spans) == 1 and not strip.overlaps  # no copy, and no number is in it twice
             to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
+            of_query = part.by_query(grads[0])
             products.gradients(
-                part.of_query(grad_output),
+                part.by_query(grad_output),
                 part.safe_query(query),
                 part.safe_key(key),
                 part.safe_key(value),
                 part.formula,
-                lse=part.of_query(finite),
-                delta=part.of_query(less_lse if whole_rows else delta),
+                lse=part.by_query(finite),
+                delta=part.by_query(less_lse if whole_rows else delta),
                 whole_rows=whole_rows,
-                grads=(part.of_query(grads[0]), to_key, to_value),
+                grads=(of_query, to_key, to_value),
             )
+            part.set_query(grads[0], of_query)
             part.added.finish()
             if not alone:
                 part.add_to_key(grads[1], to_key)
                 part.add_to_key(grads[2], to_value)
             continue
         q, k, v, out, grad = widen()
-        of_query, of_key, of_value = _flash_backward(
-            part.of_query(grad),
+        of_query, of_key, of_value = fused.flash_backward(
+            part.by_query(grad),
             part.safe_query(q),
             part.safe_key(k),
             part.safe_key(v),
-            part.of_query(out),
-            part.of_query(finite),
-            part,
+            part.by_query(out),
+            part.by_query(finite),
+            scale=scoring.scale,
+            is_causal=strip.kind is Kind.CAUSAL,
+            attn_mask=None if strip.kind is Kind.CAUSAL else part.added.whole(),
         )
-        part.of_query(grads[0]).add_(of_query[..., : query.shape[3]])
+        part.of_query(grads[0]).add_(part.turned(of_query[..., : query.shape[3]]))
         part.add_to_key(grads[1], of_key[..., : key.shape[3]])
         part.add_to_key(grads[2], of_value[..., : value.shape[3]])
     grad_sink = None if sink is None else gradient_of_sink(sink, lse, delta)
@@ -219,35 +242,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tenso
     scale = part.formula.scale
     if part.strip.kind is Kind.CAUSAL:
         return fused.flash(query, key, value, scale=scale, is_causal=True)
-    numbers = part.added.reversed_tile(query)
-    turned = numbers is not None
-    if turned:
-        query = query.flip(2)
-    else:
-        numbers = part.added.whole()
+    numbers = part.added.whole()
     output, lse = fused.flash(query, key, value, scale=scale, attn_mask=numbers)
     if numbers is not None and part.added.may_hide_all:
         nothing = lse == 0.0  # the operator's lse of a fully masked query, and by coincidence of others
         if bool(nothing.any()):
             empty = (numbers.amax(-1) == -math.inf).expand(lse.shape)
             output, lse = output.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
-    return (output.flip(2), lse.flip(2)) if turned else (output, lse)
-
-
-def _flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, part: Part
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a strip by torch's operator."""
-    scale, causal = part.formula.scale, part.strip.kind is Kind.CAUSAL
-    numbers = None if causal else part.added.reversed_tile(query)
-    if numbers is None:
-        five = grad, query, key, value, output, lse
-        return fused.flash_backward(*five, scale=scale, is_causal=causal, attn_mask=part.added.whole())
-    grad, query, output, lse = (tensor.flip(2) for tensor in (grad, query, output, lse))
-    of_query, of_key, of_value = fused.flash_backward(
-        grad, query, key, value, output, lse, scale=scale, attn_mask=numbers
-    )
-    return of_query.flip(2), of_key, of_value
+    return output, lse
 
 
 def _padded(tensor: Tensor, width: int) -> Tensor:

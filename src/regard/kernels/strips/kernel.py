@@ -127,9 +127,10 @@ def _is_causal(call: Call) -> bool:
 
 
 def _is_one_call_of_torchs(call: Call) -> bool:
-    scoring = call.scoring
-    plain = scoring.mask is None or scoring.mask is EVERYTHING or _is_causal(call)
-    return plain and scoring.bias is None and engine.flash_can(call.query, scoring, call.dropout)
+    mask, bias = call.scoring.mask_or_everything, call.scoring.bias
+    plain = bias is None and (mask is EVERYTHING or _is_causal(call))
+    reads_a_table = bias is not None and mask is EVERYTHING and is_given(call)
+    return (plain or reads_a_table) and engine.flash_can(call.query, call.scoring, call.dropout)
 
 
 def num_scores(call: Call) -> int:

@@ -43,7 +43,7 @@ def options(call: Call) -> PlanOptions:
     by_distance = flash and is_by_distance(scoring)
     in_full = not flash or call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
     short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
-    if products.by_onednn(call.query.dtype) and not by_distance:
+    if products.by_onednn(call.query.dtype):
         short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
     if not holds and call.dropout is None:

@@ -109,7 +109,7 @@ def scores_at_a_time() -> int:
 
 def rows_at_a_time(queries: int, keys: int, group: int) -> int:
     """Queries of each head in a piece, if `group` heads share a kv head."""
-    return max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (4 * max(1, keys) * group)))
+    return max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (max(1, keys) * group)))
 
 
 def rows_of_square(length: int, group: int) -> int:

@@ -53,7 +53,7 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if by_onednn(dtype):
-        return scores >= tuning.MIN_SCORES
+        return scores >= tuning.MIN_SCORES_BY_ONEDNN
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:

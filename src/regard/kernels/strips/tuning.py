@@ -72,5 +72,6 @@ MIN_STACK = 8
 
 MIN_SCORES = 1 << 17
 MIN_SCORES_BACKWARD = 1 << 15
+MIN_SCORES_BY_ONEDNN = 1 << 18
 """Fewest scores at a time for which plain products outweigh the cost of their calls. In bfloat16, torch's operator
 takes several times as long for the gradients of small matrices. Rows "8 documents", "window 256"."""
