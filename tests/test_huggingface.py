@@ -7,6 +7,7 @@ gets a mean from "eager" and 0 from regard.
 
 import copy
 import io
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -1327,3 +1328,28 @@ def test_the_package_asks_for_the_transformers_that_register_asks_for():
 def test_the_module_is_light_until_it_is_used():
     code = "import sys, regard.huggingface; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, static):
+    asked = []
+    monkeypatch.setattr(masks, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(masks, "_STEPS", {})
+    for step in range(70, 80):
+        length = 90 if static else step
+        real = torch.arange(length) >= torch.tensor([[0], [7], [step % 5]])
+        mask = LazyMask(Causal(step - 1) & Padding(real), (3, 1, length), torch.device("cpu"))
+        query, key, value = (
+            torch.randn(3, heads, n, 16, dtype=dtype) for heads, n in ((4, 1), (2, length), (2, length))
+        )
+        hidden = ~real | (torch.arange(length) >= step)
+        for tensor in (key, value):
+            tensor.masked_fill_(hidden[:, None, :, None], math.nan)
+        expected = regard.attention(query, key, value, mask=Causal(step - 1) & Padding(real), kernel="reference")
+        for _ in range(2):  # layers
+            assert_close(mask.attend(query, key, value, None, None), expected)
+    assert len(asked) == 1
+    alone = LazyMask(Causal(4) & Padding(torch.ones(3, 5, dtype=torch.bool)), (3, 1, 5), torch.device("cpu"))
+    alone.attend(query, key[:, :, :5].nan_to_num(), value[:, :, :5].nan_to_num(), None, None)
+    assert len(asked) == 1  # without padding it is a call without a mask

@@ -56,6 +56,12 @@ class Checked:
             scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
         return self._kernel.compute(Call(query, key, value, scoring, None, self._wants_lse))
 
+    def like(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> "Checked":
+        """The same with another mask, which is bound and hides something, and perhaps for another key_len."""
+        grid = self._scoring.grid._replace(key_len=key.shape[2])
+        scoring = replace(self._scoring, grid=grid, mask=mask)
+        return Checked(Call(query, key, value, scoring, None, self._wants_lse), self._kernel)
+
 
 def form_of(
     query: Tensor,

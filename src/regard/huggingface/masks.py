@@ -12,12 +12,15 @@ from regard.functional import attention, check_call, compute
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
-from regard.masks import Mask
-from regard.masks.planning import common_keys
+from regard.masks import Mask, Padding
+from regard.masks.planning import common_keys, factors, product_of
 from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
+
+_STEPS: dict[Form, Checked] = {}
+"""Calls of one query, by which those of the next steps are known."""
 
 
 class LazyMask(Lazy):
@@ -67,25 +70,63 @@ class LazyMask(Lazy):
 
         The mask is made for one step and never modified, so its structure is not part of the form.
         """
-        if query.shape[2] == 1 and self._one_query_sees is not None:  # a call like those of the steps before
-            if len(self._one_query_sees) < key.shape[2]:
-                seen = slice(self._one_query_sees.start, self._one_query_sees.stop)
-                key, value = key[:, :, seen], value[:, :, seen]
-            return attention(query, key, value, scale=scale, softcap=softcap)
+        padding = None
+        if query.shape[2] == 1 and self._one_query is not None:  # a call like those of the steps before
+            seen, padding = self._one_query
+            if len(seen) < key.shape[2]:
+                key, value = key[:, :, seen.start : seen.stop], value[:, :, seen.start : seen.stop]
+            if padding is None:
+                return attention(query, key, value, scale=scale, softcap=softcap)
         form = form_of(query, key, value, None, None, scale, softcap, None, None, 0.0, None, False, "auto")
         checked = None if form is None else self._checked.get(form)
         if checked is None:
-            call = check_call("attention", query, key, value, self.mask, None, scale, softcap, None, None)
-            kernel = choose(call)
-            checked = None if form is None else keep(self._checked, form, call, kernel)
-            if checked is None:
-                return compute(call, kernel)[0]
+            return self._first(form, query, key, value, scale, softcap, padding)
         return checked(query, key, value)[0]
 
+    def _first(
+        self,
+        form: Form | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        padding: Padding | None,
+    ) -> Tensor:
+        """The call of the first layer of that form. In writing it is like that of the step before, but with other
+        padding: then it is valid, and takes the same kernel."""
+        if form is not None and padding is not None and form in _STEPS:
+            checked = self._checked[form] = _STEPS[form].like(query, key, value, padding)
+            return checked(query, key, value)[0]
+        mask = self.mask if padding is None else padding
+        call = check_call("attention", query, key, value, mask, None, scale, softcap, None, None)
+        kernel = choose(call)
+        if form is not None:
+            keep(self._checked, form, call, kernel)
+            if padding is not None:
+                keep(_STEPS, form, call, kernel)
+        return compute(call, kernel)[0]
+
     @cached_property
-    def _one_query_sees(self) -> range | None:
-        """The keys that a single query sees, in every row and head, if they are consecutive and that costs little."""
-        return None if self.mask.varies_by_batch else common_keys(self.mask, range(1), self._made_for[2])
+    def _one_query(self) -> tuple[range, Padding | None] | None:
+        """The consecutive keys that a single query may see, and which of them are real in each row, if some are not;
+        None if the mask says more, or finding out costs much."""
+        batch, _, key_len, device = self._made_for
+        given: list[Padding] = []
+        rest: list[Mask] = []
+        for part in factors(self.mask):
+            if isinstance(part, Padding) and part.keys.dtype == torch.bool:
+                given.append(part)
+            else:
+                rest.append(part)
+        others = product_of(rest)
+        seen = None if others.varies_by_batch else common_keys(others, range(1), key_len)
+        if seen is None or len(given) > 1 or (given and device.type != "cpu"):
+            return None
+        if not given:
+            return seen, None
+        real = given[0].keys[:, seen.start : seen.stop]
+        return seen, None if bool(real.all()) else Padding(real)._with(_batch=batch, _device=device)
 
     def dense(self) -> Tensor:
         self._check_size()
