@@ -69,7 +69,9 @@ def main() -> None:
     with torch.inference_mode():
         for name, shape, dtype, theirs, ours in cases():
             tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
-            torch.testing.assert_close(ours(*tensors), theirs(*tensors))
+            # another kernel than torch's may round elsewhere
+            within = {"atol": 0.02, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+            torch.testing.assert_close(ours(*tensors), theirs(*tensors), **within)
             row = {"case": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
             row |= measure(lambda t=tensors, f=ours: f(*t), lambda t=tensors, f=theirs: f(*t), options.repeats)
             rows.append(row)
