@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, checked, matmul, measured, processor
-from regard.kernels.strips import products
+from regard.kernels.strips import products, tuning
 
 SETTING = torch.backends.mkldnn.matmul
 
@@ -45,17 +45,17 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("stack", [1, 3])
 @pytest.mark.parametrize("turned", [False, True], ids=["as it lies", "transposed"])
 def test_products_of_float32_are_as_exact_by_either_library(by_onednn, seen, stack, turned, into):
-    first, second, added = torch.randn(stack, 40, 300), torch.randn(stack, 300, 70), torch.randn(1, 40, 70)
+    first, second, added = torch.randn(stack, 40, 320), torch.randn(stack, 320, 72), torch.randn(1, 40, 72)
     if turned:
         first, second = first.mT.contiguous().mT, second.mT.contiguous().mT
     exact = first.double() @ second.double()
-    out = torch.full((stack, 40, 70), 9.0) if into else None
+    out = torch.full((stack, 40, 72), 9.0) if into else None
     found = matmul.bmm(first, second, out=out)
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
     assert out is None or found.data_ptr() == out.data_ptr()
     found = matmul.baddbmm(added, first, second, beta=-2.0, alpha=0.5)
     torch.testing.assert_close(found.double(), 0.5 * exact - 2.0 * added, rtol=0, atol=2e-4)
-    found = matmul.baddbmm(added.new_full((stack, 40, 70), torch.nan), first, second, beta=0.0, alpha=3.0, out=out)
+    found = matmul.baddbmm(added.new_full((stack, 40, 72), torch.nan), first, second, beta=0.0, alpha=3.0, out=out)
     torch.testing.assert_close(found.double(), 3.0 * exact, rtol=0, atol=6e-4)
     assert seen == ["bf16"] * 3
     assert SETTING.fp32_precision == "none"
@@ -70,7 +70,7 @@ def test_the_setting_of_the_process_is_put_back_after_an_error(by_onednn):
 def test_whoever_asks_torch_for_another_precision_gets_it(by_onednn, seen):
     SETTING.fp32_precision = "tf32"
     try:
-        matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 6))
+        matmul.bmm(torch.randn(2, 8, 8), torch.randn(2, 8, 8))
         assert seen == [SETTING.fp32_precision] == ["tf32"]
     finally:
         SETTING.fp32_precision = "none"
@@ -78,15 +78,21 @@ def test_whoever_asks_torch_for_another_precision_gets_it(by_onednn, seen):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_other_dtypes_are_left_to_torch(by_onednn, seen, dtype):
-    matmul.bmm(torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 4, 6, dtype=dtype))
+    matmul.bmm(torch.randn(2, 8, 8, dtype=dtype), torch.randn(2, 8, 8, dtype=dtype))
     assert seen == ["none"]
 
 
 def test_small_products_are_left_to_torch(by_onednn, seen, monkeypatch):
-    monkeypatch.setattr(matmul, "MIN_PRODUCTS", 3 * 4 * 6 + 1)
-    matmul.bmm(torch.randn(1, 3, 4), torch.randn(1, 4, 6))
-    matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 6))
+    monkeypatch.setattr(matmul, "MIN_PRODUCTS", 8**3 + 1)
+    matmul.bmm(torch.randn(1, 8, 8), torch.randn(1, 8, 8))
+    matmul.bmm(torch.randn(2, 8, 8), torch.randn(2, 8, 8))
     assert seen == ["none", "bf16"]
+
+
+def test_odd_shapes_are_left_to_torch(by_onednn, seen):
+    for rows, middle, columns in ((1100, 64, 64), (64, 1100, 64), (64, 64, 1100), (1152, 64, 1024)):
+        matmul.bmm(torch.randn(1, rows, middle), torch.randn(1, middle, columns))
+    assert seen == ["none", "none", "none", "bf16"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -209,3 +215,41 @@ def test_products_are_preferred_where_onednn_is_faster(monkeypatch):
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
     monkeypatch.setattr(processor, "MKL", True)
     assert products.pay(*asked, causal=False, backward=False)
+
+
+@pytest.mark.parametrize("length", [70, 131, 300, 517, 1100])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"mask": Causal()}, {"mask": Causal(), "softcap": 9.0}, {"bias": "dense"}, {"bias": "trained"}],
+    ids=str,
+)
+def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypatch, given, length):
+    monkeypatch.setattr(products, "pay", lambda *given, **more: True)
+    monkeypatch.setattr(tuning, "SQUARE_QUERIES", range(64, 64))
+    seen = set()
+
+    def watching(real):
+        def watched(*given, **more):
+            first, second = given[-2:]
+            if SETTING.fp32_precision == "bf16":
+                seen.update((first.shape[-2], first.shape[-1], second.shape[-1]))
+            return real(*given, **more)
+
+        return watched
+
+    for name in ("bmm", "baddbmm", "mm", "addmm"):
+        monkeypatch.setattr(torch, name, watching(getattr(torch, name)))
+    tensors = [torch.randn(1, heads, length, 24).requires_grad_() for heads in (4, 2, 2)]
+    bias = torch.randn(4, length, length, requires_grad=given.get("bias") == "trained")
+    given = {**given, "bias": bias} if "bias" in given else given
+    learning = [*tensors, bias] if bias.requires_grad else tensors
+    towards = torch.randn(1, 4, length, 24)
+    ours = attention(*tensors, kernel="strips", **given)
+    grads = torch.autograd.grad(ours, learning, towards)
+    assert seen
+    assert all(matmul.is_regular(size) for size in seen)
+    exact = [tensor.double() for tensor in tensors]
+    right = attention(*exact, kernel="reference", **given)
+    torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-5)
+    for mine, theirs in zip(grads, torch.autograd.grad(right, learning, towards.double()), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-5)

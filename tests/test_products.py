@@ -173,8 +173,9 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
 
 
 def test_a_causal_square_is_counted_as_it_is_computed():
-    assert products.scores_of_square(256, 1) == 128 * 128 + 128 * 256
-    assert products.scores_of_square(200, 1) == 128 * 128 + 72 * 200
-    assert products.scores_of_square(2048, 1) == 256 * 256 * 36  # an eighth at a time
+    single = torch.float32
+    assert products.scores_of_square(256, 1, single) == 128 * 128 + 128 * 256
+    assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 200
+    assert products.scores_of_square(2048, 1, single) == 256 * 256 * 36  # an eighth at a time
     held = 2 * pieces.scores_at_a_time()
     assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1) == held

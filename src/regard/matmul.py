@@ -63,10 +63,29 @@ def baddbmm(
         _MATMUL.fp32_precision = before
 
 
+def regular(length: int) -> int:
+    """The next length that is one of eight between two powers of two.
+
+    oneDNN compiles a product for every shape anew, which takes about as long as a small product and is kept, with most
+    of a megabyte. So lengths that vary from call to call are padded to one of few, and odd ones are left to MKL.
+
+    >>> regular(100), regular(1000), regular(1025)
+    (104, 1024, 1152)
+    """
+    step = max(8, (1 << length.bit_length()) // 16)
+    return -(-length // step) * step
+
+
+def is_regular(length: int) -> bool:
+    """Whether it is one of these."""
+    return regular(length) == length
+
+
 def _by_onednn(first: Tensor, second: Tensor) -> bool:
     return (
         first.dtype is second.dtype is torch.float32
         and not tracing()
+        and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
         and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and first.device.type == "cpu"
         and _MATMUL.fp32_precision in ("none", "ieee")  # whoever asked for less precision gets it

@@ -23,7 +23,7 @@ def num_scores(strip: Strip, call: Call) -> int:
         by_products = not flash or engine.products_pay(strip, call.query, call.key)
         group = grid.heads // call.key.shape[1]
         by_torch = fused.causal_scores(strip.keys, strip.keys)
-        of_one = products.scores_of_square(strip.keys, group) if by_products else by_torch
+        of_one = products.scores_of_square(strip.keys, group, call.query.dtype) if by_products else by_torch
     return of_one * strip.times * grid.heads * (grid.batch if strip.batch_index is None else 1)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.strips import tuning
+from regard.matmul import regular
 from regard.numerics import upcast
 
 
@@ -39,10 +40,13 @@ def pieces(
     causal: bool,
     spaces: int,
     apart: bool,
+    padded: bool = False,
 ) -> Iterator[Piece]:
     """The pieces of a strip, each with at most `scores_at_a_time` scores, unless one head's rows have more.
 
     Args:
+        padded: whether the first two per-key tensors have a regular number of keys, and so shall those of a piece; all
+            other tensors end with the last key.
         spaces: numbers per score in the buffer. apart: take batch indices one by one, and report which.
         others: as in `Piece`, for the whole strip.
     """
@@ -52,13 +56,13 @@ def pieces(
     if not queries or not keys or not batch:
         return
     by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
-    tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
+    tiles = [tile.expand(batch, heads, queries, -1).unflatten(1, (kv_heads, group)) for tile in tiles]
     rows = rows_of_square(keys, group) if causal else rows_at_a_time(queries, keys, group)
     most = max(scores_at_a_time(), group * min(rows, queries) * keys)
     space = by_query[0].new_empty(spaces, most, dtype=upcast(by_query[0][:0]).dtype)
     for start, stop in blocks(queries, rows):
         if causal:
-            keys = stop
+            keys = regular(stop) if padded else stop
         tensors = [tensor[:, :, :, start:stop] for tensor in by_query] + [tensor[:, :, :keys] for tensor in by_key]
         tensors += [tile[:, :, :, start:stop, :keys] for tile in tiles]
         together = max(1, scores_at_a_time() // (group * (stop - start) * keys))
@@ -108,17 +112,28 @@ def scores_at_a_time() -> int:
 
 
 def rows_at_a_time(queries: int, keys: int, group: int) -> int:
-    """Queries of each head in a piece, if `group` heads share a kv head."""
-    return max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (max(1, keys) * group)))
+    """Queries of each head in a piece, if `group` heads share a kv head: a power of two, for few different shapes."""
+    return _power_of_two(max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (max(1, keys) * group))))
 
 
 def rows_of_square(length: int, group: int) -> int:
     """The same for a causal square."""
     least, most = tuning.SQUARE_QUERIES.start, tuning.SQUARE_QUERIES.stop
     rows = min(max(length // 8, least), most, 2 * scores_at_a_time() // (max(1, length) * group))
-    return max(rows, tuning.PIECE_QUERIES)
+    return _power_of_two(max(rows, tuning.PIECE_QUERIES))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above a number."""
+    return 1 << number.bit_length() - 1
 
 
 def blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of successive blocks of rows."""
-    return ((start, min(start + rows, length)) for start in range(0, length, rows))
+    """(start, stop) of successive blocks of rows; the rest in halves, halves of halves and so on, down to
+    `PIECE_QUERIES`."""
+    start = 0
+    while start < length:
+        while start + rows > length and rows > tuning.PIECE_QUERIES:
+            rows //= 2
+        yield start, min(start + rows, length)
+        start += rows

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard import processor
@@ -32,7 +33,7 @@ from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
-from regard.matmul import baddbmm, bmm, onednn_is_faster
+from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
 from regard.numerics import LOG2_E, upcast
 from regard.scores import Additive
 
@@ -53,7 +54,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if by_onednn(dtype):
-        return scores >= tuning.MIN_SCORES_BY_ONEDNN
+        odd = not (is_regular(rows) and is_regular(keys))  # what is padded, and what is left to MKL, weighs more
+        return scores >= tuning.MIN_SCORES_BY_ONEDNN << odd
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
@@ -69,9 +71,10 @@ def by_onednn(dtype: torch.dtype) -> bool:
     return (dtype == torch.float32 or (dtype == torch.bfloat16 and processor.BFLOAT16)) and onednn_is_faster()
 
 
-def scores_of_square(length: int, group: int) -> int:
+def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
     """Number of scores computed for a causal square of each head, if `group` heads share a kv head."""
-    return sum((stop - start) * stop for start, stop in blocks(length, rows_of_square(length, group)))
+    keys = regular if by_onednn(dtype) else int
+    return sum((stop - start) * keys(stop) for start, stop in blocks(length, rows_of_square(length, group)))
 
 
 def most_scores(strip: Strip, group: int) -> int:
@@ -120,11 +123,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
         key, value: [batch, kv_heads, key_len, size].
     """
     by_query = [query, output] if lse is None else [query, output, lse]
-    later, may_be_empty = _later(query, key, formula.causal), formula.added is not None and formula.added.may_hide_all
+    later, may_be_empty = _later(query, key, formula), formula.added is not None and formula.added.may_hide_all
+    keys, (key, value) = key.shape[2], _padded(key, value, formula)
     for piece in _pieces(by_query, [key, value], formula, 1):
         (q, into, *into_lse), (k, v) = piece.by_query, piece.by_key
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
+        scores = _scores(q, k, formula, piece, later, similarity, keys)
         top = scores.amax(-1) if into_lse or may_be_empty else None
         weights = torch.softmax(scores, -1, out=scores)
         empty = top == -math.inf if top is not None and may_be_empty else None
@@ -163,12 +167,12 @@ def gradients(
         grads: gradients of query, key and value, float32 or wider.
         others: as in `attend`.
     """
-    by_query, by_key = [query, grad_output, lse, delta, grads[0]], [key, value, *grads[1:]]
-    later = _later(query, key, formula.causal)
+    later, keys = _later(query, key, formula), key.shape[2]
+    by_query, by_key = [query, grad_output, lse, delta, grads[0]], [*_padded(key, value, formula), *grads[1:]]
     for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3):
         (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece.tiles, later, piece.space, similarity)
+        scores = _scores(q, k, formula, piece, later, similarity, keys)
         weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
         grad_out = grad_out.flatten(1, 2)
         grad_weights = _room(piece.space[1], weights)
@@ -187,10 +191,10 @@ def gradients(
             if factors is not None:
                 weights.mul_(factors)
         weights, grad_out = _factors(weights, grad_out)
-        to_value += bmm(weights.mT, grad_out)
+        to_value += bmm(weights.mT, grad_out)[:, : to_value.shape[1]]
         if formula.added is not None and formula.added.call.wanted:
             heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
-            formula.added.pull(heads, piece.batch, piece.heads, piece.rows)
+            formula.added.pull(heads[..., :keys], piece.batch, piece.heads, piece.rows)
         factor = formula.scale
         if formula.softcap is not None:
             slope = _room(piece.space[2], weights)  # a quarter of the derivative, stored by `_scores`
@@ -201,32 +205,54 @@ def gradients(
             continue
         grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
         into.add_(bmm(grad_scores, k).view_as(into), alpha=factor)
-        to_key.add_(bmm(grad_scores.mT, q), alpha=factor)
+        to_key.add_(bmm(grad_scores.mT, q)[:, : to_key.shape[1]], alpha=factor)
 
 
 def _pieces(by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int) -> Iterator[Piece]:
-    return pieces(by_query, by_key, formula.tiles, causal=formula.causal, spaces=spaces, apart=formula.by_place)
+    padded = _pads(by_key[0].dtype, formula)
+    tiles, causal, apart = formula.tiles, formula.causal, formula.by_place
+    return pieces(by_query, by_key, tiles, causal=causal, spaces=spaces, apart=apart, padded=padded)
 
 
-def _later(query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+def _pads(dtype: torch.dtype, formula: Formula) -> bool:
+    """Whether keys are padded to a regular number, which neither dropout nor an additive similarity is prepared for."""
+    return by_onednn(dtype) and formula.dropped is None and formula.additive is None
+
+
+def _padded(key: Tensor, value: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
+    """Keys and values, with zeros at the end that make them a regular number."""
+    more = regular(key.shape[2]) - key.shape[2]
+    if not more or not _pads(key.dtype, formula):
+        return key, value
+    return F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more))
+
+
+def _later(query: Tensor, key: Tensor, formula: Formula) -> Tensor | None:
     """The additive mask that hides later keys in the last columns of a causal square."""
-    if not causal:
+    if not formula.causal:
         return None
-    rows = rows_of_square(query.shape[2], query.shape[1] // key.shape[1])
-    return query.new_full((rows, rows), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
+    length = query.shape[2]
+    rows, until = rows_of_square(length, query.shape[1] // key.shape[1]), regular if _pads(key.dtype, formula) else int
+    columns = max((until(stop) - start for start, stop in blocks(length, rows)), default=0)
+    return query.new_full((rows, columns), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
 
 
 def _scores(
     query: Tensor,
     key: Tensor,
     formula: Formula,
-    tiles: list[Tensor],
+    piece: Piece,
     later: Tensor | None,
-    space: Tensor,
-    similarity: "Similarity | None" = None,
+    similarity: "Similarity | None",
+    real: int,
 ) -> Tensor:
-    """The scores of a piece, [stack, group * rows, keys]; in a causal square, the last keys are those of the rows."""
-    stack, group, rows, _ = query.shape
+    """The scores of a piece, [stack, group * rows, keys].
+
+    Args:
+        later: what hides keys after the first of its queries in a causal square.
+        real: keys before those that pad them.
+    """
+    (stack, group, rows, _), tiles, space = query.shape, piece.tiles, piece.space
     keys = key.shape[1]
     scores = space[0][: stack * group * rows * keys].view(stack, group * rows, keys)
     scale, softcap = formula.scale, formula.softcap
@@ -235,7 +261,7 @@ def _scores(
         torch.mul(similarity.numbers.detach().reshape(scores.shape), factor, out=scores)
     else:
         q, k = upcast(query.flatten(1, 2)), upcast(key).mT
-        if tiles and softcap is None and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2)):
+        if tiles and softcap is None and keys <= real and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2)):
             first, *tiles = tiles
             first = first[:, 0] if group == 1 else first[:, 0, :1]
             baddbmm(first, q, k, alpha=factor, out=scores)
@@ -248,9 +274,12 @@ def _scores(
         scores.mul_(2.0 * softcap).sub_(softcap)
     by_head = scores.view(stack, group, rows, keys)
     for tile in tiles:
-        by_head.add_(tile)
+        by_head[..., : tile.shape[-1]].add_(tile)
     if later is not None:
-        by_head[..., keys - rows :].add_(later[:rows, :rows])
+        first = piece.rows.start
+        by_head[..., first:].add_(later[:rows, : keys - first])
+    elif keys > real:
+        scores[..., real:].fill_(-math.inf)
     return scores
 
 
