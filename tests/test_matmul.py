@@ -67,11 +67,32 @@ def test_the_setting_of_the_process_is_put_back_after_an_error(by_onednn):
     assert SETTING.fp32_precision == "none"
 
 
-def test_whoever_asks_torch_for_another_precision_gets_it(by_onednn, seen):
-    SETTING.fp32_precision = "tf32"
+def test_what_another_thread_is_in_the_middle_of_is_never_put_back(by_onednn, monkeypatch):
+    class Setting:
+        """Another thread begins a product as soon as this one has looked."""
+
+        looked, put = ["bf16", "none"], []
+
+        @property
+        def fp32_precision(self):
+            return self.looked.pop() if len(self.looked) > 1 else self.looked[0]
+
+        @fp32_precision.setter
+        def fp32_precision(self, value):
+            self.put.append(value)
+
+    monkeypatch.setattr(matmul, "_MATMUL", Setting())
+    matmul.bmm(torch.randn(2, 8, 8), torch.randn(2, 8, 8))
+    assert Setting.put == ["bf16", "none"]
+
+
+@pytest.mark.parametrize("asked", ["none", "ieee", "tf32", "bf16"])
+def test_whatever_precision_was_asked_of_torch_is_there_afterwards(by_onednn, seen, asked):
+    SETTING.fp32_precision = asked
     try:
         matmul.bmm(torch.randn(2, 8, 8), torch.randn(2, 8, 8))
-        assert seen == [SETTING.fp32_precision] == ["tf32"]
+        assert seen == ["bf16"]
+        assert SETTING.fp32_precision == asked
     finally:
         SETTING.fp32_precision = "none"
 

@@ -33,9 +33,9 @@ _MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
     """first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns]."""
-    if not _by_onednn(first, second):
+    before = _setting_to_change(first, second)
+    if before is None:
         return torch.bmm(first, second, out=out)
-    before = _MATMUL.fp32_precision
     try:
         _MATMUL.fp32_precision = "bf16"
         if len(first) > 1:
@@ -50,9 +50,9 @@ def baddbmm(
     added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """beta added + alpha first @ second, of shapes as in `bmm`; `added` is broadcast, and ignored if beta is 0."""
-    if not _by_onednn(first, second):
+    before = _setting_to_change(first, second)
+    if before is None:
         return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
-    before = _MATMUL.fp32_precision
     try:
         _MATMUL.fp32_precision = "bf16"
         if len(first) > 1:
@@ -81,16 +81,19 @@ def is_regular(length: int) -> bool:
     return regular(length) == length
 
 
-def _by_onednn(first: Tensor, second: Tensor) -> bool:
-    return (
+def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
+    """torch's setting, to be put back after the product, if oneDNN shall compute it; None if not."""
+    large = (
         first.dtype is second.dtype is torch.float32
         and not tracing()
         and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
         and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and first.device.type == "cpu"
-        and _MATMUL.fp32_precision in ("none", "ieee")  # whoever asked for less precision gets it
         and onednn_is_faster()
     )
+    # looked up once: with another thread in the middle of a product, this one must not put "bf16" back after it
+    before: str | None = _MATMUL.fp32_precision if large else None
+    return None if before == "bf16" else before
 
 
 def onednn_is_faster() -> bool:

@@ -227,8 +227,9 @@ def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = F
     """Whether plain products are faster for a strip than torch's operator."""
     heads, times = key.shape[1], strip.times
     stack = heads * (query.shape[0] if strip.batch_index is None else 1)
-    if times > 1:  # either heads or strips form one axis
-        stack = max(heads, times)
+    if times > 1:  # heads and strips form one axis if the strips are all that there is, else either of them
+        whole = strip.step * times == query.shape[2] == key.shape[2]
+        stack = heads * times if whole else max(heads, times)
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
     return products.pay(query.dtype, stack, rows, strip.keys, causal=causal, backward=backward)

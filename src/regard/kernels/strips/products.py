@@ -50,12 +50,14 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     """
     if not processor.MKL or rows < tuning.PIECE_QUERIES:
         return False
-    scores = stack * keys * (min(rows, tuning.SQUARE_QUERIES.start) if causal else rows)
+    group = max(1, rows // max(1, keys))
+    scores = stack * keys * (min(rows, tuning.SQUARE_QUERIES.start * group) if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if by_onednn(dtype):
         odd = not (is_regular(rows) and is_regular(keys))  # what is padded, and what is left to MKL, weighs more
-        return scores >= tuning.MIN_SCORES_BY_ONEDNN << odd
+        if scores >= tuning.MIN_SCORES_BY_ONEDNN << odd:
+            return True
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
