@@ -228,7 +228,7 @@ def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = F
     heads, times = key.shape[1], strip.times
     stack = heads * (query.shape[0] if strip.batch_index is None else 1)
     if times > 1:  # heads and strips form one axis if the strips are all that there is, else either of them
-        whole = strip.step * times == query.shape[2] == key.shape[2]
+        whole = products.by_onednn(query.dtype) and strip.step * times == query.shape[2] == key.shape[2]
         stack = heads * times if whole else max(heads, times)
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
