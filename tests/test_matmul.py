@@ -166,6 +166,19 @@ def test_a_library_that_rounds_its_factors_is_not_used(monkeypatch):
     assert not matmul._onednn_is_faster.__wrapped__()
 
 
+def test_the_two_libraries_are_timed_whatever_precision_was_asked_of_torch(monkeypatch, seen):
+    monkeypatch.setattr(processor, "AMX", False)
+    monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(measured, "ratio", lambda name, one, other: len((one(), other())))
+    SETTING.fp32_precision = "bf16"
+    try:
+        matmul._onednn_is_faster.__wrapped__()
+        assert seen[-2:] == ["bf16", "ieee"]
+        assert SETTING.fp32_precision == "bf16"
+    finally:
+        SETTING.fp32_precision = "none"
+
+
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 

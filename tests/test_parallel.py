@@ -294,12 +294,18 @@ def test_a_statistic_that_cannot_be_joined_is_refused(ranks):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_what_a_rank_sends_is_what_the_other_expects_and_all_that_it_may_see(data):
+def drawn(data):
+    """A call over ranks: its grid and bound mask, the number of ranks, and how queries and keys are dealt out."""
     grid = data.draw(grids(largest=40))
     mask = data.draw(composed_masks(grid)).mask.bind(grid)
     size = data.draw(st.integers(1, 4))
     queries, keys = data.draw(shards_of(grid.query_len, size)), data.draw(shards_of(grid.key_len, size))
+    return grid, mask, size, queries, keys
+
+
+@given(st.data())
+def test_what_a_rank_sends_is_what_the_other_expects_and_all_that_it_may_see(data):
+    grid, mask, size, queries, keys = drawn(data)
     plans = [plan_exchange(mask, queries, keys, rank) for rank in range(size)]
     for rank, found in enumerate(plans):
         for other in range(size):
@@ -315,10 +321,7 @@ def test_what_a_rank_sends_is_what_the_other_expects_and_all_that_it_may_see(dat
 
 @given(st.data())
 def test_every_allowed_score_of_a_rank_is_in_one_of_its_rectangles(data):
-    grid = data.draw(grids(largest=40))
-    mask = data.draw(composed_masks(grid)).mask.bind(grid)
-    size = data.draw(st.integers(1, 4))
-    queries, keys = data.draw(shards_of(grid.query_len, size)), data.draw(shards_of(grid.key_len, size))
+    grid, mask, size, queries, keys = drawn(data)
     times = torch.zeros(grid.query_len, grid.key_len, dtype=torch.int64)
     for rank in range(size):
         found, rows = plan_exchange(mask, queries, keys, rank), queries.positions(rank)

@@ -14,6 +14,8 @@ process, so it is changed for one product at a time; a product that another thre
 oneDNN too, with the same precision.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -36,14 +38,11 @@ def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
     before = _setting_to_change(first, second)
     if before is None:
         return torch.bmm(first, second, out=out)
-    try:
-        _MATMUL.fp32_precision = "bf16"
+    with _set("bf16", before):
         if len(first) > 1:
             return torch.bmm(first, second, out=out)
         # of a stack of one, torch would copy slices
         return torch.mm(first[0], second[0], out=None if out is None else out[0])[None]
-    finally:
-        _MATMUL.fp32_precision = before
 
 
 def baddbmm(
@@ -53,14 +52,11 @@ def baddbmm(
     before = _setting_to_change(first, second)
     if before is None:
         return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
-    try:
-        _MATMUL.fp32_precision = "bf16"
+    with _set("bf16", before):
         if len(first) > 1:
             return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
         one = None if out is None else out[0]
         return torch.addmm(added[0], first[0], second[0], beta=beta, alpha=alpha, out=one)[None]
-    finally:
-        _MATMUL.fp32_precision = before
 
 
 def regular(length: int) -> int:
@@ -79,6 +75,16 @@ def regular(length: int) -> int:
 def is_regular(length: int) -> bool:
     """Whether it is one of these."""
     return regular(length) == length
+
+
+@contextmanager
+def _set(precision: str, before: str) -> Iterator[None]:
+    """torch's setting for a product, and what it is afterwards."""
+    try:
+        _MATMUL.fp32_precision = precision
+        yield
+    finally:
+        _MATMUL.fp32_precision = before
 
 
 def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
@@ -112,15 +118,13 @@ def _onednn_is_faster() -> bool:
     draw = torch.Generator().manual_seed(0)
     first, second = (torch.randn(4, rows, 64, generator=draw) for rows in (128, 512))
 
-    def by_onednn() -> Tensor:
-        before = _MATMUL.fp32_precision
-        try:
-            _MATMUL.fp32_precision = "bf16"
+    before = _MATMUL.fp32_precision
+
+    def product(precision: str) -> Tensor:
+        with _set(precision, before):
             return torch.bmm(first, second.mT)
-        finally:
-            _MATMUL.fp32_precision = before
 
     right = torch.bmm(first.double(), second.double().mT)
-    if not torch.allclose(by_onednn().double(), right, rtol=0.0, atol=1e-4):  # rounded to bfloat16: 0.1
+    if not torch.allclose(product("bf16").double(), right, rtol=0.0, atol=1e-4):  # rounded to bfloat16: 0.1
         return False
-    return measured.ratio("oneDNN / MKL", by_onednn, lambda: torch.bmm(first, second.mT)) < FASTER
+    return measured.ratio("oneDNN / MKL", lambda: product("bf16"), lambda: product("ieee")) < FASTER
