@@ -259,7 +259,7 @@ def test_products_are_preferred_where_onednn_is_faster(monkeypatch):
 )
 def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypatch, given, length):
     monkeypatch.setattr(products, "pay", lambda *given, **more: True)
-    monkeypatch.setattr(tuning, "SQUARE_QUERIES", range(64, 64))
+    monkeypatch.setattr(tuning, "SQUARE_QUERIES_BY_ONEDNN", range(64, 64))
     seen = set()
 
     def watching(real):
