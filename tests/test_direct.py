@@ -154,6 +154,24 @@ def test_a_bias_that_hides_a_whole_row_leaves_it_empty():
         assert output[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("parts", [{}, {"softcap": 3.0}, {"sink": True}, {"bias": True}, {"dropout": 0.3}], ids=str)
+def test_the_gradients_of_a_small_call_take_four_products_and_little_else(parts):
+    learning = {"sink": torch.zeros(HEADS).requires_grad_(), "bias": torch.zeros(KEYS, KEYS).requires_grad_()}
+    parts = {name: learning.get(name, part) for name, part in parts.items()}
+    tensors = [tensor.requires_grad_() for tensor in step(rows=KEYS)]
+    output = attention(*tensors, mask=Causal(), kernel="direct", **parts)
+    with Made() as made:
+        output.backward(torch.ones_like(output))
+    assert sum(name in ("bmm", "baddbmm") for name in made.names) == 4
+    square = [number for number in made.numbers if number >= BATCH * HEADS * KEYS * KEYS]
+    assert len(square) <= 2 + 3 * len(parts)
+
+
+def test_query_key_and_value_may_be_one_tensor_also_in_gradients_of_gradients():
+    one = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: attention(x, x, x, softcap=2.0, kernel="direct"), [one])
+
+
 def test_gradients_of_gradients_are_those_of_the_reference():
     tensors = [tensor.requires_grad_() for tensor in step(rows=2, keys=7, dtype=torch.float64)]
     mask = Padding([7, 0, 3]) & Document(torch.zeros(2, dtype=torch.int64), torch.tensor([0] * 5 + [1] * 2))

@@ -19,9 +19,10 @@ from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
 from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table
+from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import MIN_PRODUCTS, baddbmm, bmm, onednn_is_faster
+from regard.matmul import MIN_PRODUCTS, onednn_is_faster
 from regard.numerics import upcast
 
 MAX_DIRECT_SCORES = 1 << 17
@@ -53,16 +54,16 @@ def prepare(call: Call) -> Prepared | None:
     if not call.learns:
         prepared = _prepared(call)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        def attend_alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
             return _checked(Call(query, key, value, scoring, None, wants_lse), *prepared)
 
-        return attend
-    hidden, added = _in_full(call)
+        return attend_alone
+    hidden, *more = _in_full(call)
     if scoring.bias is not None and not isinstance(hidden, Table):
         return None
 
     def attend_and_learn(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _attend(_zeroed(Call(query, key, value, scoring, None, wants_lse), hidden), hidden, added)
+        return _attend(_zeroed(Call(query, key, value, scoring, None, wants_lse), hidden), hidden, *more)
 
     return attend_and_learn
 
@@ -70,20 +71,20 @@ def prepare(call: Call) -> Prepared | None:
 def _prepared(call: Call) -> tuple[Hidden | None, Tensor | None]:
     """What is hidden, as far as it is known without looking at a bias, and what mask and bias add."""
     table = _table(call)
-    if table is not None:
-        return table, _added(call, table, None)
-    hidden = hidden_in(call.scoring.mask, call.scoring.grid)
-    return hidden, _added(call, hidden, _biases(call))
+    hidden = hidden_in(call.scoring.mask, call.scoring.grid) if table is None else table
+    return hidden, _added(call, hidden, _biases(call) if table is None else None)
 
 
-def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None]:
-    """What mask and bias hide and add."""
+def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None, Tensor | None]:
+    """What mask and bias hide, what they add if nothing of it learns, and biases that learn."""
     table = _table(call)
     if table is not None:
-        return table, _added(call, table, None)
+        return table, _added(call, table, None), None
     biases = _biases(call)
     hidden = hidden_in_call(call.scoring, biases)
-    return hidden, _added(call, hidden, biases)
+    if biases is not None and biases.requires_grad:
+        return hidden, None, biases
+    return hidden, _added(call, hidden, biases), None
 
 
 def _table(call: Call) -> Table | None:
@@ -103,8 +104,8 @@ def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[T
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
-    hidden, added = _in_full(call)
-    return _attend(_zeroed(call, hidden), hidden, added)
+    hidden, *more = _in_full(call)
+    return _attend(_zeroed(call, hidden), hidden, *more)
 
 
 def _zeroed(call: Call, hidden: Hidden | None) -> Call:
@@ -113,39 +114,31 @@ def _zeroed(call: Call, hidden: Hidden | None) -> Call:
     return call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
 
 
-def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    query, key, value, scoring, dropout, wants_lse = call
-    dtype, (batch, heads, rows, size), (kv_heads, keys) = query.dtype, query.shape, key.shape[1:3]
-    query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
-    key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
-    if scoring.softcap is None and added is not None:
-        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
+def _attend(
+    call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    scoring, sink = call.scoring, call.scoring.sink
+    fixed = Fixed(scoring, hidden, added, _kept(call), call.wants_lse)
+    tensors = call.query, call.key, call.value, sink, biases
+    if call.concrete and call.learns:
+        output, lse = Stacked.apply(fixed, *tensors)  # type: ignore[no-untyped-call]
     else:
-        scores = bmm(query, key.mT)
-        if scoring.softcap is None:
-            scores = scores * scoring.scale
-        else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
-            scores = torch.sigmoid(scores * (2.0 * scoring.scale / scoring.softcap)) * (2.0 * scoring.softcap)
-            scores = scores - scoring.softcap
-        if added is not None:
-            scores = scores + added
-    if scoring.sink is not None:
-        sink = scoring.sink.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
-        scores = torch.cat([scores, fold(sink, batch, heads, kv_heads, rows)], dim=-1)
-    lse = torch.logsumexp(scores, -1).view(batch, heads, rows) if wants_lse else None
-    weights = torch.softmax(scores, -1)
-    if scoring.sink is not None:
-        weights = weights[..., :keys]
-    if dropout is not None:
-        kept = dropout.keep(scoring.grid, range(rows), range(keys), dtype=weights.dtype)
-        weights = weights * fold(kept.mul_(1.0 / (1.0 - dropout.rate)), batch, heads, kv_heads, rows)
-    output = bmm(weights, value).view(batch, heads, rows, value.shape[2])
+        output, lse = shaped(attend(fixed, *tensors), fixed, call.query.dtype)
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
-            alone = lse.new_tensor(-math.inf) if scoring.sink is None else scoring.sink.to(lse.dtype)[:, None]
+            alone = lse.new_tensor(-math.inf) if sink is None else sink.to(lse.dtype)[:, None]
             lse = torch.where(hidden.queries, lse, alone)
-    return output.to(dtype), lse
+    return output, lse
+
+
+def _kept(call: Call) -> Tensor | None:
+    """0 for weights that are dropped, 1 / (1 - dropout) for others; None without dropout."""
+    if call.dropout is None:
+        return None
+    (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
+    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys), dtype=upcast(call.query[:0]).dtype)
+    return fold(kept.mul_(1.0 / (1.0 - call.dropout.rate)), batch, heads, kv_heads, rows)
 
 
 def _biases(call: Call) -> Tensor | None:
@@ -157,14 +150,7 @@ def _biases(call: Call) -> Tensor | None:
 
 
 def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor | None:
-    """What mask and bias add to the scores; 0 for fully masked queries, whose output is set afterwards."""
-    (batch, heads, rows, columns), kv_heads = call.scoring.grid[:4], call.key.shape[1]
-    if biases is None:
-        dtype = upcast(call.query[:0]).dtype
-        return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads, rows)
-    if hidden is not None:
-        biases = torch.where(hidden.allowed, biases, hidden.where_seeing(biases.dtype))
-    return fold(biases.expand(*biases.shape[:2], rows, columns), batch, heads, kv_heads, rows)
+    return added_by(hidden, biases, call.scoring, call.key.shape[1], upcast(call.query[:0]).dtype)
 
 
 def pays(call: Call) -> bool:
