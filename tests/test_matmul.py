@@ -61,6 +61,26 @@ def test_products_of_float32_are_as_exact_by_either_library(by_onednn, seen, sta
     assert SETTING.fp32_precision == "none"
 
 
+@pytest.mark.parametrize("stack", [1, 3])
+def test_factors_that_lie_apart_are_copied_row_by_row_before_onednn_gets_them(by_onednn, monkeypatch, stack):
+    got = []
+
+    def watched(first, second, out=None, real=torch.bmm if stack > 1 else torch.mm):
+        got.append(second)
+        return real(first, second, out=out)
+
+    monkeypatch.setattr(torch, "bmm" if stack > 1 else "mm", watched)
+    first = torch.randn(stack, 64, 64)
+    layer = torch.randn(400, stack, 64).transpose(0, 1)  # as a layer holds its heads
+    longer = torch.randn(stack, 400, 64)
+    moving = torch.randn(400 + 64 * stack, 64).as_strided((stack, 320, 64), (64 * 64, 64, 1))
+    for key in (layer[:, :320], longer[:, :320], moving):
+        torch.testing.assert_close(matmul.bmm(first, key.mT), first @ key.mT, rtol=0, atol=1e-4)
+        assert got.pop().mT.is_contiguous()
+        torch.testing.assert_close(matmul.bmm(first.mT, key[:, :64]), first.mT @ key[:, :64], rtol=0, atol=1e-4)
+        assert got.pop().is_contiguous()
+
+
 def test_the_setting_of_the_process_is_put_back_after_an_error(by_onednn):
     with pytest.raises(RuntimeError, match="size"):
         matmul.bmm(torch.randn(2, 3, 4), torch.randn(2, 5, 6))

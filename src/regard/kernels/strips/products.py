@@ -33,7 +33,7 @@ from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
-from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
+from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, packed, regular
 from regard.numerics import LOG2_E, upcast
 from regard.scores import Additive
 
@@ -175,6 +175,7 @@ def gradients(
     by_query, by_key = [query, grad_output, lse, delta, grads[0]], [*_padded(key, value, formula), *grads[1:]]
     for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3, apart):
         (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
+        k = packed(k) if by_onednn(k.dtype) else k  # once for both of its products
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, k, formula, piece, later, similarity, keys)
         weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
