@@ -18,20 +18,25 @@ from regard import processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
 from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
-from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table
+from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import MIN_PRODUCTS, onednn_is_faster
+from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
 from regard.numerics import upcast
+from regard.scores import Scoring
 
-MAX_DIRECT_SCORES = 1 << 17
-"""Scores of all heads up to which this is the fastest kernel, and twice as many by oneDNN; for one query it is at any
-number of keys. Rows of 128 tokens in features.py."""
+MAX_SCORES = 1 << 18
+"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
+tokens in features.py."""
 
-MAX_LEARNT_SCORES = 1 << 20
-"""The same for gradients in half precision, without AMX, as long as torch's operator takes its queries by 32: it then
-takes 1.4 to 2 times as long."""
+MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
+"""The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces; elsewhere torch's
+gradients in half precision without AMX, as long as its operator takes its queries by 32: 1.4 to 2 times as long. What
+is kept for the gradients has 4 MiB."""
+
+MIN_STACK = 8
+"""Fewest matrices in a stack for which products by MKL are as fast as torch's operator."""
 
 
 def cannot(call: Call) -> str | None:
@@ -154,32 +159,47 @@ def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor |
 
 
 def pays(call: Call) -> bool:
-    """Whether this is faster than the other kernels."""
-    scoring, mask = call.scoring, call.scoring.mask
-    query_len, group = scoring.grid.query_len, scoring.grid.heads // call.key.shape[1]
-    slow_gradients = call.query.dtype in HALF and query_len < QUERIES_AT_A_TIME[1][0] and call.learns
-    by_onednn = _by_onednn(call)
-    most = MAX_DIRECT_SCORES * (2 if by_onednn else 1)
-    if slow_gradients and not processor.AMX:
-        most = MAX_LEARNT_SCORES
-    if not processor.MKL or (all_scores(call) > most and query_len > 1):
+    """Whether this is faster than the other kernels, if a mask hides little."""
+    scoring, query, (batch, kv_heads) = call.scoring, call.query, call.key.shape[:2]
+    rows, group = scoring.grid.query_len, scoring.grid.heads // kv_heads
+    if not (call.concrete and processor.MKL):
         return False
-    if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
+    if query.dtype in HALF and rows * group < query.shape[3]:
         return False  # keys and values are copied in float32, more numbers than there are scores
-    extras = scoring.bias, scoring.softcap, scoring.sink, call.dropout
-    plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
-    if plain and all(extra is None for extra in extras) and call.query.shape[3] == call.value.shape[3]:
-        # nothing lies around torch's own function here; but its products are MKL's, and its gradients take twice as
-        # long in half precision
-        return call.concrete and (by_onednn or (call.learns and call.query.dtype in HALF))
-    return call.concrete
+    slow_gradients = query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX
+    if slow_gradients or _by_onednn(call):
+        return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
+    if _torch_can(call):
+        if plain(scoring):
+            return False  # nothing lies around torch's own function here
+        if rows > 1 and batch * kv_heads < MIN_STACK:
+            return False
+    return rows == 1 or all_scores(call) <= MAX_SCORES
+
+
+def plain(scoring: Scoring) -> bool:
+    """Whether nothing is added to the scores, except what torch's operator does by itself."""
+    mask = scoring.mask
+    return scoring.bias is None and (mask is None or mask is EVERYTHING or is_top_left_causal(mask))
+
+
+def _torch_can(call: Call) -> bool:
+    """Whether torch's fused operator can do it, with a table that is made once."""
+    scoring = call.scoring
+    more = scoring.softcap, scoring.sink, call.dropout
+    if call.wants_lse or any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
+        return False
+    if scoring.bias is not None:
+        return table_key(scoring, upcast(call.query[:0]).dtype) is not None
+    return plain(scoring) or scoring.mask_or_everything.structure() is not None
 
 
 def _by_onednn(call: Call) -> bool:
     """Whether oneDNN computes its products, and they are large enough to make up for three operators instead of one."""
-    products = all_scores(call) * call.query.shape[3]
+    (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
+    products = batch * heads * rows * keys * call.query.shape[3]
     enough = products >= 2 * MIN_PRODUCTS * torch.get_num_threads() and call.query.dtype != torch.float64
-    return enough and onednn_is_faster()
+    return enough and is_regular(heads // kv_heads * rows) and is_regular(keys) and onednn_is_faster()
 
 
 def quadratic_numbers(call: Call) -> int:

@@ -61,11 +61,12 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
+        short = keys < tuning.KEYS_OF_SQUARE.start  # then there have to be more of them
         if backward:
-            most = 512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048
-            return scores >= tuning.MIN_SCORES_BACKWARD and keys <= most
-        return scores >= tuning.MIN_SCORES and keys <= 2048
-    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys <= tuning.MAX_KEYS_OF_SQUARE
+            least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
+            return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
+        return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= 2048
+    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys in tuning.KEYS_OF_SQUARE
 
 
 def by_onednn(dtype: torch.dtype) -> bool:

@@ -65,8 +65,8 @@ has. Rows "causal", "softcap"."""
 SQUARE_QUERIES_BY_ONEDNN = range(128, 512)
 """Fewest and most queries of a causal square with oneDNN; between them an eighth of the square. Same rows."""
 
-MAX_KEYS_OF_SQUARE = 1024
-"""Longest causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
+KEYS_OF_SQUARE = range(512, 1025)
+"""Lengths of causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
 takes keys 512 at a time and all of a shorter square. Rows "causal 512", "8 documents, causal"."""
 
 MIN_STACK = 8
