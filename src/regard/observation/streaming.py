@@ -70,7 +70,7 @@ class _Part:
     def __init__(self, call: ObservedCall, group: BatchPlan, heads: slice, plan: TilePlan) -> None:
         part = call.select(range(group.batch.start, group.batch.stop), range(heads.start, heads.stop))
         queries, keys = hull(group.queries), plan.keys
-        query, key, lse = part.folded(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
+        query, key, lse = part.tensors(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
         # split, not sliced: the gradient of a slice is as large as the whole tensor, that of a split only as its piece
         down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
@@ -81,8 +81,8 @@ class _Part:
             self.key = tuple(piece.contiguous() for piece in self.key)
         self.lse = None if lse is None else lse.split(down, dim=2)
         self.whole_key, self.height = key, group.height
-        self.scoring, self.is_folded = part.scoring, part.folds
-        self.harmless = self.is_folded and not part.wants_grad and harmless(query, key)
+        self.scoring, self.in_place = part.scoring, part.from_products
+        self.harmless = self.in_place and not part.wants_grad and harmless(query, key)
         self.place, self.plan = part.place(group.batch, heads, queries, keys), plan
 
     def show(
@@ -103,7 +103,7 @@ class _Part:
             queries, inside = queries[: self.height], slice(None)
             place, tensors = self._in_strips(place, number)
 
-        how: dict[str, Any] = {"folded": self.is_folded, "harmless": self.harmless, "memory": memory}
+        how: dict[str, Any] = {"in_place": self.in_place, "harmless": self.harmless, "memory": memory}
         if not differentiable:  # which would keep what is hidden until the backward pass
             mask = self.scoring.mask
             if id(mask) not in hiding:

@@ -154,7 +154,7 @@ def _sliding(call: ObservedCall, mask: Mask, queries: range, keys: range) -> Sli
     """The queries that see a full window; None if the mask is none, or gradients are recorded."""
     bands = all(isinstance(part, Band) and isinstance(part.offset, int) for part in mask.leaves())
     biases = () if call.scoring.bias is None else call.scoring.bias.terms()
-    by_distance = bands and mask is not EVERYTHING and call.folds and all(bias.of_distance for bias in biases)
+    by_distance = bands and mask is not EVERYTHING and call.from_products and all(bias.of_distance for bias in biases)
     if (
         not by_distance
         or call.wants_grad
