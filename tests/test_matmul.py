@@ -8,8 +8,23 @@ import sys
 import pytest
 import torch
 
-from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, checked, matmul, measured, processor
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    Document,
+    Prefix,
+    Window,
+    attention,
+    attention_with_lse,
+    checked,
+    matmul,
+    measured,
+    observe,
+    processor,
+)
 from regard.kernels.strips import products, tuning
+from regard.observation import Entropy, Received, Top
 
 SETTING = torch.backends.mkldnn.matmul
 
@@ -307,3 +322,18 @@ def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypat
     torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-5)
     for mine, theirs in zip(grads, torch.autograd.grad(right, learning, towards.double()), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(60) | Prefix(4)), Document.from_lengths([500, 548])])
+def test_statistics_are_computed_by_products_of_few_shapes(by_onednn, seen, monkeypatch, known, mask):
+    query, key = torch.randn(1, 4, 1048, 16), torch.randn(1, 2, 1048, 16)
+    dense = observe(query.double(), key.double(), mask=mask)
+    weights, expected = dense.weights(), dense.entropy()
+    lse = attention_with_lse(query, key, key, mask=mask).lse if known else None
+    seen.clear()
+    entropies, received, top = observe(query, key, mask=mask, lse=lse).gather(Entropy(), Received(), Top(8))
+    assert seen.count("none") <= len(seen) // 2, seen  # the last 24 queries and keys
+    torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(received.double(), weights.sum(-2), rtol=0, atol=1e-4)
+    torch.testing.assert_close(top.weights.double(), weights.topk(8).values, rtol=0, atol=1e-5)

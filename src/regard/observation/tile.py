@@ -6,8 +6,8 @@ If lse is known, shift = lse and powers are the weights. Otherwise shift is the 
 visible keys; for that a tile must hold all keys that its queries see, and then it gives their lse.
 
 If scores come from products of query and key, the scale is a factor of the product (2 scale / c with a softcap c). If
-scores are nothing else and lse is known, the product is added to -log2(e) lse with the factor log2(e) scale, which gives
-the exponents at once: weights cost one matrix product and one exp2.
+scores are nothing else and lse is known, -log2(e) lse plus the product with the factor log2(e) scale gives exponents at
+once: weights cost one matrix product and one exp2.
 """
 
 import math
