@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from cases import ON_A_CPU
 from comparing import assert_close
-from regard import Causal, Document, Padding, Where, attention, attention_with_lse
-from regard.kernels import hidden, known
+from regard import Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
+from regard.kernels import direct, hidden, known
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
@@ -57,6 +57,29 @@ def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
 def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
     assert regard.plan(*step(rows=200, keys=200), mask=Padding([10, 100, 200])).kernel != "direct"
     assert regard.plan(*step()).kernel == "sdpa"  # torch's own call has nothing around it here
+
+
+def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch):
+    for name, value in {"MKL": True, "AMX": False}.items():
+        monkeypatch.setattr(processor, name, value)
+
+    def kernel(mask, heads, length, learns=False, **parts):
+        tensors = torch.zeros(3, 1, heads, length, 64, requires_grad=learns)
+        return regard.plan(*tensors, mask=mask, **parts).kernel
+
+    window, documents = Causal() & Window(100), Causal() & Document.from_lengths([64] * 6)
+    monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
+    assert kernel(window, heads=8, length=128) == "direct"
+    assert kernel(window, heads=2, length=128) == "sdpa"  # one operator for a few heads
+    assert kernel(None, heads=2, length=128, bias=torch.zeros(128, 128)) == "sdpa"
+    assert kernel(window, heads=2, length=128, softcap=5.0) == "direct"  # which torch's operator has not
+    assert kernel(Causal(), heads=8, length=128) == "sdpa"
+    monkeypatch.setattr(direct, "onednn_is_faster", lambda: True)
+    assert kernel(Causal(), heads=8, length=128) == "direct"
+    assert kernel(Causal(), heads=2, length=512) == kernel(Causal(), heads=7, length=384, learns=True) == "direct"
+    assert kernel(Causal(), heads=7, length=383, learns=True) != "direct"  # oneDNN compiles each length anew
+    assert kernel(documents, heads=7, length=384, learns=True) == "strips"  # which leave out five sixths
+    assert kernel(Causal(), heads=8, length=512) != "direct"
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38, -3e38], ids=str)
@@ -152,6 +175,28 @@ def test_a_bias_that_hides_a_whole_row_leaves_it_empty():
         assert (output[1] == 0).all()
         assert torch.equal(lse[1, :, 0], torch.full([HEADS], -math.inf) if sink is None else sink)
         assert output[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [{}, {"softcap": 3.0}, {"sink": True}, {"bias": True}, {"dropout": 0.3}], ids=str)
+def test_the_gradients_of_a_small_call_take_four_products_and_little_else(parts, monkeypatch):
+    learning = {"sink": torch.zeros(HEADS).requires_grad_(), "bias": torch.zeros(KEYS, KEYS).requires_grad_()}
+    parts = {name: learning.get(name, part) for name, part in parts.items()}
+    tensors = [tensor.requires_grad_() for tensor in step(rows=KEYS)]
+    chosen = []  # every product asks which library is faster, those of the gradients too
+    choose = matmul._setting_to_change
+    monkeypatch.setattr(matmul, "_setting_to_change", lambda *two: (chosen.append(two), choose(*two))[1])
+    output = attention(*tensors, mask=Causal(), kernel="direct", **parts)
+    assert len(chosen) == 2
+    with Made() as made:
+        output.backward(torch.ones_like(output))
+    assert len(chosen) == 6
+    square = [number for number in made.numbers if number >= BATCH * HEADS * KEYS * KEYS]
+    assert len(square) <= 2 + 3 * len(parts)
+
+
+def test_query_key_and_value_may_be_one_tensor_also_in_gradients_of_gradients():
+    one = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: attention(x, x, x, softcap=2.0, kernel="direct"), [one])
 
 
 def test_gradients_of_gradients_are_those_of_the_reference():

@@ -8,8 +8,23 @@ import sys
 import pytest
 import torch
 
-from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, checked, matmul, measured, processor
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    Document,
+    Prefix,
+    Window,
+    attention,
+    attention_with_lse,
+    checked,
+    matmul,
+    measured,
+    observe,
+    processor,
+)
 from regard.kernels.strips import products, tuning
+from regard.observation import Entropy, Received, Top
 
 SETTING = torch.backends.mkldnn.matmul
 
@@ -59,6 +74,26 @@ def test_products_of_float32_are_as_exact_by_either_library(by_onednn, seen, sta
     torch.testing.assert_close(found.double(), 3.0 * exact, rtol=0, atol=6e-4)
     assert seen == ["bf16"] * 3
     assert SETTING.fp32_precision == "none"
+
+
+@pytest.mark.parametrize("stack", [1, 3])
+def test_factors_that_lie_apart_are_copied_row_by_row_before_onednn_gets_them(by_onednn, monkeypatch, stack):
+    got = []
+
+    def watched(first, second, out=None, real=torch.bmm if stack > 1 else torch.mm):
+        got.append(second)
+        return real(first, second, out=out)
+
+    monkeypatch.setattr(torch, "bmm" if stack > 1 else "mm", watched)
+    first = torch.randn(stack, 64, 64)
+    layer = torch.randn(400, stack, 64).transpose(0, 1)  # as a layer holds its heads
+    longer = torch.randn(stack, 400, 64)
+    moving = torch.randn(400 + 64 * stack, 64).as_strided((stack, 320, 64), (64 * 64, 64, 1))
+    for key in (layer[:, :320], longer[:, :320], moving):
+        torch.testing.assert_close(matmul.bmm(first, key.mT), first @ key.mT, rtol=0, atol=1e-4)
+        assert got.pop().mT.is_contiguous()
+        torch.testing.assert_close(matmul.bmm(first.mT, key[:, :64]), first.mT @ key[:, :64], rtol=0, atol=1e-4)
+        assert got.pop().is_contiguous()
 
 
 def test_the_setting_of_the_process_is_put_back_after_an_error(by_onednn):
@@ -259,7 +294,7 @@ def test_products_are_preferred_where_onednn_is_faster(monkeypatch):
 )
 def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypatch, given, length):
     monkeypatch.setattr(products, "pay", lambda *given, **more: True)
-    monkeypatch.setattr(tuning, "SQUARE_QUERIES", range(64, 64))
+    monkeypatch.setattr(tuning, "SQUARE_QUERIES_BY_ONEDNN", range(64, 64))
     seen = set()
 
     def watching(real):
@@ -287,3 +322,18 @@ def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypat
     torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-5)
     for mine, theirs in zip(grads, torch.autograd.grad(right, learning, towards.double()), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])
+@pytest.mark.parametrize("mask", [Causal(), Causal() & (Window(60) | Prefix(4)), Document.from_lengths([500, 548])])
+def test_statistics_are_computed_by_products_of_few_shapes(by_onednn, seen, monkeypatch, known, mask):
+    query, key = torch.randn(1, 4, 1048, 16), torch.randn(1, 2, 1048, 16)
+    dense = observe(query.double(), key.double(), mask=mask)
+    weights, expected = dense.weights(), dense.entropy()
+    lse = attention_with_lse(query, key, key, mask=mask).lse if known else None
+    seen.clear()
+    entropies, received, top = observe(query, key, mask=mask, lse=lse).gather(Entropy(), Received(), Top(8))
+    assert seen.count("none") <= len(seen) // 2, seen  # the last 24 queries and keys
+    torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(received.double(), weights.sum(-2), rtol=0, atol=1e-4)
+    torch.testing.assert_close(top.weights.double(), weights.topk(8).values, rtol=0, atol=1e-5)

@@ -614,7 +614,7 @@ def test_scores_far_from_0_do_not_overflow():
 @pytest.mark.parametrize(
     "mask",
     [Causal() & Window(9), Window(6), Band(11, -3), Causal() & Window(12) & ~Window(3), Causal(torch.tensor([0, 11]))
-     & Window(8)],
+     & Window(8), Causal() & (Window(9) | Prefix(3)), Window(5) | Prefix(4)],
     ids=str,
 )  # fmt: skip
 def test_strips_of_a_window_come_as_one_tile_and_equal_the_dense_weights(mask, known, monkeypatch):
@@ -629,7 +629,7 @@ def test_strips_of_a_window_come_as_one_tile_and_equal_the_dense_weights(mask, k
             monkeypatch.setattr(tuning, "MAX_TILE_SCORES", most)
             seen, dense = (observe(query, key, mask=mask, **more) for _ in range(2))
             plan = plan_tiles(seen.call, range(61), range(72), strips=True)
-            assert any(group.height for group in plan.batches)
+            assert any(group.strips for group in plan.batches)
             weights = dense.weights()
             if known:
                 assert_close(seen.lse, attention_with_lse(query, key, key, mask=mask, **more).lse)

@@ -218,11 +218,11 @@ def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_a
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
     monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
-    assert found() == ("strips", 10 / 16)
+    assert found() == ("strips", 9 / 16)
     assert found(heads=4) == ("sdpa", 1)
-    assert found(length=1024) == ("strips", 9 / 16)
+    assert found(length=1024) == ("strips", 17 / 32)
     assert found(length=2048) == ("sdpa", 5 / 8)  # torch leaves out blocks of 512 keys that its 256 queries do not see
-    assert found(length=1024, dtype=torch.bfloat16) == ("strips", 9 / 16)
+    assert found(length=1024, dtype=torch.bfloat16) == ("strips", 17 / 32)
     assert found(dtype=torch.float64) == ("sdpa", 1)
     monkeypatch.setattr(processor, "MKL", False)
     assert found() == ("sdpa", 1)
@@ -758,7 +758,8 @@ def test_equal_masks_share_a_plan_and_others_do_not():
     assert cut_for(Causal() & Window(20)) is not cut_for(Causal() & Window(21))
     assert cut_for(Causal() & Window(20)) is not cut_for(Causal() & Window(20), length=301)
     assert cut_for(Causal() | Window(20)) is not cut_for(Causal() & Window(20))
-    rule = lambda batch, head, query, key: query >= key  # noqa: E731
+    last = [20]
+    rule = lambda batch, head, query, key: key < last[0]  # noqa: E731
     assert cut_for(Where(rule)) is not cut_for(Where(rule))  # it may answer otherwise tomorrow
 
 

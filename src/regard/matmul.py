@@ -38,6 +38,7 @@ def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
     before = _setting_to_change(first, second)
     if before is None:
         return torch.bmm(first, second, out=out)
+    first, second = packed(first), packed(second)
     with _set("bf16", before):
         if len(first) > 1:
             return torch.bmm(first, second, out=out)
@@ -52,11 +53,21 @@ def baddbmm(
     before = _setting_to_change(first, second)
     if before is None:
         return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
+    first, second = packed(first), packed(second)
     with _set("bf16", before):
         if len(first) > 1:
             return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
         one = None if out is None else out[0]
         return torch.addmm(added[0], first[0], second[0], beta=beta, alpha=alpha, out=one)[None]
+
+
+def packed(stack: Tensor) -> Tensor:
+    """The stack with its matrices one after another in memory; a copy if it lies otherwise.
+
+    torch makes such a copy for oneDNN itself, but of a transposed matrix element by element, which takes as long as the
+    product: key^T of a few heads, or of a layer that holds [batch, length, heads, size], is such a one.
+    """
+    return stack.mT.contiguous().mT if stack.stride(1) == 1 else stack.contiguous()
 
 
 def regular(length: int) -> int:
@@ -92,8 +103,8 @@ def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
     large = (
         first.dtype is second.dtype is torch.float32
         and not tracing()
-        and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
+        and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and first.device.type == "cpu"
         and onednn_is_faster()
     )

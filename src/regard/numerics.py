@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.graphs import exporting, tracing
-from regard.matmul import bmm
+from regard.matmul import baddbmm, bmm
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -20,26 +20,36 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float32, or the dtype itself if it is wider: that of `upcast`."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
-
-
-def grouped_matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """``left @ right`` if right has fewer heads: query head h is multiplied by kv head ``h // (heads // kv_heads)``.
+def grouped_matmul(
+    left: Tensor, right: Tensor, out: Tensor | None = None, *, scale: float = 1.0, added: Tensor | None = None
+) -> Tensor:
+    """``added + scale left @ right`` if right has fewer heads: query head h is multiplied by kv head
+    ``h // (heads // kv_heads)``.
 
     Query heads that share a kv head are stacked along the rows, so nothing is repeated in memory.
     Shapes: [batch, heads, M, D] and [batch, kv_heads, D, N] -> [batch, heads, M, N], written into `out` if given.
+    Args:
+        added: [batch, heads, M, 1], a number for each row; None for 0.
     """
     batch, heads, M, D = left.shape
     kv_heads, N = right.shape[1], right.shape[3]
     if exporting():  # the stacked length would be a product of symbolic lengths, on which the tracer would branch
         if heads == kv_heads:
-            return torch.matmul(left, right)
-        return torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
+            found = torch.matmul(left, right)
+        else:
+            found = torch.matmul(left.unflatten(1, (kv_heads, heads // kv_heads)), right[:, :, None]).flatten(1, 2)
+        found = found if scale == 1.0 else scale * found
+        return found if added is None else added + found
     stack, rows = batch * kv_heads, heads // kv_heads * M
     into = None if out is None else out.view(stack, rows, N)
-    return bmm(left.reshape(stack, rows, D), right.reshape(stack, D, N), out=into).view(batch, heads, M, N)
+    left, right = left.reshape(stack, rows, D), right.reshape(stack, D, N)
+    if added is None and scale == 1.0:
+        found = bmm(left, right, out=into)
+    elif added is None:
+        found = baddbmm(left.new_zeros(1, 1, 1), left, right, beta=0.0, alpha=scale, out=into)
+    else:
+        found = baddbmm(added.reshape(stack, rows, 1), left, right, alpha=scale, out=into)
+    return found.view(batch, heads, M, N)
 
 
 def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:

@@ -23,11 +23,13 @@ import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from ctypes import string_at
 from inspect import Parameter, signature
+from types import FunctionType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
 
@@ -201,8 +203,9 @@ class Rule:
     def structure(self) -> Hashable | None:
         """A key that is equal for masks or biases that are always equal: their kind, numbers, parts and tensors.
 
-        None if they cannot be compared: functions may change their results, inference tensors and parameters may change
-        unnoticed, what learns changes at every step, and large tensors are not worth keeping.
+        None if they cannot be compared: functions may change their results (but see `regard.functions`), inference
+        tensors and parameters may change unnoticed, what learns changes at every step, and large tensors are not worth
+        keeping.
         """
         found: list[Any] = [type(self), self._first_batch]
         try:
@@ -442,6 +445,30 @@ def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable
         return tuple(_comparable(part, of_tensor) for part in value)
     if value is None or isinstance(value, (bool, int, float, str, range, type, torch.device)):
         return type(value), value  # True, 1 and 1.0 are equal, but not the same
+    if isinstance(value, FunctionType):
+        return _function(value)
+    raise _NotComparableError
+
+
+def _function(function: FunctionType) -> Hashable:
+    """Equal for functions with equal code and the same values in it, which are numbers, tensors and such functions."""
+    values = captured(function)
+    if values is None:
+        raise _NotComparableError
+    code, dtype, *rest = values
+    try:
+        return code, dtype, *(_in_function(value) for value in rest)
+    except RecursionError:  # it calls itself
+        raise _NotComparableError from None
+
+
+def _in_function(value: Any) -> Hashable:
+    if type(value) is Tensor:
+        if value.untyped_storage().nbytes() > 8 * MAX_COMPARED_NUMBERS:  # which the key would keep alive
+            raise _NotComparableError
+        return _version(value)
+    if value is None or type(value) in (bool, int, float, FunctionType):
+        return _comparable(value, _version)
     raise _NotComparableError
 
 

@@ -29,6 +29,10 @@ FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
+MIN_LEFT_OUT = 1 << 18
+"""Fewest scores worth leaving out at the price of several calls instead of one. Row "8 documents, causal"."""
+
+
 class Preference(NamedTuple):
     """A row of the table: the kernel used if it supports the call and the condition holds, and the reason."""
 
@@ -42,9 +46,20 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
     return lambda call: not exporting() and condition(call)
 
 
+def _hides_most(call: Call) -> bool:
+    """Whether strips would leave out most of the scores, and enough of them to make up for being several calls."""
+    mask = call.scoring.mask
+    if mask is None or all_scores(call) <= MIN_LEFT_OUT or mask.structure() is None:
+        return False
+    computed = strips.KERNEL.num_scores(call)
+    return all_scores(call) > max(2 * computed, computed + MIN_LEFT_OUT)
+
+
 PREFERENCES = (
     Preference(
-        direct.KERNEL, "there are so few scores that computing all of them at once is fastest", _in_process(direct.pays)
+        direct.KERNEL,
+        "there are so few scores that computing all of them at once is fastest",
+        _in_process(lambda call: direct.pays(call) and not _hides_most(call)),
     ),
     Preference(
         sdpa.KERNEL,
@@ -54,7 +69,9 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function is given what mask and bias add as one table, which is small enough to be kept",
-        _in_process(sdpa.keeps_a_table),
+        _in_process(
+            lambda call: sdpa.keeps_a_table(call) and not strips_kernel.gradients_pay(call) and not _hides_most(call)
+        ),
     ),
     Preference(
         strips.KERNEL,

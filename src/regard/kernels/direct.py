@@ -18,19 +18,25 @@ from regard import processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, all_scores
 from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
-from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table
+from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
+from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import MIN_PRODUCTS, baddbmm, bmm, onednn_is_faster
-from regard.numerics import upcast, wide
+from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
+from regard.numerics import upcast
+from regard.scores import Scoring
 
-MAX_DIRECT_SCORES = 1 << 17
-"""Scores of all heads up to which this is the fastest kernel, and twice as many by oneDNN; for one query it is at any
-number of keys. Rows of 128 tokens in features.py."""
+MAX_SCORES = 1 << 18
+"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
+tokens in features.py."""
 
-MAX_LEARNT_SCORES = 1 << 20
-"""The same for gradients in half precision, without AMX, as long as torch's operator takes its queries by 32: it then
-takes 1.4 to 2 times as long."""
+MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
+"""The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces; elsewhere torch's
+gradients in half precision without AMX, as long as its operator takes its queries by 32: 1.4 to 2 times as long. What
+is kept for the gradients has 4 MiB."""
+
+MIN_STACK = 8
+"""Fewest matrices in a stack for which products by MKL are as fast as torch's operator."""
 
 
 def cannot(call: Call) -> str | None:
@@ -49,23 +55,20 @@ def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where that may change unnoticed."""
     if not call.concrete or call.dropout is not None:
         return None
-    scoring, wants_lse = call.scoring.with_sink(None), call.wants_lse
+    scoring, wants_lse = call.scoring, call.wants_lse
     if not call.learns:
-        hidden, added = _prepared(call)
+        prepared = _prepared(call)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return _checked(Call(query, key, value, scoring.with_sink(sink), None, wants_lse), hidden, added)
+        def attend_alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+            return _checked(Call(query, key, value, scoring, None, wants_lse), *prepared)
 
-        return attend
-    hidden, added = _in_full(call)
+        return attend_alone
+    hidden, *more = _in_full(call)
     if scoring.bias is not None and not isinstance(hidden, Table):
         return None
 
-    def attend_and_learn(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        call = Call(query, key, value, scoring.with_sink(sink), None, wants_lse)
-        return _attend(_zeroed(call, hidden), hidden, added)
+    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _attend(_zeroed(Call(query, key, value, scoring, None, wants_lse), hidden), hidden, *more)
 
     return attend_and_learn
 
@@ -73,26 +76,24 @@ def prepare(call: Call) -> Prepared | None:
 def _prepared(call: Call) -> tuple[Hidden | None, Tensor | None]:
     """What is hidden, as far as it is known without looking at a bias, and what mask and bias add."""
     table = _table(call)
-    if table is not None:
-        return table, _added(call, table, None)
-    hidden = hidden_in(call.scoring.mask, call.scoring.grid)
-    return hidden, _added(call, hidden, _biases(call))
+    hidden = hidden_in(call.scoring.mask, call.scoring.grid) if table is None else table
+    return hidden, _added(call, hidden, _biases(call) if table is None else None)
 
 
-def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None]:
-    """What mask and bias hide and add."""
+def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None, Tensor | None]:
+    """What mask and bias hide, what they add if nothing of it learns, and biases that learn."""
     table = _table(call)
     if table is not None:
-        return table, _added(call, table, None)
+        return table, _added(call, table, None), None
     biases = _biases(call)
     hidden = hidden_in_call(call.scoring, biases)
-    return hidden, _added(call, hidden, biases)
+    if biases is not None and biases.requires_grad:
+        return hidden, None, biases
+    return hidden, _added(call, hidden, biases), None
 
 
 def _table(call: Call) -> Table | None:
-    if call.scoring.bias is None or call.scoring.grid.query_len == 1:  # of one query it is made as fast as looked up
-        return None
-    look_up = known_table(call.scoring, wide(call.query.dtype))
+    look_up = known_table(call.scoring, upcast(call.query[:0]).dtype)
     return None if look_up is None else look_up()
 
 
@@ -108,8 +109,8 @@ def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[T
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
-    hidden, added = _in_full(call)
-    return _attend(_zeroed(call, hidden), hidden, added)
+    hidden, *more = _in_full(call)
+    return _attend(_zeroed(call, hidden), hidden, *more)
 
 
 def _zeroed(call: Call, hidden: Hidden | None) -> Call:
@@ -118,39 +119,31 @@ def _zeroed(call: Call, hidden: Hidden | None) -> Call:
     return call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
 
 
-def _attend(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    query, key, value, scoring, dropout, wants_lse = call
-    dtype, (batch, heads, rows, size), (kv_heads, keys) = query.dtype, query.shape, key.shape[1:3]
-    query = upcast(query).reshape(batch * kv_heads, heads // kv_heads * rows, size)
-    key, value = (upcast(t).reshape(batch * kv_heads, keys, t.shape[3]) for t in (key, value))
-    if scoring.softcap is None and added is not None:
-        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
+def _attend(
+    call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    scoring, sink = call.scoring, call.scoring.sink
+    fixed = Fixed(scoring, hidden, added, _kept(call), call.wants_lse)
+    tensors = call.query, call.key, call.value, sink, biases
+    if call.concrete and call.learns:
+        output, lse = Stacked.apply(fixed, *tensors)  # type: ignore[no-untyped-call]
     else:
-        scores = bmm(query, key.mT)
-        if scoring.softcap is None:
-            scores = scores * scoring.scale
-        else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
-            scores = torch.sigmoid(scores * (2.0 * scoring.scale / scoring.softcap)) * (2.0 * scoring.softcap)
-            scores = scores - scoring.softcap
-        if added is not None:
-            scores = scores + added
-    if scoring.sink is not None:
-        sink = scoring.sink.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
-        scores = torch.cat([scores, fold(sink, batch, heads, kv_heads, rows)], dim=-1)
-    lse = torch.logsumexp(scores, -1).view(batch, heads, rows) if wants_lse else None
-    weights = torch.softmax(scores, -1)
-    if scoring.sink is not None:
-        weights = weights[..., :keys]
-    if dropout is not None:
-        kept = dropout.keep(scoring.grid, range(rows), range(keys), dtype=weights.dtype)
-        weights = weights * fold(kept.mul_(1.0 / (1.0 - dropout.rate)), batch, heads, kv_heads, rows)
-    output = bmm(weights, value).view(batch, heads, rows, value.shape[2])
+        output, lse = shaped(attend(fixed, *tensors), fixed, call.query.dtype)
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
-            alone = lse.new_tensor(-math.inf) if scoring.sink is None else scoring.sink.to(lse.dtype)[:, None]
+            alone = lse.new_tensor(-math.inf) if sink is None else sink.to(lse.dtype)[:, None]
             lse = torch.where(hidden.queries, lse, alone)
-    return output.to(dtype), lse
+    return output, lse
+
+
+def _kept(call: Call) -> Tensor | None:
+    """0 for weights that are dropped, 1 / (1 - dropout) for others; None without dropout."""
+    if call.dropout is None:
+        return None
+    (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
+    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys), dtype=upcast(call.query[:0]).dtype)
+    return fold(kept.mul_(1.0 / (1.0 - call.dropout.rate)), batch, heads, kv_heads, rows)
 
 
 def _biases(call: Call) -> Tensor | None:
@@ -158,46 +151,55 @@ def _biases(call: Call) -> Tensor | None:
     if call.scoring.bias is None:
         return None
     queries, keys = map(range, call.scoring.grid[2:4])
-    return call.scoring.biases(queries, keys, wide(call.query.dtype))
+    return call.scoring.biases(queries, keys, upcast(call.query[:0]).dtype)
 
 
 def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor | None:
-    """What mask and bias add to the scores; 0 for fully masked queries, whose output is set afterwards."""
-    (batch, heads, rows, columns), kv_heads = call.scoring.grid[:4], call.key.shape[1]
-    if biases is None:
-        return None if hidden is None else hidden.folded(wide(call.query.dtype), batch, heads, kv_heads, rows)
-    if hidden is not None:
-        biases = torch.where(hidden.allowed, biases, hidden.where_seeing(biases.dtype))
-    return fold(biases.expand(*biases.shape[:2], rows, columns), batch, heads, kv_heads, rows)
+    return added_by(hidden, biases, call.scoring, call.key.shape[1], upcast(call.query[:0]).dtype)
 
 
 def pays(call: Call) -> bool:
-    """Whether this is faster than the other kernels."""
-    scoring, mask = call.scoring, call.scoring.mask
-    query_len, group = scoring.grid.query_len, scoring.grid.heads // call.key.shape[1]
-    slow_gradients = call.query.dtype in HALF and query_len < QUERIES_AT_A_TIME[1][0] and call.learns
-    by_onednn = _by_onednn(call)
-    most = MAX_DIRECT_SCORES * (2 if by_onednn else 1)
-    if slow_gradients and not processor.AMX:
-        most = MAX_LEARNT_SCORES
-    if not processor.MKL or (all_scores(call) > most and query_len > 1):
+    """Whether this is faster than the other kernels, if a mask hides little."""
+    scoring, query, (batch, kv_heads) = call.scoring, call.query, call.key.shape[:2]
+    rows, group = scoring.grid.query_len, scoring.grid.heads // kv_heads
+    if not (call.concrete and processor.MKL):
         return False
-    if call.query.dtype in HALF and query_len * group < call.query.shape[3]:
+    if query.dtype in HALF and rows * group < query.shape[3]:
         return False  # keys and values are copied in float32, more numbers than there are scores
-    extras = scoring.bias, scoring.softcap, scoring.sink, call.dropout
-    plain = mask is None or mask is EVERYTHING or is_top_left_causal(mask)
-    if plain and all(extra is None for extra in extras) and call.query.shape[3] == call.value.shape[3]:
-        # nothing lies around torch's own function here; but its products are MKL's, and its gradients take twice as
-        # long in half precision
-        return call.concrete and (by_onednn or (call.learns and call.query.dtype in HALF))
-    return call.concrete
+    slow_gradients = query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX
+    if slow_gradients or _by_onednn(call):
+        return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
+    if _torch_can(call):
+        if plain(scoring):
+            return False  # nothing lies around torch's own function here
+        if rows > 1 and batch * kv_heads < MIN_STACK:
+            return False
+    return rows == 1 or all_scores(call) <= MAX_SCORES
+
+
+def plain(scoring: Scoring) -> bool:
+    """Whether nothing is added to the scores, except what torch's operator does by itself."""
+    mask = scoring.mask
+    return scoring.bias is None and (mask is None or mask is EVERYTHING or is_top_left_causal(mask))
+
+
+def _torch_can(call: Call) -> bool:
+    """Whether torch's fused operator can do it, with a table that is made once."""
+    scoring = call.scoring
+    more = scoring.softcap, scoring.sink, call.dropout
+    if call.wants_lse or any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
+        return False
+    if scoring.bias is not None:
+        return table_key(scoring, upcast(call.query[:0]).dtype) is not None
+    return plain(scoring) or scoring.mask_or_everything.structure() is not None
 
 
 def _by_onednn(call: Call) -> bool:
     """Whether oneDNN computes its products, and they are large enough to make up for three operators instead of one."""
-    products = all_scores(call) * call.query.shape[3]
+    (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
+    products = batch * heads * rows * keys * call.query.shape[3]
     enough = products >= 2 * MIN_PRODUCTS * torch.get_num_threads() and call.query.dtype != torch.float64
-    return enough and onednn_is_faster()
+    return enough and is_regular(heads // kv_heads * rows) and is_regular(keys) and onednn_is_faster()
 
 
 def quadratic_numbers(call: Call) -> int:

@@ -16,14 +16,27 @@ from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
-from regard.kernels.hidden import Hidden, harmless, has_nan, hidden_in, hidden_in_call, known_table, table_key
+from regard.kernels.hidden import (
+    MAX_KEPT_SCORES,
+    Hidden,
+    harmless,
+    has_nan,
+    hidden_in,
+    hidden_in_call,
+    known_table,
+    table_key,
+)
 from regard.kernels.tabled import Tabled
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.numerics import wide
+from regard.numerics import upcast
 
 MAX_MASKED_KEYS = 256
-"""Keys up to which computing all scores costs less than leaving out what a mask hides."""
+"""Keys up to which computing all scores costs less than leaving out what a mask hides, twice as many where strips are
+slow."""
+
+MIN_STACK = 8
+"""Fewest matrices in a stack that strips of plain products are fast at. Row "causal, 3 heads" of features.py."""
 
 
 def cannot(call: Call) -> str | None:
@@ -49,7 +62,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
     prepared = prepare(call)
     if prepared is not None:
-        return prepared(call.query, call.key, call.value, None)
+        return prepared(call.query, call.key, call.value)
     return _with_zeros(call), None
 
 
@@ -79,14 +92,14 @@ def prepare(call: Call) -> Prepared | None:
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
 
-        def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+        def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
             if key.shape[2] > seen:
                 key, value = key[:, :, :seen], value[:, :, :seen]
             return full_attention(query, key, value, scale=scale, is_causal=True), None
 
         return attend_causal
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
-        return lambda query, key, value, sink: (full_attention(query, key, value, scale=scale), None)
+        return lambda query, key, value: (full_attention(query, key, value, scale=scale), None)
     if not call.concrete or _bias_learns(call):
         return None
     wants_grad, by_flash = call.learns, _by_flash(call)
@@ -94,7 +107,7 @@ def prepare(call: Call) -> Prepared | None:
     if look_up is None and table is None:
         return None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         hidden, added = (None, table) if look_up is None else look_up()
         safe = hidden is not None and hidden.keys is None and hidden.queries is None
         if wants_grad and not safe:
@@ -142,7 +155,7 @@ def _by_flash(call: Call) -> bool:
 
 
 def _dtype_of_bias(call: Call) -> torch.dtype:
-    return wide(call.query.dtype) if _by_flash(call) else call.query.dtype
+    return upcast(call.query[:0]).dtype if _by_flash(call) else call.query.dtype
 
 
 def finished_table(call: Call) -> Tensor | None:
@@ -165,12 +178,16 @@ def reads_a_table(call: Call) -> bool:
 
 def keeps_a_table(call: Call) -> bool:
     """Whether what mask and bias add is a small table that is kept, for a mask that leaves most scores."""
-    scoring, key_len = call.scoring, call.scoring.grid.key_len
-    if scoring.bias is None or not _by_flash(call):
+    scoring, grid, mask = call.scoring, call.scoring.grid, call.scoring.mask_or_everything
+    if not _by_flash(call) or (scoring.bias is None and (mask is EVERYTHING or is_top_left_causal(mask))):
         return False
-    slow_strips = call.query.dtype in HALF and call.learns  # few queries at a time: see fused.QUERIES_AT_A_TIME
-    short = key_len <= MAX_MASKED_KEYS * (2 if slow_strips else 1) or scoring.mask_or_everything is EVERYTHING
-    return short and table_key(scoring, _dtype_of_bias(call)) is not None
+    # few queries at a time (see fused.QUERIES_AT_A_TIME), or too few matrices
+    slow_strips = (call.query.dtype in HALF and call.learns) or grid.batch * call.key.shape[1] < MIN_STACK
+    if grid.key_len > MAX_MASKED_KEYS * (2 if slow_strips else 1) and mask is not EVERYTHING:
+        return False
+    if scoring.bias is None:
+        return grid.batch * grid.query_len * grid.key_len <= MAX_KEPT_SCORES and mask.structure() is not None
+    return table_key(scoring, _dtype_of_bias(call)) is not None
 
 
 def num_scores(call: Call) -> int:

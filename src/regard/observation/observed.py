@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from regard.numerics import LOG2_E, finite_lse, upcast
+from regard.numerics import finite_lse, upcast
 from regard.observation.selecting import kv_of_heads, selected
 from regard.observation.tile import ScoreTile, TilePlace, tile_of
 from regard.scores import Additive, Scoring
@@ -58,8 +57,8 @@ class ObservedCall:
         return self.scoring.softcap is None and self.scoring.bias is None and self.scoring.additive is None
 
     @property
-    def folds(self) -> bool:
-        """Whether scores come from products of query and key, so that these can be folded."""
+    def from_products(self) -> bool:
+        """Whether scores come from products of query and key."""
         return self.scoring.additive is None
 
     @property
@@ -160,14 +159,8 @@ class ObservedCall:
         lse = None if self.lse is None else finite_lse(self.lse[:, :, queries.start : queries.stop])
         return tile_of(place, self.scoring, query, key, lse)
 
-    def folded(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Query, key and finite lse of some queries and keys, folded as `tile` describes."""
+    def tensors(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Query, key and finite lse of some queries and keys, as tiles need them."""
         query, key = self.query[:, :, queries], self.key[:, :, keys]
         lse = None if self.lse is None else finite_lse(self.lse[:, :, queries])
-        if self.folds:
-            softcap = self.scoring.softcap
-            query = upcast(query) * (self.scoring.scale if softcap is None else 2.0 * self.scoring.scale / softcap)
-            key = upcast(key)
-        if self.is_product and lse is not None:
-            query, key = torch.cat([query, -lse[..., None]], dim=-1) * LOG2_E, F.pad(key, (0, 1), value=1.0)
-        return query, key, lse
+        return (upcast(query), upcast(key), lse) if self.from_products else (query, key, lse)

@@ -9,14 +9,15 @@ from regard.numerics import grouped_matmul
 from regard.observation import tuning
 
 
-def product(query: Tensor, key: Tensor, out: Tensor | None = None) -> Tensor:
-    """``query @ key^T``, written into `out` if given.
+def product(query: Tensor, key: Tensor, scale: float, added: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """``added + scale query @ key^T``, written into `out` if given.
 
     Of tensors that are not contiguous, libraries may copy the transposed key, which takes as long as the product.
 
-    Shapes: query [batch, heads, rows, size], key [batch, kv_heads, columns, size] -> [batch, heads, rows, columns].
+    Shapes: query [batch, heads, rows, size], key [batch, kv_heads, columns, size], added [batch, heads, rows, 1]
+    -> [batch, heads, rows, columns].
     """
-    return grouped_matmul(query.contiguous(), key.contiguous().transpose(-2, -1), out=out)
+    return grouped_matmul(query.contiguous(), key.contiguous().transpose(-2, -1), out=out, scale=scale, added=added)
 
 
 class Found(NamedTuple):

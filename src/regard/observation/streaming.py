@@ -47,9 +47,9 @@ def stream(
         memory = torch.empty(BUFFERS, plan.max_scores, dtype=call.dtype, device=call.grid.device)
     done, total = 0, sum(len(queries) for group in plan.batches for queries in group.queries)
     for group in plan.batches:
-        parts = [_Part(call, group, heads, plan) for heads in group.heads] if group.queries else []
+        parts = [_Part(call, group, heads) for heads in group.heads] if group.queries else []
         for number, queries in enumerate(group.queries):
-            for keys in plan.keys_of(group, queries):
+            for keys, in_strips in plan.tiles_of(group, queries):
                 wanting = [
                     statistic
                     for statistic, area in zip(statistics, areas, strict=True)
@@ -57,7 +57,7 @@ def stream(
                 ]
                 hiding: dict[int, Hiding] = {}
                 for part in parts:
-                    tile = part.show(number, queries, keys, hiding, wanting, memory, differentiable)
+                    tile = part.show(number, keys, in_strips, hiding, wanting, memory, differentiable)
                     if lse is not None and isinstance(tile, TileWithoutLse):
                         tile.rows_of(lse).copy_(tile.lse)
             done += len(queries)
@@ -67,26 +67,26 @@ def stream(
 class _Part:
     """The batch indices and heads of a call that are in a tile together, split into the pieces of its tiles."""
 
-    def __init__(self, call: ObservedCall, group: BatchPlan, heads: slice, plan: TilePlan) -> None:
+    def __init__(self, call: ObservedCall, group: BatchPlan, heads: slice) -> None:
         part = call.select(range(group.batch.start, group.batch.stop), range(heads.start, heads.stop))
-        queries, keys = hull(group.queries), plan.keys
-        query, key, lse = part.folded(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
+        queries, keys = hull(group.queries), group.keys
+        query, key, lse = part.tensors(slice(queries.start, queries.stop), slice(keys.start, keys.stop))
         # split, not sliced: the gradient of a slice is as large as the whole tensor, that of a split only as its piece
         down = [len(queries) for queries in group.queries]
-        self.query, self.key = query.split(down, dim=2), key.split(plan.step, dim=2)
+        self.query, self.key = query.split(down, dim=2), key.split(group.step, dim=2)
         if not (
             query.requires_grad or key.requires_grad
         ):  # copied once, since every tile would copy them for a product
             self.query = tuple(piece.contiguous() for piece in self.query)
             self.key = tuple(piece.contiguous() for piece in self.key)
         self.lse = None if lse is None else lse.split(down, dim=2)
-        self.whole_key, self.height = key, group.height
-        self.scoring, self.is_folded = part.scoring, part.folds
-        self.harmless = self.is_folded and not part.wants_grad and harmless(query, key)
-        self.place, self.plan = part.place(group.batch, heads, queries, keys), plan
+        self.group = group
+        self.scoring, self.in_place = part.scoring, part.from_products
+        self.harmless = self.in_place and not part.wants_grad and harmless(query, key)
+        self.place = part.place(group.batch, heads, queries, keys)
 
     def show(
-        self, number: int, queries: range, keys: range, hiding: dict[int, Hiding],
+        self, number: int, keys: range, in_strips: bool, hiding: dict[int, Hiding],
         statistics: list[Statistic[Any]], memory: Tensor | None, differentiable: bool,
     ) -> ScoreTile:  # fmt: skip
         """Passes one tile to some statistics; if gradients are recorded, so that the backward pass recomputes it.
@@ -94,20 +94,19 @@ class _Part:
         Args:
             hiding: what each mask hides in the tile, by its id, since parts share masks; filled in here.
         """
-        place = self.place._replace(queries=queries, keys=keys)
-        if self.height is None:
-            piece, first = divmod(keys.start - self.plan.keys.start, self.plan.step)
+        place, inside = self.place._replace(queries=self.group.queries[number], keys=keys), slice(None)
+        if in_strips:
+            place, tensors = self._in_strips(place, number)
+        else:
+            piece, first = divmod(keys.start - self.group.keys.start, self.group.step)
             inside = slice(first, first + len(keys))
             tensors = self.query[number], self.key[piece], None if self.lse is None else self.lse[number]
-        else:
-            queries, inside = queries[: self.height], slice(None)
-            place, tensors = self._in_strips(place, number)
 
-        how: dict[str, Any] = {"folded": self.is_folded, "harmless": self.harmless, "memory": memory}
+        how: dict[str, Any] = {"in_place": self.in_place, "harmless": self.harmless, "memory": memory}
         if not differentiable:  # which would keep what is hidden until the backward pass
             mask = self.scoring.mask
             if id(mask) not in hiding:
-                hiding[id(mask)] = Hiding(mask, queries, keys)
+                hiding[id(mask)] = Hiding(mask, place.queries, keys)
             how["hiding"] = hiding[id(mask)]
 
         def made(query: Tensor, key: Tensor, lse: Tensor | None) -> ScoreTile:
@@ -129,10 +128,10 @@ class _Part:
 
     def _in_strips(self, place: TilePlace, number: int) -> tuple[TilePlace, tuple[Tensor, Tensor, Tensor | None]]:
         """The place, query, key and lse of strips as one tile: views [strips, heads, ...], with keys that overlap."""
-        assert self.height is not None
-        times, height = len(place.queries) // self.height, self.height
-        first = place.keys.start - self.plan.keys.start
-        key = self.whole_key[0, :, first : first + (times - 1) * height + len(place.keys)]
+        assert self.group.strips is not None
+        height, first = self.group.strips.height, place.keys.start - self.group.keys.start
+        times = len(place.queries) // height
+        key = self.key[0][0, :, first : first + (times - 1) * height + len(place.keys)]
         query, lse = (
             None if tensor is None else tensor[number][0].unflatten(1, (times, height)).transpose(0, 1)
             for tensor in (self.query, self.lse)

@@ -5,9 +5,9 @@
 If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score and total the sum over all
 visible keys; for that a tile must hold all keys that its queries see, and then it gives their lse.
 
-Query and key come *folded*, if scores come from products: the scale is a factor of the query (2 scale / c with a
-softcap c). If scores are nothing else and lse is known, q' = [scale log2(e) q, -log2(e) lse] and k' = [k, 1], so that
-q' . k' is the exponent, and weights cost one matrix product and one exp2.
+If scores come from products of query and key, the scale is a factor of the product (2 scale / c with a softcap c). If
+scores are nothing else and lse is known, -log2(e) lse plus the product with the factor log2(e) scale gives exponents at
+once: weights cost one matrix product and one exp2.
 """
 
 import math
@@ -68,14 +68,14 @@ class ScoreTile(ABC):
     """
 
     def __init__(
-        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, *, folded: bool = False,
+        self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, *, in_place: bool = False,
         hiding: Hiding | None = None, harmless: bool = False, memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             scoring: of these batch indices and heads.
             query, key: of these queries and keys.
-            folded: whether scale and lse are folded into them (see above).
+            in_place: whether scores come from products, and everything else is applied to these in place.
             hiding: what the mask hides here; None: it is looked up.
             harmless: whether all numbers of query and key are so small that scores are finite.
             memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they are allocated.
@@ -83,7 +83,7 @@ class ScoreTile(ABC):
         self.place, (self.batch, self.heads, self.queries, self.keys) = place, place[:4]
         self._hiding = Hiding(scoring.mask, self.queries, self.keys) if hiding is None else hiding
         self._scoring = scoring if self._hiding.parts else replace(scoring, mask=None)
-        self._query, self._key, self._folded, self._memory = query, key, folded, memory
+        self._query, self._key, self._in_place, self._memory = query, key, in_place, memory
         self._harmless = harmless
 
     @property
@@ -205,19 +205,21 @@ class ScoreTile(ABC):
 
     @cached_property
     def _scores(self) -> Tensor:
-        """Scores, if lse is not folded in; exponents may overwrite them."""
-        if not self._folded:
+        """Scores, which exponents may overwrite."""
+        if not self._in_place:
             return self._scoring.tile(*self._shown(), self.queries, self.keys)
-        scores, out, softcap = self._product(), self._buffer(0), self._scoring.softcap
+        out, softcap = self._buffer(0), self._scoring.softcap
+        scores = self._product(1.0 if softcap is None else 2.0 / softcap)
         if softcap is not None:  # c tanh(s / c) = 2 c sigmoid(2 s / c) - c, which takes a sixth of the time
             scores = torch.add(scores.new_tensor(-softcap), torch.sigmoid(scores, out=out), alpha=2 * softcap, out=out)
         if self._scoring.bias is not None:
             scores = torch.add(scores, self._biases, out=out)
         return self._hide(scores)
 
-    def _product(self) -> Tensor:
-        """The product of query and key."""
-        return product(*self._shown(), out=self._buffer(0))
+    def _product(self, factor: float, added: Tensor | None = None) -> Tensor:
+        """The scaled product of query and key, times a factor, plus a number for each query."""
+        added = None if added is None else added[..., None]
+        return product(*self._shown(), factor * self._scoring.scale, added, out=self._buffer(0))
 
     def _hide(self, scores: Tensor) -> Tensor:
         """Scores, or exponents, with -inf where hidden, in place."""
@@ -272,18 +274,20 @@ class TileWithLse(ScoreTile):
         self._lse = lse
 
     def _scores_now(self) -> Tensor:
-        if self._holds_lse or "log2" in vars(self):
+        if self._is_product or "log2" in vars(self):
             return self.log2 / LOG2_E + self._lse[..., None]
         return self._scores
 
     @cached_property
     def log2(self) -> Tensor:
-        return self._hide(self._product()) if self._holds_lse else self._exponents(self._lse)
+        if self._is_product:
+            return self._hide(self._product(LOG2_E, -LOG2_E * self._lse))
+        return self._exponents(self._lse)
 
     @property
-    def _holds_lse(self) -> bool:
-        """Whether lse is folded into query and key."""
-        return self._folded and self._scoring.softcap is None and self._scoring.bias is None
+    def _is_product(self) -> bool:
+        """Whether scores are the scaled product of query and key and nothing else."""
+        return self._in_place and self._scoring.softcap is None and self._scoring.bias is None
 
     @cached_property
     def weights(self) -> Tensor:

@@ -29,6 +29,9 @@ MIN_HEADS_OF_WIDE_TILES = 4
 TILE_QUERIES = 128
 """Queries of one head in a tile before it takes in a second head: matrix products are faster with more rows."""
 
+MOST_LOOKS = 64
+"""Most places, `TILE_QUERIES` high, at which a mask is asked how many keys queries see together."""
+
 MAX_WHOLE_ROW_COST = 1.5
 """Scores of tiles that hold whole rows, relative to tiles that skip hidden keys, up to which one pass is faster than
 two."""

@@ -158,7 +158,9 @@ def backward(
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
         if not by_flash or products_pay(strip, query, key, backward=True):
-            alone = len(strip.spans) == 1 and not strip.overlaps  # no copy, and no number is in it twice
+            # MKL adds to the gradients of keys in place, strip by strip; oneDNN is faster with one stack of all strips
+            one_by_one = strip.overlaps and not products.by_onednn(query.dtype)
+            alone = len(strip.spans) == 1 and (one_by_one or not strip.overlaps)  # no copy, no number in it twice
             to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
             of_query = part.by_query(grads[0])
             products.gradients(
@@ -170,6 +172,7 @@ def backward(
                 lse=part.by_query(finite),
                 delta=part.by_query(less_lse if whole_rows else delta),
                 whole_rows=whole_rows,
+                apart=one_by_one,
                 grads=(of_query, to_key, to_value),
             )
             part.set_query(grads[0], of_query)

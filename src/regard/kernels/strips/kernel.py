@@ -122,6 +122,15 @@ def products_pay_alone(call: Call) -> bool:
     return products.pay(*given, causal=causal, backward=call.learns)
 
 
+def gradients_pay(call: Call) -> bool:
+    """Whether plain products by oneDNN compute the gradients faster than torch's operator, if nothing is left out."""
+    grid, kv_heads = call.scoring.grid, call.key.shape[1]
+    if not (call.learns and products.by_onednn(call.query.dtype)):
+        return False
+    given = call.query.dtype, grid.batch * kv_heads, grid.query_len * (grid.heads // kv_heads), grid.key_len
+    return products.pay(*given, causal=False, backward=True)
+
+
 def _is_causal(call: Call) -> bool:
     return is_top_left_causal(call.scoring.mask) and call.scoring.grid.query_len == call.scoring.grid.key_len
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.strips import tuning
-from regard.matmul import regular
+from regard.matmul import onednn_is_faster, regular
 from regard.numerics import upcast
 
 
@@ -108,7 +108,8 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
 
 def scores_at_a_time() -> int:
     """Most scores of a piece."""
-    return tuning.PIECE_SCORES * min(torch.get_num_threads(), tuning.MAX_PIECE_THREADS)
+    of_thread = tuning.PIECE_SCORES_BY_ONEDNN if onednn_is_faster() else tuning.PIECE_SCORES
+    return of_thread * min(torch.get_num_threads(), tuning.MAX_PIECE_THREADS)
 
 
 def rows_at_a_time(queries: int, keys: int, group: int) -> int:
@@ -118,7 +119,9 @@ def rows_at_a_time(queries: int, keys: int, group: int) -> int:
 
 def rows_of_square(length: int, group: int) -> int:
     """The same for a causal square."""
-    least, most = tuning.SQUARE_QUERIES.start, tuning.SQUARE_QUERIES.stop
+    if not onednn_is_faster():
+        return tuning.PIECE_QUERIES
+    least, most = tuning.SQUARE_QUERIES_BY_ONEDNN.start, tuning.SQUARE_QUERIES_BY_ONEDNN.stop
     rows = min(max(length // 8, least), most, 2 * scores_at_a_time() // (max(1, length) * group))
     return _power_of_two(max(rows, tuning.PIECE_QUERIES))
 

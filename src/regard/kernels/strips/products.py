@@ -33,7 +33,7 @@ from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
-from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
+from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, packed, regular
 from regard.numerics import LOG2_E, upcast
 from regard.scores import Additive
 
@@ -51,7 +51,7 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if not processor.MKL or rows < tuning.PIECE_QUERIES:
         return False
     group = max(1, rows // max(1, keys))
-    scores = stack * keys * (min(rows, tuning.SQUARE_QUERIES.start * group) if causal else rows)
+    scores = stack * keys * (min(rows, rows_of_square(keys, group) * group) if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if by_onednn(dtype):
@@ -61,11 +61,12 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if stack < tuning.MIN_STACK:
         return False
     if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
+        short = keys < tuning.KEYS_OF_SQUARE.start  # then there have to be more of them
         if backward:
-            most = 512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048
-            return scores >= tuning.MIN_SCORES_BACKWARD and keys <= most
-        return scores >= tuning.MIN_SCORES and keys <= 2048
-    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys <= tuning.MAX_KEYS_OF_SQUARE
+            least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
+            return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
+        return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= 2048
+    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys in tuning.KEYS_OF_SQUARE
 
 
 def by_onednn(dtype: torch.dtype) -> bool:
@@ -158,6 +159,7 @@ def gradients(
     lse: Tensor,
     delta: Tensor,
     whole_rows: bool = False,
+    apart: bool = False,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Adds to the gradients of query, key and value, and of trainable biases.
@@ -166,13 +168,15 @@ def gradients(
         lse, delta: [batch, heads, query_len]; an lse of -inf must be replaced by a finite number.
         whole_rows: whether these are all keys that the queries see; then delta is -dlse alone, and
             sum(output * doutput) is computed here, from unrounded weights.
+        apart: whether batch indices are computed one after another, since their keys overlap.
         grads: gradients of query, key and value, float32 or wider.
         others: as in `attend`.
     """
     later, keys = _later(query, key, formula), key.shape[2]
     by_query, by_key = [query, grad_output, lse, delta, grads[0]], [*_padded(key, value, formula), *grads[1:]]
-    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3):
+    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3, apart):
         (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
+        k = packed(k) if by_onednn(k.dtype) else k  # once for both of its products
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, k, formula, piece, later, similarity, keys)
         weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
@@ -210,10 +214,11 @@ def gradients(
         to_key.add_(bmm(grad_scores.mT, q)[:, : to_key.shape[1]], alpha=factor)
 
 
-def _pieces(by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int) -> Iterator[Piece]:
-    padded = _pads(by_key[0].dtype, formula)
-    tiles, causal, apart = formula.tiles, formula.causal, formula.by_place
-    return pieces(by_query, by_key, tiles, causal=causal, spaces=spaces, apart=apart, padded=padded)
+def _pieces(
+    by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int, apart: bool = False
+) -> Iterator[Piece]:
+    padded, apart = _pads(by_key[0].dtype, formula), apart or formula.by_place
+    return pieces(by_query, by_key, formula.tiles, causal=formula.causal, spaces=spaces, apart=apart, padded=padded)
 
 
 def _pads(dtype: torch.dtype, formula: Formula) -> bool:

@@ -50,21 +50,23 @@ MAX_TILE_SCORES = 1 << 22
 
 # --- plain products -------------------------------------------------------------------------------------------------
 
-PIECE_SCORES = 1 << 19
-"""Scores held at a time by each thread: about what its core caches. Rows "softcap", "trained bias" of features.py."""
+PIECE_SCORES = 1 << 18
+PIECE_SCORES_BY_ONEDNN = 1 << 19
+"""Scores held at a time by each thread: about what its core caches. oneDNN takes longer to begin a product, and is
+faster with larger ones. Rows "softcap", "trained bias", "window" of features.py."""
 
 MAX_PIECE_THREADS = 16
 """Threads for which a piece has scores of their own; with more of them it would take too much memory."""
 
 PIECE_QUERIES = 64
-"""Fewest queries of each head in a piece."""
+"""Fewest queries of each head in a piece, and all of a causal square, which computes more masked scores the more it
+has. Rows "causal", "softcap"."""
 
-SQUARE_QUERIES = range(128, 512)
-"""Fewest and most queries of each head in a piece of a causal square, which computes more masked scores the more it
-has; between them an eighth of the square. Rows "causal", "softcap"."""
+SQUARE_QUERIES_BY_ONEDNN = range(128, 512)
+"""Fewest and most queries of a causal square with oneDNN; between them an eighth of the square. Same rows."""
 
-MAX_KEYS_OF_SQUARE = 1024
-"""Longest causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
+KEYS_OF_SQUARE = range(512, 1025)
+"""Lengths of causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
 takes keys 512 at a time and all of a shorter square. Rows "causal 512", "8 documents, causal"."""
 
 MIN_STACK = 8

@@ -1,0 +1,195 @@
+"""All scores of a call as one stack of matrices, and its gradients from the weights that were kept.
+
+    scores = softcap(scale query key^T) + added,    output = share dropped(softmax(scores)) value
+
+where a sink leaves the keys the share 1 / (1 + exp(sink - lse)), a number for each query. The gradients are, with w the
+weights before dropout, m the dropout mask over 1 - dropout, and g = share doutput (Dao et al. 2022, appendix B.4),
+
+    dvalue = (m w)^T g,          ds = w (m g value^T - share (sum(output doutput) - dlse))
+    dquery = scale ds key,       dkey = scale ds^T query
+
+Autograd computes the same in twice as many operators, all by the same library, which may be the slower one
+(`regard.matmul`). It is left to do so where a gradient of these gradients is wanted.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels.hidden import Hidden, fold
+from regard.matmul import baddbmm, bmm
+from regard.numerics import upcast
+from regard.scores import Scoring
+
+
+class Fixed(NamedTuple):
+    """What a call is given beside the tensors that may learn.
+
+    Attributes:
+        hidden: what mask and bias hide. added: what they add, in the layout of `fold`; None for nothing, and where a
+            bias learns. kept: 0 for weights that are dropped, 1 / (1 - dropout) for others, likewise.
+    """
+
+    scoring: Scoring
+    hidden: Hidden | None
+    added: Tensor | None
+    kept: Tensor | None
+    wants_lse: bool
+
+
+class Result(NamedTuple):
+    """What is computed of a stack.
+
+    Attributes:
+        output: [stack, rows, value_dim]. lse: [stack, rows, 1] with the sink in it, if wanted.
+        weights: [stack, rows, keys], before dropout, adding up to 1.
+        share: [stack, rows, 1], that of the keys beside a sink. capped: sigmoid(2 score / softcap), with a softcap.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    weights: Tensor
+    share: Tensor | None
+    capped: Tensor | None
+
+
+def attend(
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None = None
+) -> Result:
+    """Output and log-sum-exp, by operators of which each has a gradient.
+
+    Args:
+        biases: those that learn, broadcastable to the scores.
+    """
+    scoring, kv_heads = fixed.scoring, key.shape[1]
+    query, key, value = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
+    added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, query.dtype)
+    softcap, capped = scoring.softcap, None
+    if softcap is None and added is not None:
+        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
+    else:
+        scores = bmm(query, key.mT)
+        if softcap is None:
+            scores = scores * scoring.scale
+        else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
+            capped = torch.sigmoid(scores * (2.0 * scoring.scale / softcap))
+            scores = capped * (2.0 * softcap) - softcap
+        if added is not None:
+            scores = scores + added
+    weights = torch.softmax(scores, -1)
+    output = bmm(weights if fixed.kept is None else weights * fixed.kept, value)
+    if sink is None and not fixed.wants_lse:
+        return Result(output, None, weights, None, capped)
+    lse = _log_sum_exp(scores, weights)
+    if sink is None:
+        return Result(output, lse, weights, None, capped)
+    batch, heads, rows = scoring.grid[:3]
+    logit = sink.to(lse.dtype).view(1, heads, 1).expand(batch, heads, rows).reshape(lse.shape)
+    share = torch.sigmoid(lse - logit)
+    return Result(output * share, torch.logaddexp(lse, logit) if fixed.wants_lse else None, weights, share, capped)
+
+
+def shaped(result: Result, fixed: Fixed, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Output [batch, heads, rows, value_dim] in the dtype of the query, and lse [batch, heads, rows]."""
+    sizes = fixed.scoring.grid[:3]
+    output = result.output.view(*sizes, result.output.shape[2]).to(dtype)
+    return output, None if result.lse is None else result.lse.view(sizes)
+
+
+def added_by(
+    hidden: Hidden | None, biases: Tensor | None, scoring: Scoring, kv_heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """What mask and bias add to the scores, in the layout of `fold`; 0 for fully masked queries, whose output is set
+    afterwards."""
+    batch, heads, rows, columns = scoring.grid[:4]
+    if biases is None:
+        return None if hidden is None else hidden.folded(dtype, batch, heads, kv_heads, rows)
+    if hidden is not None:
+        biases = torch.where(hidden.allowed, biases, hidden.where_seeing(biases.dtype))
+    return fold(biases.expand(*biases.shape[:2], rows, columns), batch, heads, kv_heads, rows)
+
+
+class Stacked(torch.autograd.Function):
+    """`attend`, with its gradients by hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        result = attend(fixed, query, key, value, sink, biases)
+        ctx.fixed = fixed
+        ctx.save_for_backward(query, key, value, sink, biases, result.output, *result[2:])
+        ctx.set_materialize_grads(False)
+        return shaped(result, fixed, query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
+        way = _by_autograd if torch.is_grad_enabled() else _by_hand
+        return None, *way(ctx.fixed, saved, grad_output, grad_lse, ctx.needs_input_grad[1:])
+
+
+def _by_hand(
+    fixed: Fixed, saved: Sequence[Any], grad_output: Tensor | None, grad_lse: Tensor | None, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of query, key, value, sink and biases, of those that are needed."""
+    query, key, value, sink, biases, output, weights, share, capped = saved
+    kv_heads, factor, sizes = key.shape[1], fixed.scoring.scale, fixed.scoring.grid[:3]
+    q, k, v = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
+    grad = torch.zeros_like(output) if grad_output is None else _stacked(grad_output, kv_heads)
+    delta = (grad * output).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta -= grad_lse.reshape(delta.shape)
+    grads: list[Tensor | None] = [None] * 5
+    if share is not None:
+        if needed[3]:
+            grads[3] = ((share - 1.0) * delta).view(sizes).sum((0, 2)).to(sink.dtype)
+        grad, delta = grad * share, delta * share
+    if needed[2]:
+        dropped = weights if fixed.kept is None else weights * fixed.kept
+        grads[2] = bmm(dropped.mT, grad).view(value.shape).to(value.dtype)
+    if fixed.kept is None:
+        grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0).mul_(weights)
+    else:
+        grad_scores = bmm(grad, v.mT).mul_(fixed.kept).sub_(delta).mul_(weights)
+    if needed[4]:
+        grads[4] = grad_scores.view(*sizes, k.shape[1]).sum_to_size(biases.shape)
+    if capped is not None:  # the derivative is 4 x (1 - x)
+        grad_scores = grad_scores * capped
+        grad_scores.addcmul_(grad_scores, capped, value=-1.0)
+        factor *= 4.0
+    if needed[0]:
+        grads[0] = bmm(grad_scores, k).mul_(factor).view(query.shape).to(query.dtype)
+    if needed[1]:
+        grads[1] = bmm(grad_scores.mT, q).mul_(factor).view(key.shape).to(key.dtype)
+    return grads
+
+
+def _by_autograd(
+    fixed: Fixed, saved: Sequence[Any], grad_output: Tensor | None, grad_lse: Tensor | None, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The same, with a graph of their own."""
+    # views: one tensor may be several of the inputs
+    inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in saved[:5]]
+    results = shaped(attend(fixed, *inputs), fixed, saved[0].dtype)
+    pairs = [pair for pair in zip(results, (grad_output, grad_lse), strict=True) if pair[1] is not None]
+    learning = [tensor for tensor, asked in zip(inputs, needed, strict=True) if asked]
+    outputs, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True))
+    return [next(found) if asked else None for asked in needed]
+
+
+def _log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
+    """The largest weight is exp(top - lse); torch.logsumexp takes four times as long."""
+    if not scores.shape[2]:
+        return torch.logsumexp(scores, -1, keepdim=True)
+    return scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
+
+
+def _stacked(tensor: Tensor, kv_heads: int) -> Tensor:
+    """Query heads that share a kv head one below the other: [batch, heads, rows, size] -> [batch * kv_heads, heads //
+    kv_heads * rows, size], in float32 or wider."""
+    batch, heads, rows, size = tensor.shape
+    return upcast(tensor).reshape(batch * kv_heads, heads // kv_heads * rows, size)
