@@ -80,6 +80,28 @@ def test_lengths_that_are_given_as_numbers_in_inference_mode_are_told_from_other
         right(heads(), mask)
 
 
+@pytest.mark.parametrize("length", [7, 300])
+@pytest.mark.parametrize("query_len", [1, None])
+def test_layers_with_sinks_of_their_own_are_checked_once_and_each_has_its_own(checks, query_len, length):
+    query, key, value = heads(length=length)
+    given = query[:, :, :query_len], key, value
+    sinks = [torch.randn(4) for _ in range(2 * checked.MAX_FORMS)]
+    for _ in range(2):
+        for sink in sinks:
+            assert_close(attention(*given, sink=sink), attention(*given, sink=sink, kernel="reference"))
+    assert len(checks) == 2
+    sink = sinks.pop()
+    with torch.no_grad():
+        attention(*given, sink=sink.requires_grad_())
+    attention(*given, sink=sink).sum().backward()
+    assert sink.grad is not None
+    kept = weakref.ref(sink)
+    checks.clear()
+    del sink
+    gc.collect()
+    assert kept() is None
+
+
 def test_any_difference_is_checked(checks):
     given = heads()
     ways = [

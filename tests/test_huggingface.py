@@ -451,11 +451,11 @@ def another_scale(query, key, value, **arguments):
 def of_mask_alone(mutant):
     """In place of `LazyMask.attend`."""
 
-    def attend(lazy: LazyMask, *heads: Tensor, scale: float | None, softcap: float | None) -> Tensor:
-        given = {"mask": lazy.mask, "bias": None, "scale": scale, "softcap": softcap, "sink": None, "additive": None}
-        return mutant(*heads, **given)
+    def attend(lazy: LazyMask, *given: Any) -> Tensor:
+        names = "scale", "softcap", "sink", "bias"
+        return mutant(*given[:3], mask=lazy.mask, **dict(zip(names, given[3:], strict=True)), additive=None)
 
-    return lambda lazy, *given: attend(lazy, *given[:3], scale=given[3], softcap=given[4])
+    return attend
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_a_lost_position_bias_is_noticed(monkeypatch):
 def test_a_lost_padding_is_noticed(monkeypatch):
     theirs, ours = pair(*ENCODERS["BERT"])
     real = real_tokens("right")
-    monkeypatch.setattr(reading, "Padding", lambda real: Padding(torch.ones_like(real)))
+    monkeypatch.setattr(masks, "Padding", lambda real: Padding(torch.ones_like(real)))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, real, input_ids=some_tokens(), attention_mask=real.long())
 
@@ -1339,7 +1339,7 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
     for step in range(70, 80):
         length = 90 if static else step
         real = torch.arange(length) >= torch.tensor([[0], [7], [step % 5]])
-        mask = LazyMask(Causal(step - 1) & Padding(real), (3, 1, length), torch.device("cpu"))
+        mask = LazyMask(Causal(step - 1), (3, 1, length), torch.device("cpu"), real=real)
         query, key, value = (
             torch.randn(3, heads, n, 16, dtype=dtype) for heads, n in ((4, 1), (2, length), (2, length))
         )
@@ -1350,6 +1350,51 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
         for _ in range(2):  # layers
             assert_close(mask.attend(query, key, value, None, None), expected)
     assert len(asked) == 1
-    alone = LazyMask(Causal(4) & Padding(torch.ones(3, 5, dtype=torch.bool)), (3, 1, 5), torch.device("cpu"))
+    alone = LazyMask(Causal(4), (3, 1, 5), torch.device("cpu"))
     alone.attend(query, key[:, :, :5].nan_to_num(), value[:, :, :5].nan_to_num(), None, None)
-    assert len(asked) == 1  # without padding it is a call without a mask
+    assert len(asked) == 2
+    assert asked[-1][4] is None  # without padding it is a call without a mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their_numbers(monkeypatch, dtype, padded):
+    asked = []
+    monkeypatch.setattr(masks, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(masks, "_STEPS", {})
+    for length in range(70, 80):
+        real = torch.arange(length) >= torch.tensor([[0], [7 if padded else 0], [length if padded else 0]])
+        given = {"mask": Causal(length - 1) & Padding(real), "kernel": "reference"}
+        query, key, value = (
+            torch.randn(3, heads, n, 16, dtype=dtype) for heads, n in ((4, 1), (2, length), (2, length))
+        )
+        with torch.inference_mode():
+            lazy = mask_for_transformers(3, 1, length, q_offset=length - 1, attention_mask=real)
+            bias = torch.zeros(1, 4, 1, length, dtype=dtype)
+            for number in range(3):  # layers, which write into the bias of the one before
+                bias += torch.randn(1, 4, 1, length)
+                bias[..., number] = -math.inf
+                sink = torch.randn(4)
+                ours = lazy.attend(query, key, value, None, None, sink, bias)
+                assert_close(ours, regard.attention(query, key, value, sink=sink, bias=bias, **given))
+                alone = lazy.attend(query, key, value, None, None, sink)
+                assert_close(alone, regard.attention(query, key, value, sink=sink, **given))
+                wide = lazy.attend(query, key, value, None, None, None, bias[:, :1])
+                assert_close(wide, regard.attention(query, key, value, bias=bias[:, :1], **given))
+            with pytest.raises(ShapeError, match="query_len=1"):
+                computed(Heads(query, key, value), lazy, position_bias=bias[..., 1:])
+    assert len(asked) == 3
+
+
+def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):
+    theirs, ours = pair(*SEQ2SEQ["T5, position bias"])
+    options = {"input_ids": some_tokens(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    asked = []
+    check = functional.check_call
+    for module in (functional, masks):
+        monkeypatch.setattr(module, "check_call", lambda *given: (asked.append(given), check(*given))[1])
+    expected = theirs.generate(**options)
+    assert torch.equal(ours.generate(**options), expected)
+    first = len(asked)
+    assert torch.equal(ours.generate(**options), expected)
+    assert len(asked) - first <= first // 2

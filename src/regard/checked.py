@@ -2,7 +2,7 @@
 
 Whether a call is valid, and which kernel it takes, follows from its `Form`: shapes, dtypes and devices, whether a
 gradient is wanted, the structure of the mask, and the other arguments. The last few forms are cached (`recall`,
-`remember`), never a result, nor query, key or value.
+`remember`), never a result, nor query, key, value or sink, which may be others in each call.
 """
 
 import threading
@@ -17,8 +17,8 @@ from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
 from regard.rules import contents, serialise, settled
-from regard.scores import Additive
-from regard.shapes import MAX_HEADS, is_plain
+from regard.scores import Additive, Scoring
+from regard.shapes import MAX_HEADS, Grid, is_plain
 
 Form = tuple[Hashable, ...]
 
@@ -41,26 +41,42 @@ _lock = threading.Lock()
 class Checked:
     """A call that was validated and has its kernel, for other tensors of the same form."""
 
-    __slots__ = ("_kernel", "_key_len", "_prepared", "_scoring", "_wants_lse")
+    __slots__ = ("_kernel", "_prepared", "_scoring", "_wants_lse")
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
-        self._scoring, self._kernel, self._wants_lse = call.scoring, kernel, call.wants_lse
-        self._key_len = call.scoring.grid.key_len
+        self._scoring, self._kernel, self._wants_lse = call.scoring.with_sink(None), kernel, call.wants_lse
         self._prepared = kernel.prepare(call)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if self._prepared is not None and not torch._C._is_any_autocast_enabled():
-            return self._prepared(query, key, value)
-        scoring = self._scoring
-        if key.shape[2] != self._key_len:
-            scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
+            return self._prepared(query, key, value, sink)
+        scoring = self._scoring.with_sink(sink)
+        if key.shape[2] != scoring.grid.key_len:
+            scoring = replace(scoring, grid=self.grid(key.shape[2]))
         return self._kernel.compute(Call(query, key, value, scoring, None, self._wants_lse))
 
-    def like(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> "Checked":
+    def grid(self, key_len: int) -> Grid:
+        """The scores of a call with so many keys."""
+        return self._scoring.grid._replace(key_len=key_len)
+
+    def like(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask) -> "Checked":
         """The same with another mask, which is bound and hides something, and perhaps for another key_len."""
-        grid = self._scoring.grid._replace(key_len=key.shape[2])
-        scoring = replace(self._scoring, grid=grid, mask=mask)
-        return Checked(Call(query, key, value, scoring, None, self._wants_lse), self._kernel)
+        return Checked(self._call(query, key, value, sink, mask, self._scoring.bias), self._kernel)
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask | None, bias: Bias
+    ) -> tuple[Tensor, Tensor | None]:
+        """Its result with another mask and bias, which are bound."""
+        return self._kernel.compute(self._call(query, key, value, sink, mask, bias))
+
+    def _call(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask | None, bias: Bias | None
+    ) -> Call:
+        known = self._scoring
+        scoring = Scoring(self.grid(key.shape[2]), known.scale, known.softcap, bias, mask, sink, known.additive)
+        return Call(query, key, value, scoring, None, self._wants_lse)
 
 
 def form_of(
@@ -87,8 +103,33 @@ def form_of(
     """
     if additive is not None or generator is not None:
         return None
-    if type(dropout) is not float or dropout:
+    if type(dropout) is not float or dropout or type(kernel) is not str:
         return None
+    kinds = kinds_of(query, key, value, scale, softcap, sink)
+    if kinds is None:
+        return None
+    key_shape: Hashable = key.shape
+    value_shape: Hashable = value.shape
+    structure = of_bias = None
+    if mask is not None:
+        structure = mask.structure() if isinstance(mask, Mask) else None
+        if structure is None:
+            return None
+    elif bias is None and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
+        batch, kv_heads, key_len, head_dim = key.shape
+        if value.shape[:3] == (batch, kv_heads, key_len):
+            key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
+    if bias is not None:
+        of_bias = contents(bias) if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)) else None
+        if of_bias is None:
+            return None
+    return query.shape, key_shape, value_shape, kinds, structure, of_bias, wants_lse, kernel
+
+
+def kinds_of(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
+) -> Form | None:
+    """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known."""
     if tracing() or torch._C._are_functorch_transforms_active():
         return None
     if not (type(query) is type(key) is type(value) is Tensor):
@@ -100,47 +141,18 @@ def form_of(
         or not (query.layout is key.layout is value.layout is _PLAIN)
     ):
         return None
-    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS or type(kernel) is not str:
+    if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
-    key_shape: Hashable = key.shape
-    value_shape: Hashable = value.shape
-    structure = None
-    if mask is not None:
-        structure = mask.structure() if isinstance(mask, Mask) else None
-        if structure is None:
+    grads = torch.is_grad_enabled()
+    of_sink = None
+    if sink is not None:
+        if type(sink) not in _TENSORS or not is_plain(sink):
             return None
-    elif bias is None and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
-        batch, kv_heads, key_len, head_dim = key.shape
-        if value.shape[:3] == (batch, kv_heads, key_len):
-            key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
-    more = None
-    if bias is not None or sink is not None:
-        more = _more(bias, sink)
-        if more is None:
-            return None
+        of_sink = sink.shape, sink.dtype, sink.device, grads and sink.requires_grad
     return (
-        query.shape, key_shape, value_shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        structure, more, scale, softcap, wants_lse, kernel,
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        grads and (query.requires_grad or key.requires_grad or value.requires_grad), scale, softcap, of_sink,
     )  # fmt: skip
-
-
-def _more(bias: Bias | Tensor | None, sink: Tensor | None) -> Hashable | None:
-    """The part of a form that a bias and a sink are; None if it is not known."""
-    of_bias: Hashable = None
-    if bias is not None:
-        if not isinstance(bias, Bias) and type(bias) not in _TENSORS:
-            return None
-        of_bias = contents(bias) if isinstance(bias, Bias) or is_plain(bias) else None
-        if of_bias is None:
-            return None
-    if sink is None:
-        return of_bias, None
-    if type(sink) not in _TENSORS or sink.grad_fn is not None or not is_plain(sink):
-        return None  # one with a graph would keep that alive
-    # its numbers may change: nothing is computed from them beforehand
-    return of_bias, id(sink), sink.shape, sink.dtype, sink.device, sink.requires_grad, sink
 
 
 def recall(form: Form) -> Checked | None:
@@ -148,18 +160,16 @@ def recall(form: Form) -> Checked | None:
     return _KNOWN.get(form)
 
 
-def remember(form: Form, call: Call, kernel: Kernel) -> None:
+def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
     """Caches a valid call and its kernel, unless it holds tensors on a GPU, whose memory is scarce, or small parts of
-    large ones."""
-    scoring = call.scoring
-    held = [scoring.sink] if scoring.sink is not None else []
-    for rule in (scoring.mask, scoring.bias):
+    large ones; returns it if it is cached."""
+    held: list[Tensor] = []
+    for rule in (call.scoring.mask, call.scoring.bias):
         if rule is not None:
             serialise(rule, held)
     if call.query.device.type == "cpu":
         held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
-    if not held:
-        keep(_KNOWN, form, call, kernel)
+    return None if held else keep(_KNOWN, form, call, kernel)
 
 
 def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> Checked | None:

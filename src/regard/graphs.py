@@ -26,7 +26,7 @@ def exporting() -> bool:
 
 def tracing() -> bool:
     """Whether a graph is being traced, of either kind: no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.compiler.is_compiling() or torch._C._is_tracing()  # what torch.jit.is_tracing asks, at half the cost
 
 
 def whole(length: int, device: torch.device) -> range | Tensor:

@@ -103,8 +103,8 @@ def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
     large = (
         first.dtype is second.dtype is torch.float32
         and not tracing()
-        and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
         and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
+        and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
         and first.device.type == "cpu"
         and onednn_is_faster()
     )

@@ -20,6 +20,11 @@ def upcast(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or the dtype itself if it is wider: that of `upcast`."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
 def grouped_matmul(
     left: Tensor, right: Tensor, out: Tensor | None = None, *, scale: float = 1.0, added: Tensor | None = None
 ) -> Tensor:

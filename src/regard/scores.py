@@ -102,6 +102,12 @@ class Scoring:
         """The mask, or `EVERYTHING` if there is none."""
         return EVERYTHING if self.mask is None else self.mask
 
+    def with_sink(self, sink: Tensor | None) -> "Scoring":
+        """The same with another sink."""
+        if sink is self.sink:
+            return self
+        return Scoring(self.grid, self.scale, self.softcap, self.bias, self.mask, sink, self.additive)
+
     def tile(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Tensor:
         """The scores of a rectangle, in float32 or wider.
 

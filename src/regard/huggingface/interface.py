@@ -78,6 +78,10 @@ def attend(
         raise ValueError(
             "regard: continuous batching (a paged cache) is not supported; use generate(), with padding or packing"
         )
+    if isinstance(attention_mask, LazyMask) and _by_mask_alone(others, dropout and module.training):
+        output = attention_mask.attend(query, key, value, scaling, softcap, s_aux, position_bias)
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
     if not others.keys() <= HARMLESS:
         _refuse_unknown(others)
@@ -98,26 +102,19 @@ def attend(
     }  # fmt: skip
     asked_for, dropped = _weights_are_asked_for(others), dropout if module.training else 0.0
     compute = ComputeByWeights(dropped) if asked_for and not tracing() else None
-    if mask is not None and _by_mask_alone(attention_mask, scoring, mask, dropped) and compute is None:
-        output = cast(LazyMask, attention_mask).attend(*heads, scaling, softcap)
-    else:
-        output = hooks.attend(module, heads, scoring, dropped, compute)
+    output = hooks.attend(module, heads, scoring, dropped, compute)
     weights = None
     if asked_for:  # a graph cannot compute them on demand, so it computes all
         weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _by_mask_alone(given: object, scoring: ScoringArguments, mask: Mask, dropout: float) -> bool:
-    """Whether a call consists of tensors and a mask only, without hooks, so that it may repeat an earlier one.
-
-    On another device than the mask's, or with packed texts, `mask` differs from the given one.
-    """
-    if not isinstance(given, LazyMask) or given.mask is not mask or dropout or torch.compiler.is_compiling():
+def _by_mask_alone(others: Mapping[str, Any], dropout: float) -> bool:
+    """Whether a call that has a mask consists of tensors and that mask only, without hooks, so that it may repeat an
+    earlier one."""
+    if dropout or not hooks.alone() or torch.compiler.is_compiling():
         return False
-    if scoring["bias"] is not None or scoring["sink"] is not None:
-        return False
-    return hooks.alone()
+    return others.keys() <= HARMLESS and not _weights_are_asked_for(others)
 
 
 def _all_weights(heads: Heads, scoring: ScoringArguments) -> Tensor:
@@ -218,5 +215,5 @@ def _weights_are_asked_for(others: Mapping[str, Any]) -> bool:
     """Whether weights are requested: by ``output_attentions=True``, or by transformers' collector of outputs."""
     if others.get("output_attentions"):
         return True
-    collected: Mapping[str, Any] = (None if _collector is None else _collector.get()) or {}
-    return any("attentions" in name for name in collected)
+    collected: Mapping[str, Any] | None = None if _collector is None else _collector.get()
+    return collected is not None and any("attentions" in name for name in collected)

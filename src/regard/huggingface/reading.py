@@ -57,14 +57,14 @@ def mask_for_transformers(
         return LazyMask(mask, (batch_size, q_length, kv_length), device)
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
+    real = None
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise ValueError(f"regard: padding must be [batch, length], got {list(attention_mask.shape)}")
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
-        if not bool(real.all()):
-            with torch.inference_mode(False):  # a copy that nobody writes to, so that caches stay valid
-                mask = mask & Padding(real.clone())
-    return LazyMask(mask, (batch_size, q_length, kv_length), device)
+        if bool(real.all()):
+            real = None
+    return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real)
 
 
 def _in_graph(
@@ -173,7 +173,9 @@ def _maker(function: object) -> str:
 
 
 def _inside(function: Any) -> Inside:
-    cells = function.__closure__ or ()
+    cells = function.__closure__
+    if not cells:
+        return {}
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
 
 
@@ -268,8 +270,10 @@ def _read_padding(inside: Inside, place: Place) -> Mask | None:
 
 def _from(real: Tensor, start: int, length: int) -> Tensor:
     """The columns from `start` on, padded with False beyond the end."""
-    part = real[:, start : start + length]
-    return nn.functional.pad(part, (0, length - part.shape[1]), value=False)
+    if start or real.shape[1] > length:
+        real = real[:, start : start + length]
+    missing = length - real.shape[1]
+    return nn.functional.pad(real, (0, missing), value=False) if missing else real
 
 
 class _Known(NamedTuple):

@@ -54,8 +54,8 @@ def all_scores(call: Call) -> int:
     return grid.batch * grid.heads * grid.query_len * grid.key_len
 
 
-Prepared = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""A call that waits for its query, key and value: returns output and lse."""
+Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""A call that waits for its query, key and value, and its sink if it has one: returns output and lse."""
 
 
 class Kernel(NamedTuple):

@@ -23,7 +23,7 @@ from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
-from regard.numerics import upcast
+from regard.numerics import wide
 from regard.scores import Scoring
 
 MAX_SCORES = 1 << 18
@@ -55,20 +55,25 @@ def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where that may change unnoticed."""
     if not call.concrete or call.dropout is not None:
         return None
-    scoring, wants_lse = call.scoring, call.wants_lse
+    scoring, wants_lse = call.scoring.with_sink(None), call.wants_lse
     if not call.learns:
-        prepared = _prepared(call)
+        hidden, added = _prepared(call)
 
-        def attend_alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-            return _checked(Call(query, key, value, scoring, None, wants_lse), *prepared)
+        def attend_alone(
+            query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            return _checked(Call(query, key, value, scoring.with_sink(sink), None, wants_lse), hidden, added)
 
         return attend_alone
     hidden, *more = _in_full(call)
     if scoring.bias is not None and not isinstance(hidden, Table):
         return None
 
-    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _attend(_zeroed(Call(query, key, value, scoring, None, wants_lse), hidden), hidden, *more)
+    def attend_and_learn(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        call = Call(query, key, value, scoring.with_sink(sink), None, wants_lse)
+        return _attend(_zeroed(call, hidden), hidden, *more)
 
     return attend_and_learn
 
@@ -93,7 +98,9 @@ def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None, Tensor | None]:
 
 
 def _table(call: Call) -> Table | None:
-    look_up = known_table(call.scoring, upcast(call.query[:0]).dtype)
+    if call.scoring.bias is None or call.scoring.grid.query_len == 1:  # of one query it is made as fast as looked up
+        return None
+    look_up = known_table(call.scoring, wide(call.query.dtype))
     return None if look_up is None else look_up()
 
 
@@ -142,7 +149,7 @@ def _kept(call: Call) -> Tensor | None:
     if call.dropout is None:
         return None
     (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
-    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys), dtype=upcast(call.query[:0]).dtype)
+    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys), dtype=wide(call.query.dtype))
     return fold(kept.mul_(1.0 / (1.0 - call.dropout.rate)), batch, heads, kv_heads, rows)
 
 
@@ -151,11 +158,11 @@ def _biases(call: Call) -> Tensor | None:
     if call.scoring.bias is None:
         return None
     queries, keys = map(range, call.scoring.grid[2:4])
-    return call.scoring.biases(queries, keys, upcast(call.query[:0]).dtype)
+    return call.scoring.biases(queries, keys, wide(call.query.dtype))
 
 
 def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor | None:
-    return added_by(hidden, biases, call.scoring, call.key.shape[1], upcast(call.query[:0]).dtype)
+    return added_by(hidden, biases, call.scoring, call.key.shape[1], wide(call.query.dtype))
 
 
 def pays(call: Call) -> bool:
@@ -190,7 +197,7 @@ def _torch_can(call: Call) -> bool:
     if call.wants_lse or any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
         return False
     if scoring.bias is not None:
-        return table_key(scoring, upcast(call.query[:0]).dtype) is not None
+        return table_key(scoring, wide(call.query.dtype)) is not None
     return plain(scoring) or scoring.mask_or_everything.structure() is not None
 
 

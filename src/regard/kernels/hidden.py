@@ -13,7 +13,8 @@ What is hidden depends on mask and bias alone. It is cached by their structure, 
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,14 +43,16 @@ MAX_ALL_NUMBERS = 1 << 23
 class Hidden:
     """What is hidden in a rectangle of scores.
 
-    Attributes:
+    Args:
         allowed: bool, broadcastable to the scores.
+        hides: whether anything is hidden, if that is known. all_see: whether it is known that every query sees a key.
     """
 
-    def __init__(self, allowed: Tensor) -> None:
+    def __init__(self, allowed: Tensor, hides: bool | None = None, all_see: bool = False) -> None:
         self.allowed = allowed
         self._ask = allowed.device.type == "cpu" and not tracing()
-        self._seeing: dict[int, Tensor | None] = {}
+        self._hides = hides
+        self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}
         self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
 
@@ -65,14 +68,19 @@ class Hidden:
 
     def _some(self, axis: int) -> Tensor | None:
         if axis not in self._seeing:  # not a cached_property: torch.compile cannot trace its lock
-            some = self.allowed.any(axis)
-            self._seeing[axis] = None if self._ask and bool(some.all()) else some
+            if self._ask and self.allowed.shape[axis] == 1:  # then what is hidden from one is hidden from all
+                self._seeing[axis] = self.allowed.squeeze(axis) if self.hides else None
+            else:
+                some = self.allowed.any(axis)
+                self._seeing[axis] = None if self._ask and bool(some.all()) else some
         return self._seeing[axis]
 
     @property
     def hides(self) -> bool:
         """Whether anything is hidden; True if this is not known without a device sync."""
-        return not self._ask or not bool(self.allowed.all())
+        if self._hides is None:
+            self._hides = not self._ask or not bool(self.allowed.all())
+        return self._hides
 
     @cached_property
     def unseen(self) -> slice | Tensor:
@@ -98,8 +106,10 @@ class Hidden:
         """The mask as torch's operators take it: 0 where allowed, -inf elsewhere."""
         if dtype not in self._numbers:
             with torch.inference_mode(False):
-                # 1 - 1/1 = 0 and 1 - 1/0 = -inf: much faster than masked_fill
-                self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
+                if self._ask:
+                    self._numbers[dtype] = torch.where(self.allowed, *_ends(dtype))
+                else:  # 1 - 1/1 = 0 and 1 - 1/0 = -inf: faster than masked_fill
+                    self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
 
     def where_seeing(self, dtype: torch.dtype) -> Tensor:
@@ -111,9 +121,17 @@ class Hidden:
         """These numbers in the layout of `fold`."""
         key = dtype, batch, heads, kv_heads, query_len
         if key not in self._folded:
+            numbers = self.where_seeing(dtype)
             with torch.inference_mode(False):
-                self._folded[key] = fold(self.where_seeing(dtype), batch, heads, kv_heads, query_len)
+                self._folded[key] = fold(numbers, batch, heads, kv_heads, query_len)
         return self._folded[key]
+
+
+@cache
+def _ends(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """0 and -inf: from tensors, `where` is faster than from numbers."""
+    zero = torch.zeros((), dtype=dtype, device="cpu")
+    return zero, zero - math.inf
 
 
 class Table(Hidden):
@@ -172,6 +190,8 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
     """What a bound mask hides in a whole call; None for nothing. Cached if the mask has a structure to compare."""
     if mask is None or mask is EVERYTHING:
         return None
+    if mask._hidden is not None:
+        return cast(Hidden, mask._hidden)
     if not tracing() and grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
         return _looked_at(mask, grid)
     return _remembered(mask, grid)

@@ -29,7 +29,7 @@ from regard.kernels.hidden import (
 from regard.kernels.tabled import Tabled
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.numerics import upcast
+from regard.numerics import wide
 
 MAX_MASKED_KEYS = 256
 """Keys up to which computing all scores costs less than leaving out what a mask hides, twice as many where strips are
@@ -62,7 +62,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
     prepared = prepare(call)
     if prepared is not None:
-        return prepared(call.query, call.key, call.value)
+        return prepared(call.query, call.key, call.value, None)
     return _with_zeros(call), None
 
 
@@ -92,14 +92,14 @@ def prepare(call: Call) -> Prepared | None:
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
 
-        def attend_causal(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+        def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
             if key.shape[2] > seen:
                 key, value = key[:, :, :seen], value[:, :, :seen]
             return full_attention(query, key, value, scale=scale, is_causal=True), None
 
         return attend_causal
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
-        return lambda query, key, value: (full_attention(query, key, value, scale=scale), None)
+        return lambda query, key, value, sink: (full_attention(query, key, value, scale=scale), None)
     if not call.concrete or _bias_learns(call):
         return None
     wants_grad, by_flash = call.learns, _by_flash(call)
@@ -107,7 +107,7 @@ def prepare(call: Call) -> Prepared | None:
     if look_up is None and table is None:
         return None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
+    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         hidden, added = (None, table) if look_up is None else look_up()
         safe = hidden is not None and hidden.keys is None and hidden.queries is None
         if wants_grad and not safe:
@@ -155,7 +155,7 @@ def _by_flash(call: Call) -> bool:
 
 
 def _dtype_of_bias(call: Call) -> torch.dtype:
-    return upcast(call.query[:0]).dtype if _by_flash(call) else call.query.dtype
+    return wide(call.query.dtype) if _by_flash(call) else call.query.dtype
 
 
 def finished_table(call: Call) -> Tensor | None:
