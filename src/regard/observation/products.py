@@ -40,15 +40,15 @@ def largest(weights: Tensor, count: int) -> Found:
     if layers == 1:
         values, places = bits.topk(count, dim=-1)
         return Found(values.view(weights.dtype), places)
-    width = columns // layers
-    folded, rest = bits[..., : layers * width].unflatten(-1, (layers, width)), bits[..., layers * width :]
-    chosen = folded.amax(-2).topk(count, dim=-1, sorted=False).indices
-    candidates = folded.gather(-1, chosen[..., None, :].expand(*chosen.shape[:-1], layers, count)).flatten(-2)
-    values, places = torch.cat([candidates, rest], dim=-1).topk(count, dim=-1)
-    found = chosen.gather(-1, places % count) + places // count * width
-    if rest.shape[-1]:
-        found = torch.where(places < layers * count, found, places + layers * (width - count))
-    return Found(values.view(weights.dtype), found)
+    width, inside = columns // layers, columns - columns % layers
+    chosen = bits[..., :inside].unflatten(-1, (layers, width)).amax(-2).topk(count, dim=-1, sorted=False).indices
+    first = torch.arange(0, inside, width, device=bits.device)
+    candidates = (chosen[..., None, :] + first[:, None]).flatten(-2)
+    if inside < columns:
+        rest = torch.arange(inside, columns, device=bits.device)
+        candidates = torch.cat([candidates, rest.expand(*candidates.shape[:-1], -1)], dim=-1)
+    values, places = bits.gather(-1, candidates).topk(count, dim=-1)
+    return Found(values.view(weights.dtype), candidates.gather(-1, places))
 
 
 def _time(columns: int, layers: int, count: int) -> float:
