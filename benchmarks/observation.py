@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Causal, Window
+from regard import Causal, Document, Prefix, Window
 from regard.bench import machine
 from regard.observation import Entropy, Image, Observation, Received, Top, tuning
 
@@ -46,6 +46,11 @@ def fresh(query: Tensor, key: Tensor, **more: Any) -> Observation:
     return regard.observe(query, key, mask=more.pop("mask", Causal()), **more)
 
 
+def documents(length: int) -> Document:
+    """Documents of 512 tokens, and what is left over."""
+    return Document.from_lengths([512] * (length // 512) + [length % 512] * (length % 512 > 0))
+
+
 def with_penalty(query: Tensor, key: Tensor) -> None:
     """Entropy in a loss, forward and backward."""
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key)]
@@ -64,6 +69,12 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
     "the same, lse known": lambda q, k, lse: fresh(q, k, lse=lse).gather(Entropy(), Received(), Top(8)),
     "the same, softcap 50": lambda q, k, lse: fresh(q, k, softcap=50.0).gather(Entropy(), Received(), Top(8)),
     "the same, window 256": lambda q, k, lse: fresh(q, k, mask=Causal() & Window(256)).gather(
+        Entropy(), Received(), Top(8)
+    ),
+    "the same, window 256 or prefix 4": lambda q, k, lse: fresh(q, k, mask=Causal() & (Window(256) | Prefix(4))).gather(
+        Entropy(), Received(), Top(8)
+    ),
+    "the same, documents of 512": lambda q, k, lse: fresh(q, k, mask=documents(q.shape[2])).gather(
         Entropy(), Received(), Top(8)
     ),
     "entropy in a loss, forward and backward": lambda q, k, lse: with_penalty(q, k),
