@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
-from regard import Causal, Dense, attention, attention_with_lse, processor
+from regard import Causal, Dense, attention, attention_with_lse, numerics, processor
 from regard.kernels.strips import pieces, products, tuning
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
@@ -74,14 +74,14 @@ def test_output_lse_and_gradients_are_those_of_the_definition(monkeypatch, kind,
     output, lse = views(kind, heads, queries, 5, draw), views(kind, heads, queries, 1, draw)[..., 0]
 
     formula = products.Formula(0.3, causal, added=None if mask is None else Adding(mask))
-    products.attend(query, key, value, formula, output=output, lse=lse)
+    products.attend(query, [key], [value], formula, space=pieces.Space(), output=output, lse=lse)
     assert_close(output, right[0], "output")
     assert_close(lse, right[1], "lse")
 
     found = [torch.ones_like(query), torch.ones_like(key), torch.zeros_like(value)]
     delta = (right[0] * towards[0]).sum(-1) - towards[1]
     products.gradients(
-        towards[0], query, key, value, formula, lse=lse, delta=delta, grads=tuple(found),
+        towards[0], query, [key], [value], formula, space=pieces.Space(), lse=lse, delta=delta, grads=tuple(found),
     )  # fmt: skip
     for name, ours, theirs in zip(
         ("query", "key", "value"), found, (grads[0] + 1, grads[1] + 1, grads[2]), strict=True
@@ -185,3 +185,14 @@ def test_a_causal_square_is_counted_as_it_is_computed(monkeypatch):
     assert products.scores_of_square(2048, 1, single) == 256 * 256 * 36  # an eighth at a time
     held = 2 * pieces.scores_at_a_time()
     assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1) == held
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 50, 8), (5, 2, 40, 8), (2, 1, 0, 8), (3, 4, 10, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_products_of_rows_are_summed_a_few_heads_at_a_time(monkeypatch, shape, dtype):
+    monkeypatch.setattr(numerics, "MAX_BETWEEN", 700)
+    first, second = (torch.randn(shape[0], shape[2], shape[1], shape[3]).to(dtype).transpose(1, 2) for _ in range(2))
+    right = (first.double() * second.double()).sum(-1)
+    found = numerics.row_products(first, second)
+    assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), right, rtol=1e-6, atol=1e-5)

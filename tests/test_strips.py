@@ -73,10 +73,10 @@ def cells(strips, mask, grid):
     for strip in strips:
         rows = range(grid.batch) if strip.batch_index is None else [strip.batch_index]
         for n, span in product(range(strip.times), strip.spans):
+            moves = n * strip.step if span is strip.spans[-1] else 0  # keys before the last span are shared
+            queries, keys = [at + n * strip.step for at in strip.queries], [at + moves for at in span]
             places = torch.meshgrid(
-                torch.tensor(list(rows), dtype=torch.int64),
-                *(torch.tensor(list(axis), dtype=torch.int64) + n * strip.step for axis in (strip.queries, span)),
-                indexing="ij",
+                *(torch.tensor(axis, dtype=torch.int64) for axis in (list(rows), queries, keys)), indexing="ij"
             )
             times[tuple(places)] += 1
     allowed = mask.allowed(range(grid.query_len), range(grid.key_len)).any(dim=1)
@@ -254,6 +254,7 @@ ALIKE = {
     "chunks, causal": Chunk(16) & Causal(),
     "a window and chunks": Causal() & (Window(4) | Chunk(16)),
     "the first keys and the last": Causal(offset=0) & (Window(5, offset=0) | Prefix(3)),
+    "many first keys and the last": Causal(offset=0) & (Window(5, offset=0) | Prefix(9)),
     "every fourth": Causal(offset=0) & Strided(4),
     "every second, near": Causal() & Window(20) & Strided(2),
     "cells": Chunk(8) & Where(lambda batch, head, query, key: (query % 8) * 3 >= key % 8),
@@ -281,6 +282,21 @@ def test_strips_that_are_alike_are_one_call_and_add_up(small, operator, mask, si
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("shape", [(2, 70, 1), (2, 1, 1), (1, 1, 70)], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal(), Window(20)], ids=repr)
+@pytest.mark.parametrize("given", [{}, {"softcap": 3.0}, {"sink": torch.ones(2)}], ids=lambda given: "".join(given))
+def test_a_bias_that_is_one_number_for_all_keys_or_queries_is_added_to_every_score(operator, shape, mask, given):
+    query, key, value = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(3))
+    given = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    bias = torch.randn(shape, dtype=torch.float64)
+    found = [
+        attention_with_lse(query, key, value, mask=mask, bias=bias, **given, kernel=kernel)
+        for kernel in ("strips", "reference")
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
     query = torch.zeros(1, 12, 4096, 8)
 
@@ -298,11 +314,15 @@ def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
         Strip(None, range(4096), (range(904, 5000),), Kind.CAUSAL),
         Strip(None, range(4096), (range(904),), Kind.FULL, merges=True),
     )
-    streaming = found(Causal() & (Window(256) | Prefix(4)))
+    streaming = found(Causal() & (Window(256) | Prefix(100)))
     joining = [strip for strip in streaming if strip.merges]
-    assert {strip.spans for strip in joining} == {(range(4),)}
+    assert {strip.spans for strip in joining} == {(range(100),)}
     assert sum(len(strip.queries) for strip in joining) > 3500
     assert len(streaming) < 30
+    few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the other keys of each strip
+    assert not any(strip.merges for strip in few)
+    assert {strip.spans[0] for strip in few if strip.times > 1} == {range(4)}
+    assert len(few) < 20
     strided = found(Causal() & Strided(8))
     assert [(strip.times, strip.step, strip.queries.step, strip.kind is Kind.CAUSAL) for strip in strided] == [
         (8, 1, 8, True)

@@ -14,6 +14,9 @@ from regard.matmul import baddbmm, bmm
 
 LOG2_E = 1.0 / math.log(2.0)
 
+MAX_BETWEEN = 1 << 17
+"""Numbers held for a moment by `row_products`."""
+
 
 def upcast(tensor: Tensor) -> Tensor:
     """The tensor in float32, or unchanged if it is wider."""
@@ -55,6 +58,23 @@ def grouped_matmul(
     else:
         found = baddbmm(added.reshape(stack, rows, 1), left, right, alpha=scale, out=into)
     return found.view(batch, heads, M, N)
+
+
+def row_products(first: Tensor, second: Tensor) -> Tensor:
+    """sum(first * second) over features, in float32 or wider: [batch, heads, length, size] twice -> [..., length].
+
+    A few heads at a time: what is only needed in between stays in the cache, and is not memory that the system has to
+    hand out anew in every call, which takes several times as long as the sums.
+    """
+    batch, heads, length, size = first.shape
+    sums = first.new_empty(batch, heads, length, dtype=upcast(first[:0]).dtype)
+    together = max(1, MAX_BETWEEN // max(1, length * size))
+    rows = max(1, together // max(1, heads))
+    for row in range(0, batch, rows):
+        for head in range(0, heads, together):
+            part = slice(row, row + rows), slice(head, head + together)
+            sums[part] = (upcast(first[part]) * upcast(second[part])).sum(-1)
+    return sums
 
 
 def zero_unseen(tensor: Tensor, allowed: Tensor | None) -> Tensor:

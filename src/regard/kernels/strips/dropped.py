@@ -17,15 +17,16 @@ class Dropped:
         alone = len(strip.spans) == 1
         self._keys = strip.spans[0] if alone else keys_of(strip, grid.device)
 
-    def factors(self, piece: Piece, weights: Tensor) -> Tensor:
-        """Factors for the weights of a piece, in their shape: 0, or 1 / (1 - rate)."""
+    def factors(self, piece: Piece) -> Tensor:
+        """Factors for the weights of a piece, [stack, group * rows, keys]: 0, or 1 / (1 - rate)."""
         at = piece.batch if self._strip.batch_index is None else self._strip.batch_index
         kept = self._dropout.keep(
             self._grid,
             self._strip.queries[piece.rows],
-            self._keys[: weights.shape[2]],
+            self._keys[: piece.keys],
             batches=range(at, at + 1),
             heads=range(piece.heads.start, piece.heads.stop),
-            dtype=weights.dtype,
+            dtype=piece.space.dtype,
         )
-        return kept.mul_(1.0 / (1.0 - self._dropout.rate)).view_as(weights)
+        stack = len(piece.by_query[0])
+        return kept.mul_(1.0 / (1.0 - self._dropout.rate)).view(stack, -1, piece.keys)

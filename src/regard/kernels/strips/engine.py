@@ -19,9 +19,10 @@ from regard.kernels.strips import products
 from regard.kernels.strips.added import Added
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.pieces import Space
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
-from regard.numerics import add_sink, exp, finite_lse, merge, upcast, zero_empty_queries, zero_unseen
+from regard.numerics import add_sink, exp, finite_lse, merge, row_products, upcast, zero_empty_queries, zero_unseen
 from regard.scores import Scoring
 
 
@@ -77,6 +78,10 @@ class Part(StripView):
         key = self.of_key(tensor)
         return key if self._hidden is None else zero_unseen(key, self._hidden.allowed)
 
+    def safe_spans(self, tensor: Tensor) -> list[Tensor]:
+        """The same, span by span."""
+        return self.spans_of_key(tensor) if self._hidden is None else [self.safe_key(tensor)]
+
 
 def forward(
     query: Tensor,
@@ -101,15 +106,17 @@ def forward(
     output = empty(*query.shape[:3], value.shape[3])
     lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
     needs_lse = wants_lse or sink is not None or plan.merges
+    space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
-        three = part.safe_query(query), part.safe_key(key), part.safe_key(value)
-        to_output, to_lse = part.of_query(output), part.of_query(lse)
+        q, to_output, to_lse = part.safe_query(query), part.of_query(output), part.of_query(lse)
         if not by_flash or products_pay(strip, query, key):
             result, part_lse = part.result_like(to_output), part.result_like(to_lse)
-            products.attend(*three, part.formula, output=result, lse=part_lse if needs_lse else None)
+            into_lse = part_lse if needs_lse else None
+            k, v = part.safe_spans(key), part.safe_spans(value)
+            products.attend(q, k, v, part.formula, space=space, output=result, lse=into_lse)
         else:
-            result, part_lse = _flash(*three, part)
+            result, part_lse = _flash(q, part.safe_key(key), part.safe_key(value), part)
         result, part_lse = part.turned(result), part.turned(part_lse)
         if strip.merges:
             merge(to_output, to_lse, result, part_lse)
@@ -143,7 +150,7 @@ def backward(
     """
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
     finite = finite_lse(lse)
-    delta = (upcast(grad_output) * upcast(output)).sum(-1)
+    delta = row_products(grad_output, output)
     if grad_lse is not None:
         delta -= grad_lse
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
@@ -155,20 +162,27 @@ def backward(
     # gradients of shared keys accumulate in float32, whatever the call's dtype
     if grads is None:
         grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
+    space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
         if not by_flash or products_pay(strip, query, key, backward=True):
             # MKL adds to the gradients of keys in place, strip by strip; oneDNN is faster with one stack of all strips
             one_by_one = strip.overlaps and not products.by_onednn(query.dtype)
             alone = len(strip.spans) == 1 and (one_by_one or not strip.overlaps)  # no copy, no number in it twice
-            to_key, to_value = (part.of_key(t) if alone else torch.zeros_like(part.of_key(t)) for t in grads[1:])
             of_query = part.by_query(grads[0])
+            to_key, to_value = (
+                part.of_key(total)
+                if alone
+                else total.new_zeros(len(of_query), total.shape[1], strip.keys, total.shape[3])
+                for total in grads[1:]
+            )
             products.gradients(
                 part.by_query(grad_output),
                 part.safe_query(query),
-                part.safe_key(key),
-                part.safe_key(value),
+                part.safe_spans(key),
+                part.safe_spans(value),
                 part.formula,
+                space=space,
                 lse=part.by_query(finite),
                 delta=part.by_query(less_lse if whole_rows else delta),
                 whole_rows=whole_rows,

@@ -79,7 +79,8 @@ class StripPlan:
     def _together(self) -> Iterator[Strip]:
         """The strips, with equal ones at equal distances joined into a batch of views.
 
-        Keys that all of them see, such as a prefix, become a separate strip, whose result is merged.
+        Keys that all of them see, such as a prefix, are copied beside those of each strip if they are few; many become
+        a separate strip, whose result is merged.
         """
         alike: dict[Hashable, list[Strip]] = {}
         for strip in self._cut():
@@ -91,7 +92,10 @@ class StripPlan:
                 first, times = strips[0], 1
                 *shared, moving = first.spans
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
-                if shared and step != len(first.queries):  # the queries in between see other keys
+                merges = sum(map(len, shared)) * tuning.SCORES_PER_COPIED_KEY > (
+                    len(first.queries) * tuning.SCORES_PER_RESULT
+                )
+                if merges and step != len(first.queries):  # the queries in between see other keys
                     most = 1
                 while (
                     times < min(most, len(strips))
@@ -101,8 +105,8 @@ class StripPlan:
                 if times == 1:
                     yield first
                 else:
-                    yield replace(first, spans=(moving,), times=times, step=step)
-                    if shared:
+                    yield replace(first, spans=(moving,) if merges else first.spans, times=times, step=step)
+                    if merges:
                         queries = range(first.queries.start, strips[times - 1].queries.stop)
                         yield Strip(first.batch_index, queries, tuple(shared), Kind.FULL, merges=True)
                 strips = strips[times:]

@@ -162,7 +162,7 @@ def peak_bytes(call: Call) -> int:
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0
         in_place = scoring.bias is None or by_distance or (is_given(call) and strip.kind is Kind.FULL)
         biases = 0 if in_place else 2 * batch * grid.heads * of_one * size
-        together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.keys * key.shape[3]
+        together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.times * strip.keys * key.shape[3]
         result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
         by_torch = flash and not engine.products_pay(strip, query, key)
         pieces = 0 if by_torch else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size

@@ -1,13 +1,15 @@
 """Cuts a strip into pieces: scores of some rows of some heads, few enough to stay in a core's cache."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.kernels.strips import tuning
-from regard.matmul import onednn_is_faster, regular
+from regard.matmul import onednn_is_faster
 from regard.numerics import upcast
 
 
@@ -16,67 +18,97 @@ class Piece(NamedTuple):
 
     Attributes:
         by_query: per-query tensors [stack, group, rows, ...]; a group is the heads that share a kv head.
-        by_key: per-key tensors [stack, keys, ...].
+        key, value: [stack, keys, size] of each span of keys.
+        to_key: other per-key tensors [stack, keys, ...].
         tiles: numbers to add to the scores, broadcastable to [stack, group, rows, keys].
         space: a buffer for scores.
         batch, heads: place in the strip (batch only with `apart`).
-        rows: which queries.
+        rows: which queries. keys: how many keys. columns: the number to which they are filled up with zeros.
     """
 
     by_query: list[Tensor]
-    by_key: list[Tensor]
+    key: list[Tensor]
+    value: list[Tensor]
+    to_key: list[Tensor]
     tiles: list[Tensor]
     space: Tensor
     batch: int
     heads: slice
     rows: slice
+    keys: int
+    columns: int
+
+
+class Space:
+    """Memory for scores, used by one piece after another in all strips of a pass: new memory is slow at first."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+
+    def of(self, like: Tensor, *shape: int) -> Tensor:
+        """A tensor with whatever the memory holds."""
+        size, dtype = math.prod(shape), upcast(like[:0]).dtype
+        if self._numbers is None or self._numbers.numel() < size:
+            self._numbers = like.new_empty(size, dtype=dtype)
+        return self._numbers[:size].view(shape)
 
 
 def pieces(
     by_query: Sequence[Tensor],
-    by_key: Sequence[Tensor],
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    to_key: Sequence[Tensor],
     tiles: Sequence[Tensor],
     *,
+    space: Space,
     causal: bool,
     spaces: int,
     apart: bool,
-    padded: bool = False,
+    until: Callable[[int], int],
 ) -> Iterator[Piece]:
     """The pieces of a strip, each with at most `scores_at_a_time` scores, unless one head's rows have more.
 
     Args:
-        padded: whether the first two per-key tensors have a regular number of keys, and so shall those of a piece; all
-            other tensors end with the last key.
-        spaces: numbers per score in the buffer. apart: take batch indices one by one, and report which.
+        key, value: those of each span, one after another.
+        until: to how many columns a number of keys is filled up.
+        spaces: numbers per score. apart: take batch indices one by one, and report which.
         others: as in `Piece`, for the whole strip.
     """
     batch, heads, queries = by_query[0].shape[:3]
-    kv_heads, keys = by_key[0].shape[1:3]
+    kv_heads, keys = key[0].shape[1], sum(part.shape[2] for part in key)
     group = heads // kv_heads
     if not queries or not keys or not batch:
         return
     by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
-    tiles = [tile.expand(batch, heads, queries, -1).unflatten(1, (kv_heads, group)) for tile in tiles]
+    tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
+    by_key = [*key, *value, *to_key]
     rows = rows_of_square(keys, group) if causal else rows_at_a_time(queries, keys, group)
-    most = max(scores_at_a_time(), group * min(rows, queries) * keys)
-    space = by_query[0].new_empty(spaces, most, dtype=upcast(by_query[0][:0]).dtype)
+    most = max(scores_at_a_time(), group * min(rows, queries) * until(keys))
+    room = space.of(by_query[0], spaces, most)
     for start, stop in blocks(queries, rows):
-        if causal:
-            keys = regular(stop) if padded else stop
-        tensors = [tensor[:, :, :, start:stop] for tensor in by_query] + [tensor[:, :, :keys] for tensor in by_key]
-        tensors += [tile[:, :, :, start:stop, :keys] for tile in tiles]
-        together = max(1, scores_at_a_time() // (group * (stop - start) * keys))
+        keys = stop if causal else keys
+        tensors = [tensor[:, :, :, start:stop] for tensor in by_query]
+        tensors += [tensor[:, :, :keys] for tensor in by_key] + [tile[:, :, :, start:stop, :keys] for tile in tiles]
+        together = max(1, scores_at_a_time() // (group * (stop - start) * until(keys)))
         for index, stack in stacks(tensors, apart):
-            for at in range(0, len(stack[0]), together):
-                piece = [tensor[at : at + together] for tensor in stack]
+            equal = -(-len(stack[0]) // -(-len(stack[0]) // together))
+            for at in range(0, len(stack[0]), equal):
+                piece = iter([tensor[at : at + equal] for tensor in stack])
+                of_query, of_key, of_value, of_grads = (
+                    [*islice(piece, len(part))] for part in (by_query, key, value, to_key)
+                )
                 yield Piece(
-                    piece[: len(by_query)],
-                    piece[len(by_query) : len(by_query) + len(by_key)],
-                    piece[len(by_query) + len(by_key) :],
-                    space,
+                    of_query,
+                    of_key,
+                    of_value,
+                    of_grads,
+                    [*piece],
+                    room,
                     index,
-                    slice(at * group, (at + len(piece[0])) * group),
+                    slice(at * group, (at + len(of_query[0])) * group),
                     slice(start, stop),
+                    keys,
+                    until(keys),
                 )
 
 

@@ -24,16 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard import processor
 from regard.kernels.strips import tuning
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
-from regard.kernels.strips.pieces import Piece, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
+from regard.kernels.strips.pieces import Piece, Space, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
-from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, packed, regular
+from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
 from regard.numerics import LOG2_E, upcast
 from regard.scores import Additive
 
@@ -118,20 +117,29 @@ class Formula:
         )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, output: Tensor, lse: Tensor | None) -> None:
+def attend(
+    query: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    formula: Formula,
+    *,
+    space: Space,
+    output: Tensor,
+    lse: Tensor | None,
+) -> None:
     """Writes output and log-sum-exp: 0 and -inf for a fully masked query.
 
     Args:
         query, output: [batch, heads, query_len, size], any strides; lse: [batch, heads, query_len].
-        key, value: [batch, kv_heads, key_len, size].
+        key, value: [batch, kv_heads, key_len, size] of each span of keys.
     """
     by_query = [query, output] if lse is None else [query, output, lse]
-    later, may_be_empty = _later(query, key, formula), formula.added is not None and formula.added.may_hide_all
-    keys, (key, value) = key.shape[2], _padded(key, value, formula)
-    for piece in _pieces(by_query, [key, value], formula, 1):
-        (q, into, *into_lse), (k, v) = piece.by_query, piece.by_key
+    later, may_be_empty = _later(query, key[0], formula), formula.added is not None and formula.added.may_hide_all
+    for piece in _pieces(by_query, key, value, (), formula, space, 1):
+        q, into, *into_lse = piece.by_query
+        k = _side_by_side(piece.key, piece.columns)
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece, later, similarity, keys)
+        scores = _scores(q, k, formula, piece, later, similarity)
         top = scores.amax(-1) if into_lse or may_be_empty else None
         weights = torch.softmax(scores, -1, out=scores)
         empty = top == -math.inf if top is not None and may_be_empty else None
@@ -139,10 +147,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
             sums = top.sub_(weights.amax(-1).log_())
             into_lse[0].copy_((sums if empty is None else sums.masked_fill_(empty, -math.inf)).view_as(into_lse[0]))
         if formula.dropped is not None:
-            weights.mul_(formula.dropped.factors(piece, weights))
-        weights, v = _factors(weights, v)
+            weights[..., : piece.keys].mul_(formula.dropped.factors(piece))
+        # copied only now, since keys and values together are more than a core caches
+        weights, v = _factors(weights, _side_by_side(piece.value, piece.columns))
         in_place = into.is_contiguous() and into.dtype == v.dtype
-        result = bmm(weights, v, out=into.flatten(1, 2) if in_place else None)
+        result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)
         if empty is not None:
             result.masked_fill_(empty[..., None], 0.0)
         if not in_place:
@@ -152,10 +161,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, formula: Formula, *, outpu
 def gradients(
     grad_output: Tensor,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
     formula: Formula,
     *,
+    space: Space,
     lse: Tensor,
     delta: Tensor,
     whole_rows: bool = False,
@@ -172,35 +182,37 @@ def gradients(
         grads: gradients of query, key and value, float32 or wider.
         others: as in `attend`.
     """
-    later, keys = _later(query, key, formula), key.shape[2]
-    by_query, by_key = [query, grad_output, lse, delta, grads[0]], [*_padded(key, value, formula), *grads[1:]]
-    for piece in _pieces(by_query, by_key, formula, 2 if formula.softcap is None else 3, apart):
-        (q, grad_out, sums, inner, into), (k, v, to_key, to_value) = piece.by_query, piece.by_key
-        k = packed(k) if by_onednn(k.dtype) else k  # once for both of its products
+    later, by_query = _later(query, key[0], formula), [query, grad_output, lse, delta, grads[0]]
+    spaces = 2 if formula.softcap is None else 3
+    for piece in _pieces(by_query, key, value, grads[1:], formula, space, spaces, apart):
+        (q, grad_out, sums, inner, into), (to_key, to_value) = piece.by_query, piece.to_key
+        k = _side_by_side(piece.key, piece.columns)
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece, later, similarity, keys)
+        scores = _scores(q, k, formula, piece, later, similarity)
         weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
         grad_out = grad_out.flatten(1, 2)
+        v = upcast(_side_by_side(piece.value, piece.columns))
+        wide_grad = upcast(grad_out)
         grad_weights = _room(piece.space[1], weights)
         inner = inner.flatten(1)[..., None]
         if formula.dropped is None and not whole_rows:
-            baddbmm(inner, upcast(grad_out), upcast(v).mT, beta=-1, out=grad_weights)
+            baddbmm(inner, wide_grad, v.mT, beta=-1, out=grad_weights)
             grad_scores = grad_weights.mul_(weights)
         else:
-            bmm(upcast(grad_out), upcast(v).mT, out=grad_weights)
-            factors = None if formula.dropped is None else formula.dropped.factors(piece, weights)
+            bmm(wide_grad, v.mT, out=grad_weights)
+            factors = None if formula.dropped is None else formula.dropped.factors(piece)
             if factors is not None:
-                grad_weights.mul_(factors)
+                grad_weights[..., : piece.keys].mul_(factors)
             if whole_rows:
                 inner = inner + (weights * grad_weights).sum(-1, keepdim=True)
             grad_scores = grad_weights.sub_(inner).mul_(weights)
             if factors is not None:
-                weights.mul_(factors)
+                weights[..., : piece.keys].mul_(factors)
         weights, grad_out = _factors(weights, grad_out)
-        to_value += bmm(weights.mT, grad_out)[:, : to_value.shape[1]]
+        to_value += bmm(weights.mT, grad_out)[:, : piece.keys]
         if formula.added is not None and formula.added.call.wanted:
             heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
-            formula.added.pull(heads[..., :keys], piece.batch, piece.heads, piece.rows)
+            formula.added.pull(heads[..., : piece.keys], piece.batch, piece.heads, piece.rows)
         factor = formula.scale
         if formula.softcap is not None:
             slope = _room(piece.space[2], weights)  # a quarter of the derivative, stored by `_scores`
@@ -211,27 +223,40 @@ def gradients(
             continue
         grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
         into.add_(bmm(grad_scores, k).view_as(into), alpha=factor)
-        to_key.add_(bmm(grad_scores.mT, q)[:, : to_key.shape[1]], alpha=factor)
+        to_key.add_(bmm(grad_scores.mT, q)[:, : piece.keys], alpha=factor)
 
 
 def _pieces(
-    by_query: Sequence[Tensor], by_key: Sequence[Tensor], formula: Formula, spaces: int, apart: bool = False
+    by_query: Sequence[Tensor],
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    to_key: Sequence[Tensor],
+    formula: Formula,
+    space: Space,
+    spaces: int,
+    apart: bool = False,
 ) -> Iterator[Piece]:
-    padded, apart = _pads(by_key[0].dtype, formula), apart or formula.by_place
-    return pieces(by_query, by_key, formula.tiles, causal=formula.causal, spaces=spaces, apart=apart, padded=padded)
+    given, apart = (by_query, key, value, to_key, formula.tiles), apart or formula.by_place
+    until = regular if by_onednn(key[0].dtype) else int
+    return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until)
 
 
-def _pads(dtype: torch.dtype, formula: Formula) -> bool:
-    """Whether keys are padded to a regular number, which neither dropout nor an additive similarity is prepared for."""
-    return by_onednn(dtype) and formula.dropped is None and formula.additive is None
+def _side_by_side(parts: Sequence[Tensor], columns: int) -> Tensor:
+    """Keys or values of all spans one after another in memory, and zeros up to the number of columns.
 
-
-def _padded(key: Tensor, value: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
-    """Keys and values, with zeros at the end that make them a regular number."""
-    more = regular(key.shape[2]) - key.shape[2]
-    if not more or not _pads(key.dtype, formula):
-        return key, value
-    return F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more))
+    A single span is taken as it lies if MKL reads it, or it will be copied to float32.
+    """
+    as_it_lies = parts[0].dtype != torch.float32 or not onednn_is_faster() or parts[0].is_contiguous()
+    if len(parts) == 1 and parts[0].shape[1] == columns and as_it_lies:
+        return parts[0]
+    found = parts[0].new_empty(len(parts[0]), columns, parts[0].shape[2])
+    start = 0
+    for part in parts:
+        found[:, start : start + part.shape[1]].copy_(part)
+        start += part.shape[1]
+    if start < columns:
+        found[:, start:].zero_()
+    return found
 
 
 def _later(query: Tensor, key: Tensor, formula: Formula) -> Tensor | None:
@@ -239,7 +264,7 @@ def _later(query: Tensor, key: Tensor, formula: Formula) -> Tensor | None:
     if not formula.causal:
         return None
     length = query.shape[2]
-    rows, until = rows_of_square(length, query.shape[1] // key.shape[1]), regular if _pads(key.dtype, formula) else int
+    rows, until = rows_of_square(length, query.shape[1] // key.shape[1]), regular if by_onednn(key.dtype) else int
     columns = max((until(stop) - start for start, stop in blocks(length, rows)), default=0)
     return query.new_full((rows, columns), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
 
@@ -251,24 +276,27 @@ def _scores(
     piece: Piece,
     later: Tensor | None,
     similarity: "Similarity | None",
-    real: int,
 ) -> Tensor:
     """The scores of a piece, [stack, group * rows, keys].
 
     Args:
         later: what hides keys after the first of its queries in a causal square.
-        real: keys before those that pad them.
     """
     (stack, group, rows, _), tiles, space = query.shape, piece.tiles, piece.space
-    keys = key.shape[1]
-    scores = space[0][: stack * group * rows * keys].view(stack, group * rows, keys)
+    columns, keys = key.shape[1], piece.keys
+    scores = space[0][: stack * group * rows * columns].view(stack, group * rows, columns)
     scale, softcap = formula.scale, formula.softcap
     factor = scale if softcap is None else 2.0 * scale / softcap
     if similarity is not None:
         torch.mul(similarity.numbers.detach().reshape(scores.shape), factor, out=scores)
     else:
         q, k = upcast(query.flatten(1, 2)), upcast(key).mT
-        if tiles and softcap is None and keys <= real and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2)):
+        if (
+            tiles
+            and softcap is None
+            and columns == keys
+            and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2))
+        ):
             first, *tiles = tiles
             first = first[:, 0] if group == 1 else first[:, 0, :1]
             baddbmm(first, q, k, alpha=factor, out=scores)
@@ -279,14 +307,14 @@ def _scores(
         if len(space) > 2:
             torch.addcmul(x, x, x, value=-1.0, out=_room(space[2], x))
         scores.mul_(2.0 * softcap).sub_(softcap)
-    by_head = scores.view(stack, group, rows, keys)
+    by_head = scores.view(stack, group, rows, columns)
     for tile in tiles:
-        by_head[..., : tile.shape[-1]].add_(tile)
+        by_head[..., :keys].add_(tile)
     if later is not None:
         first = piece.rows.start
-        by_head[..., first:].add_(later[:rows, : keys - first])
-    elif keys > real:
-        scores[..., real:].fill_(-math.inf)
+        by_head[..., first:].add_(later[:rows, : columns - first])
+    elif columns > keys:
+        scores[..., keys:].fill_(-math.inf)
     return scores
 
 
@@ -309,7 +337,7 @@ class Similarity:
         """Adds to the gradients of query, key and v."""
         of_query, of_key, of_v = torch.autograd.grad(self.numbers, self._leaves, grad.view_as(self.numbers))
         to_query.add_(of_query.view_as(to_query))
-        to_key.add_(of_key)
+        to_key.add_(of_key[:, : to_key.shape[1]])
         total = None if added is None else added.call.grad_of_v
         if total is not None:
             total[self._heads] += of_v
