@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cases import GRID, HEADS, KEY_LEN, QUERY_LEN, biases
 from comparing import assert_close, assert_within_budget
 from regard.biases import Alibi, Given, RelativeBias, Sum, as_bias
+from regard.diagonals import turned_tile
 from regard.functional import attention, plan
 from regard.masks import Causal
 from regard.shapes import Grid, ShapeError
@@ -313,3 +314,10 @@ def test_what_depends_on_distance_alone_is_evaluated_once_per_distance_and_the_s
             bias.values(rows, columns), ask(torch.tensor(list(rows)), torch.tensor(list(columns), dtype=int))
         )
     assert asked == [30 + 41 - 1, 2 + 21 - 1, 3, 0]
+
+
+def test_a_tile_and_the_sums_along_its_diagonals_are_the_gradients_of_each_other():
+    row = torch.randn(1, 2, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(turned_tile(row, 3, 5), row.unfold(-1, 5, 1).flip(-2))
+    assert torch.autograd.gradcheck(lambda x: turned_tile(x, 3, 5), [row])
+    assert torch.autograd.gradgradcheck(lambda x: turned_tile(x, 3, 5).sin(), [row])

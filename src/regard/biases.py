@@ -12,6 +12,7 @@ from typing import ClassVar, NoReturn, Self
 import torch
 from torch import Tensor
 
+from regard.diagonals import turned_tile
 from regard.indexing import Indices, as_place, lookup, pick
 from regard.masks import Mask
 from regard.rules import Positioned, Rule, contents, learned
@@ -63,7 +64,7 @@ class Bias(Rule):
         row = self.ask(queries[-1:], distances)
         if row.shape[3] < len(distances):  # the same for all of them
             return row
-        return row.squeeze(2).unfold(2, len(keys), 1).flip(2)
+        return turned_tile(row.squeeze(2), len(queries), len(keys))
 
     def terms(self) -> Iterator["Bias"]:
         """The biases that it is the sum of; itself, if it is no sum."""

@@ -16,7 +16,7 @@ from regard.biases import Bias
 from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
-from regard.rules import contents, serialise, settled
+from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS, Grid, is_plain
 
@@ -98,7 +98,7 @@ def form_of(
 
     One query without a mask, as in writing token by token, has the same form at every key_len of the same magnitude.
     None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
-    masks and biases without a `structure`, such as functions or what learns. Calls with additive similarity or dropout
+    masks and biases of which it is not known what they follow from. Calls with additive similarity or dropout
     have none either.
     """
     if additive is not None or generator is not None:
@@ -120,7 +120,7 @@ def form_of(
         if value.shape[:3] == (batch, kv_heads, key_len):
             key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
     if bias is not None:
-        of_bias = contents(bias) if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)) else None
+        of_bias = known(bias) if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)) else None
         if of_bias is None:
             return None
     return query.shape, key_shape, value_shape, kinds, structure, of_bias, wants_lse, kernel
@@ -163,6 +163,8 @@ def recall(form: Form) -> Checked | None:
 def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
     """Caches a valid call and its kernel, unless it holds tensors on a GPU, whose memory is scarce, or small parts of
     large ones; returns it if it is cached."""
+    if any(tensor.grad_fn is not None and tensor._base is None for tensor in call.scoring.learned()):
+        return None  # made of what was given, whose numbers may change: nothing follows them
     held: list[Tensor] = []
     for rule in (call.scoring.mask, call.scoring.bias):
         if rule is not None:

@@ -86,7 +86,7 @@ def pick(tensor: Tensor, rows: range | Tensor, columns: range | Tensor) -> Tenso
             continue
         if isinstance(which, Tensor):
             tensor = tensor.index_select(axis, which.to(tensor.device))
-        else:
+        elif len(which) < tensor.shape[axis]:  # a view of the whole would copy its gradient
             tensor = tensor.narrow(axis, which.start, len(which))
     return tensor
 

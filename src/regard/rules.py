@@ -423,9 +423,28 @@ def contents(value: Any) -> Hashable | None:
         return None
 
 
-def settled(value: Any) -> Any:
-    """A copy of which `contents` stay what they are, whatever is written into the original."""
+def known(value: Any) -> Hashable | None:
+    """The same, but leaves of autograd's graph that learn are known as themselves: their numbers may be any."""
+    found = contents(value)
+    if found is not None or not torch.is_grad_enabled():
+        return found
     if isinstance(value, Tensor):
+        leaf = value if value._base is None else value._base
+        if leaf.grad_fn is not None or not value.requires_grad or value.is_inference():
+            return None
+        # where it lies in memory: `leaf.data = other` leaves views of what was there behind
+        return "learns", id(leaf), value.data_ptr(), value.dtype, value.shape, value.stride(), leaf
+    if isinstance(value, Rule):
+        parts = tuple((name, known(part)) for name, part in vars(value).items())
+        return None if any(part is None for _, part in parts) else ("learns", type(value), parts)
+    return None
+
+
+def settled(value: Any) -> Any:
+    """A copy of which `known` stays what it is, whatever is written into the original."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            return value
         with torch.inference_mode(False):  # autograd cannot save inference tensors
             return value.detach().clone() if _is_few(value) else value
     if isinstance(value, Rule):

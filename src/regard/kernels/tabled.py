@@ -26,8 +26,9 @@ class Tabled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
-        grads = Gradients.apply(ctx.scoring, grad_output, *saved)  # type: ignore[no-untyped-call]
-        return (None, None, *grads)
+        if torch.is_grad_enabled():
+            return None, None, *Gradients.apply(ctx.scoring, grad_output, *saved)  # type: ignore[no-untyped-call]
+        return None, None, *_gradients(ctx.scoring, grad_output, *saved)
 
 
 class Gradients(torch.autograd.Function):
@@ -39,11 +40,17 @@ class Gradients(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.scoring = scoring
         ctx.save_for_backward(grad_output, *three)
-        tensors = grad_output, *three, output, lse
-        return fused.flash_backward(*tensors, scale=scoring.scale, attn_mask=table)
+        return _gradients(scoring, grad_output, table, output, lse, *three)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_output, *three = ctx.saved_tensors
         of_output, _, *rest = second_gradients(ctx.scoring, None, (grad_output, None, *three), grads)
         return (None, of_output, None, None, None, *rest)
+
+
+def _gradients(
+    scoring: Scoring, grad_output: Tensor, table: Tensor, output: Tensor, lse: Tensor, *three: Tensor
+) -> tuple[Tensor, ...]:
+    tensors = grad_output, *three, output, lse
+    return fused.flash_backward(*tensors, scale=scoring.scale, attn_mask=table)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given
+from regard.diagonals import diagonal_tile, sum_diagonals
 from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
@@ -277,30 +278,3 @@ def _add_into(total: Tensor, part: Tensor, heads: slice, rows: slice = slice(Non
     total = total[:, rows] if total.shape[1] > 1 else total
     axes = [axis for axis in range(3) if total.shape[axis] == 1 and part.shape[axis] != 1]
     total += part.sum(axes, keepdim=True) if axes else part
-
-
-def diagonal_tile(row: Tensor, rows: int) -> Tensor:
-    """A tile that is constant along its diagonals, from the numbers on them, starting at the bottom left corner.
-
-    Shapes: [..., rows + columns - 1] -> [..., rows, columns]; tile[i, j] = row[rows - 1 - i + j].
-
-    >>> diagonal_tile(torch.arange(4), 2).tolist()
-    [[1, 2, 3], [0, 1, 2]]
-    """
-    length = row.shape[-1]
-    copies = row[..., None, :].expand(*row.shape[:-1], rows, length).contiguous()
-    strides = *copies.stride()[:-2], length - 1, 1
-    return copies.as_strided((*row.shape[:-1], rows, length - rows + 1), strides, copies.storage_offset() + rows - 1)
-
-
-def sum_diagonals(tile: Tensor) -> Tensor:
-    """Sums along the diagonals: the gradient of `diagonal_tile`.
-
-    >>> sum_diagonals(torch.tensor([[[1, 2, 3], [0, 1, 2]]])).tolist()
-    [[0, 2, 4, 3]]
-    """
-    heads, rows, columns = tile.shape
-    length = rows + columns - 1
-    copies = tile.new_zeros(heads, rows, length)
-    copies.as_strided((heads, rows, columns), (rows * length, length - 1, 1), rows - 1).copy_(tile)
-    return copies.sum(1)
