@@ -194,6 +194,14 @@ def test_the_gradients_of_a_small_call_take_four_products_and_little_else(parts,
     assert len(square) <= 2 + 3 * len(parts)
 
 
+def test_a_dense_bias_that_learns_is_read_where_it_lies_and_its_gradient_is_that_of_the_scores():
+    query, key, value = step(rows=KEYS)
+    bias = torch.zeros(BATCH, HEADS, KEYS, KEYS, requires_grad=True)
+    with Made() as made:
+        attention(query, key, value, bias=bias, kernel="direct").sum().backward()
+    assert not {"index_select", "index_add_", "index_add", "slice_backward", "scatter_add_"} & set(made.names)
+
+
 def test_query_key_and_value_may_be_one_tensor_also_in_gradients_of_gradients():
     one = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: attention(x, x, x, softcap=2.0, kernel="direct"), [one])

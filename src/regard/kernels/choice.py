@@ -29,7 +29,7 @@ FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
-MIN_LEFT_OUT = 1 << 18
+MIN_LEFT_OUT = 1 << 19
 """Fewest scores worth leaving out at the price of several calls instead of one. Row "8 documents, causal"."""
 
 

@@ -27,8 +27,8 @@ from regard.numerics import wide
 from regard.scores import Scoring
 
 MAX_SCORES = 1 << 18
-"""Scores of all heads up to which this is the fastest kernel; for one query it is at any number of keys. Rows of 128
-tokens in features.py."""
+"""Scores of all heads up to which this is the fastest kernel, twice as many of what torch's operator cannot do; for one
+query it is at any number of keys. Rows of 128 tokens in features.py."""
 
 MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
 """The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces; elsewhere torch's
@@ -176,12 +176,11 @@ def pays(call: Call) -> bool:
     slow_gradients = query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX
     if slow_gradients or _by_onednn(call):
         return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
-    if _torch_can(call):
-        if plain(scoring):
-            return False  # nothing lies around torch's own function here
-        if rows > 1 and batch * kv_heads < MIN_STACK:
-            return False
-    return rows == 1 or all_scores(call) <= MAX_SCORES
+    if not _torch_can(call):
+        return rows == 1 or all_scores(call) <= 2 * MAX_SCORES
+    if plain(scoring):
+        return False  # nothing lies around torch's own function here
+    return rows == 1 or (batch * kv_heads >= MIN_STACK and all_scores(call) <= MAX_SCORES)
 
 
 def plain(scoring: Scoring) -> bool:

@@ -32,8 +32,7 @@ from regard.masks.planning import is_top_left_causal
 from regard.numerics import wide
 
 MAX_MASKED_KEYS = 256
-"""Keys up to which computing all scores costs less than leaving out what a mask hides, twice as many where strips are
-slow."""
+"""Keys up to which computing all scores costs less than leaving out what a mask hides; more where strips are slow."""
 
 MIN_STACK = 8
 """Fewest matrices in a stack that strips of plain products are fast at. Row "causal, 3 heads" of features.py."""
@@ -181,9 +180,12 @@ def keeps_a_table(call: Call) -> bool:
     scoring, grid, mask = call.scoring, call.scoring.grid, call.scoring.mask_or_everything
     if not _by_flash(call) or (scoring.bias is None and (mask is EVERYTHING or is_top_left_causal(mask))):
         return False
-    # few queries at a time (see fused.QUERIES_AT_A_TIME), or too few matrices
-    slow_strips = (call.query.dtype in HALF and call.learns) or grid.batch * call.key.shape[1] < MIN_STACK
-    if grid.key_len > MAX_MASKED_KEYS * (2 if slow_strips else 1) and mask is not EVERYTHING:
+    most = MAX_MASKED_KEYS
+    if grid.batch * call.key.shape[1] < MIN_STACK:
+        most *= 4
+    elif call.query.dtype in HALF and call.learns:  # few queries at a time: see fused.QUERIES_AT_A_TIME
+        most *= 2
+    if grid.key_len > most and mask is not EVERYTHING:
         return False
     if scoring.bias is None:
         return grid.batch * grid.query_len * grid.key_len <= MAX_KEPT_SCORES and mask.structure() is not None

@@ -25,6 +25,7 @@ from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
+from regard.matmul import is_regular
 from regard.numerics import upcast
 from regard.rules import serialise
 
@@ -125,10 +126,10 @@ def products_pay_alone(call: Call) -> bool:
 def gradients_pay(call: Call) -> bool:
     """Whether plain products by oneDNN compute the gradients faster than torch's operator, if nothing is left out."""
     grid, kv_heads = call.scoring.grid, call.key.shape[1]
-    if not (call.learns and products.by_onednn(call.query.dtype)):
+    rows, keys = grid.query_len * (grid.heads // kv_heads), grid.key_len
+    if not (call.learns and products.by_onednn(call.query.dtype) and is_regular(rows) and is_regular(keys)):
         return False
-    given = call.query.dtype, grid.batch * kv_heads, grid.query_len * (grid.heads // kv_heads), grid.key_len
-    return products.pay(*given, causal=False, backward=True)
+    return products.pay(call.query.dtype, grid.batch * kv_heads, rows, keys, causal=False, backward=True)
 
 
 def _is_causal(call: Call) -> bool:
