@@ -161,7 +161,7 @@ def test_the_diagram_shows_every_line_of_the_house_with_its_purpose():
     for name in [name for package in HOUSES for name in storeys(folder_of(package))]:
         assert any(line.split("/")[0].split()[0] == name for line in shown.splitlines()), name
     assert "shapes       Axis names" in shown
-    assert "  uses shapes, indexing, rules, masks\n" in shown
+    assert "  uses shapes, indexing, diagonals, rules, masks\n" in shown
     assert "    positional   Masks that depend" in shown
     assert "                   uses algebra\n" in shown
     for line in shown.splitlines():

@@ -21,7 +21,6 @@ declare their axes. Everything else follows: validation against a call (`bind`),
 
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from ctypes import string_at
 from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any, ClassVar, Self
@@ -32,12 +31,7 @@ from torch import Tensor, nn
 from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
-
-MAX_COMPARED_NUMBERS = 1 << 20
-"""Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
-
-MAX_READ_NUMBERS = 1 << 12
-"""Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
+from regard.versions import MAX_COMPARED_NUMBERS, NotComparableError, few_or_version, is_few, version
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -210,8 +204,8 @@ class Rule:
         found: list[Any] = [type(self), self._first_batch]
         try:
             for value in self.arguments().values():  # called for every call of attention: common types first
-                found.append(value if value is None or type(value) is int else _comparable(value, _version))
-        except _NotComparableError:
+                found.append(value if value is None or type(value) is int else _comparable(value, version))
+        except NotComparableError:
             return None
         return tuple(found)
 
@@ -407,10 +401,6 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class _NotComparableError(Exception):
-    """A value that has no comparable structure."""
-
-
 def contents(value: Any) -> Hashable | None:
     """A key that is equal for numbers, tensors, biases and lists of them whose contents are; None as for `structure`.
 
@@ -418,8 +408,8 @@ def contents(value: Any) -> Hashable | None:
     no version is counted, and slopes may be made anew for each call.
     """
     try:
-        return _comparable(value, _few_or_version)
-    except _NotComparableError:
+        return _comparable(value, few_or_version)
+    except NotComparableError:
         return None
 
 
@@ -446,7 +436,7 @@ def settled(value: Any) -> Any:
         if value.requires_grad and torch.is_grad_enabled():
             return value
         with torch.inference_mode(False):  # autograd cannot save inference tensors
-            return value.detach().clone() if _is_few(value) else value
+            return value.detach().clone() if is_few(value) else value
     if isinstance(value, Rule):
         return value._with(**{name: settled(part) for name, part in vars(value).items()})
     return type(value)(settled(part) for part in value) if isinstance(value, (list, tuple)) else value
@@ -456,7 +446,7 @@ def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable
     if isinstance(value, Rule):
         structure = value.structure()
         if structure is None:
-            raise _NotComparableError
+            raise NotComparableError
         return structure
     if isinstance(value, Tensor):
         return of_tensor(value)
@@ -466,53 +456,26 @@ def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable
         return type(value), value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, FunctionType):
         return _function(value)
-    raise _NotComparableError
+    raise NotComparableError
 
 
 def _function(function: FunctionType) -> Hashable:
     """Equal for functions with equal code and the same values in it, which are numbers, tensors and such functions."""
     values = captured(function)
     if values is None:
-        raise _NotComparableError
+        raise NotComparableError
     code, dtype, *rest = values
     try:
         return code, dtype, *(_in_function(value) for value in rest)
     except RecursionError:  # it calls itself
-        raise _NotComparableError from None
+        raise NotComparableError from None
 
 
 def _in_function(value: Any) -> Hashable:
     if type(value) is Tensor:
         if value.untyped_storage().nbytes() > 8 * MAX_COMPARED_NUMBERS:  # which the key would keep alive
-            raise _NotComparableError
-        return _version(value)
+            raise NotComparableError
+        return version(value)
     if value is None or type(value) in (bool, int, float, FunctionType):
-        return _comparable(value, _version)
-    raise _NotComparableError
-
-
-def _version(tensor: Tensor) -> Hashable:
-    """Equal for the same tensor in the same version."""
-    base = tensor if tensor._base is None else tensor._base
-    if tensor.numel() > MAX_COMPARED_NUMBERS or tensor.is_inference() or isinstance(base, nn.Parameter):
-        raise _NotComparableError
-    if base is tensor:
-        # the id comes first, so that tuples never compare two tensors elementwise
-        return id(tensor), tensor._version, tensor
-    return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), base
-
-
-def _few_or_version(tensor: Tensor) -> Hashable:
-    if tensor.requires_grad and (torch.is_grad_enabled() or tensor.grad_fn is not None):
-        raise _NotComparableError  # it learns, or holds a graph
-    if _is_few(tensor):
-        return tensor.dtype, tensor.shape, string_at(tensor.data_ptr(), tensor.nbytes)
-    return _version(tensor)
-
-
-def _is_few(tensor: Tensor) -> bool:
-    """Whether it holds few floating numbers, one after the other in memory that may be read."""
-    if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
-        return False
-    readable = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
-    return readable and not torch._C._are_functorch_transforms_active()
+        return _comparable(value, version)
+    raise NotComparableError

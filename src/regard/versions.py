@@ -1,0 +1,45 @@
+"""How a tensor is known again: as itself in the same version, or by its contents if they are few."""
+
+from collections.abc import Hashable
+from ctypes import string_at
+
+import torch
+from torch import Tensor, nn
+
+MAX_COMPARED_NUMBERS = 1 << 20
+"""Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
+
+MAX_READ_NUMBERS = 1 << 12
+"""Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
+
+
+class NotComparableError(Exception):
+    """A value that has no comparable structure."""
+
+
+def version(tensor: Tensor) -> Hashable:
+    """Equal for the same tensor in the same version."""
+    base = tensor if tensor._base is None else tensor._base
+    if tensor.numel() > MAX_COMPARED_NUMBERS or tensor.is_inference() or isinstance(base, nn.Parameter):
+        raise NotComparableError
+    if base is tensor:
+        # the id comes first, so that tuples never compare two tensors elementwise
+        return id(tensor), tensor._version, tensor
+    return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), base
+
+
+def few_or_version(tensor: Tensor) -> Hashable:
+    """Equal for tensors with the same few numbers, and for the same tensor in the same version."""
+    if tensor.requires_grad and (torch.is_grad_enabled() or tensor.grad_fn is not None):
+        raise NotComparableError  # it learns, or holds a graph
+    if is_few(tensor):
+        return tensor.dtype, tensor.shape, string_at(tensor.data_ptr(), tensor.nbytes)
+    return version(tensor)
+
+
+def is_few(tensor: Tensor) -> bool:
+    """Whether it holds few floating numbers, one after the other in memory that may be read."""
+    if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
+        return False
+    readable = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return readable and not torch._C._are_functorch_transforms_active()
