@@ -59,6 +59,16 @@ def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels()
     assert regard.plan(*step()).kernel == "sdpa"  # torch's own call has nothing around it here
 
 
+@pytest.mark.parametrize("more", [{"softcap": 20.0}, {"sink": torch.zeros(4)}], ids=str)
+def test_one_query_in_half_precision_is_for_strips_only_where_copies_would_be_large(more, monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+    for keys, kernel in ((1000, "direct"), (4000, "strips")):
+        query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 2, keys, 64)
+        given = query.bfloat16(), key.bfloat16(), key.bfloat16()
+        assert regard.plan(*given, **more).kernel == kernel
+        assert_close(attention(*given, **more), attention(*given, **more, kernel="reference"))
+
+
 def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch):
     for name, value in {"MKL": True, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)

@@ -35,6 +35,10 @@ MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
 gradients in half precision without AMX, as long as its operator takes its queries by 32: 1.4 to 2 times as long. What
 is kept for the gradients has 4 MiB."""
 
+MAX_COPIED_NUMBERS = 1 << 18
+"""Most numbers in the keys of one query in half precision that are copied in float32, 1 MiB, as are the values: where
+torch's operator cannot be taken, strips take longer to begin."""
+
 MIN_STACK = 8
 """Fewest matrices in a stack for which products by MKL are as fast as torch's operator."""
 
@@ -172,7 +176,8 @@ def pays(call: Call) -> bool:
     if not (call.concrete and processor.MKL):
         return False
     if query.dtype in HALF and rows * group < query.shape[3]:
-        return False  # keys and values are copied in float32, more numbers than there are scores
+        # keys and values are copied in float32, more numbers than there are scores
+        return rows == 1 and call.key.numel() <= MAX_COPIED_NUMBERS and not _torch_can(call)
     slow_gradients = query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX
     if slow_gradients or _by_onednn(call):
         return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
