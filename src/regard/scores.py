@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.biases import Bias
+from regard.biases import Bias, Given
 from regard.graphs import tracing
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import grouped_matmul, upcast
@@ -152,7 +152,7 @@ class Scoring:
     def biases(self, queries: range | Tensor, keys: range | Tensor, dtype: torch.dtype) -> Tensor:
         """The bias of a rectangle, broadcastable to it."""
         assert self.bias is not None
-        return reduce(add, (term.values(queries, keys).to(dtype) for term in self.bias.terms()))
+        return reduce(add, (self._values(term, queries, keys).to(dtype) for term in self.bias.terms()))
 
     def allowed(self, queries: range | Tensor, keys: range | Tensor, biases: Tensor | None = None) -> Tensor | None:
         """Where mask and bias (which may be -inf) allow attention; None if nothing is hidden.
@@ -164,13 +164,18 @@ class Scoring:
         if self.mask is not None and self.mask is not EVERYTHING:
             allowed = self.mask.allowed(self._where(queries), self._where(keys))
         if self.bias is not None:
-            parts = (term.values(queries, keys) for term in self.bias.terms()) if biases is None else (biases,)
+            parts = (self._values(term, queries, keys) for term in self.bias.terms()) if biases is None else (biases,)
             hidden = reduce(or_, (part.isneginf() for part in parts))
             if allowed is not None:
                 allowed = allowed & ~hidden
             elif tracing() or bool(hidden.any()):
                 allowed = ~hidden
         return allowed
+
+    def _values(self, bias: Bias, queries: range | Tensor, keys: range | Tensor) -> Tensor:
+        if bias.of_distance or isinstance(bias, Given):  # evaluated once per distance of two ranges; read in place
+            return bias.values(queries, keys)
+        return bias.values(self._where(queries), self._where(keys))
 
     def _where(self, which: range | Tensor) -> Tensor:
         device = self.grid.device
