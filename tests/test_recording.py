@@ -36,6 +36,7 @@ from regard import hooks
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.cache import LayerCache
 from regard.feed_forward import FeedForward
+from regard.functional import plan
 from regard.generation import generate
 from regard.hooks import Heads
 from regard.layers import MultiHeadAttention
@@ -1531,9 +1532,10 @@ def test_lse_is_kept_where_the_kernel_has_it_and_changes_no_bit_of_the_output(tm
         plain = layer(x)
         with record(layer) as recording, record(layer, heads=[3, 1]) as some:
             assert torch.equal(layer(x), plain)
-    by_torch_in_another_way = more == {"kv_heads": 2} and (mask is None or isinstance(mask, Causal))
-    assert (lse_kept(recording) is None) == by_torch_in_another_way
     seen = recording["attention"]
+    key = torch.zeros(2, more.get("kv_heads", 4), 300, 8)
+    kernel = plan(torch.zeros(2, 4, 300, 8), key, key, **layer.scoring()).kernel
+    assert (lse_kept(recording) is None) == (kernel == "sdpa" and more == {"kv_heads": 2})
     remade = observe(seen.query, seen.key, **layer.scoring()).lse
     assert_close(seen.lse, remade)
     assert_close(some["attention"].lse, remade[:, [3, 1]])
