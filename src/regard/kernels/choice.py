@@ -138,7 +138,7 @@ def gives_lse(call: Call) -> bool:
         return False
     kernel = choose(call)
     if kernel is not sdpa.KERNEL:
-        return kernel is strips.KERNEL
+        return kernel in (strips.KERNEL, direct.KERNEL)
     sizes = {t.shape[3] for t in (query, call.key, call.value)}
     plain = sdpa.quadratic_numbers(call) == 0 and call.key.shape[1] == grid.heads
     return plain and len(sizes) == 1 and fused.FLASH
