@@ -55,6 +55,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if by_onednn(dtype):
         odd = not (is_regular(rows) and is_regular(keys))  # what is padded, and what is left to MKL, weighs more
+        if odd and keys < tuning.SHORT_ODD_KEYS:
+            return scores >= tuning.MIN_SCORES_BY_ONEDNN << 4
         if scores >= tuning.MIN_SCORES_BY_ONEDNN << odd:
             return True
     if stack < tuning.MIN_STACK:
