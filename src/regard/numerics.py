@@ -67,7 +67,7 @@ def row_products(first: Tensor, second: Tensor) -> Tensor:
     hand out anew in every call, which takes several times as long as the sums.
     """
     batch, heads, length, size = first.shape
-    sums = first.new_empty(batch, heads, length, dtype=upcast(first[:0]).dtype)
+    sums = first.new_empty(batch, heads, length, dtype=wide(first.dtype))
     together = max(1, MAX_BETWEEN // max(1, length * size))
     rows = max(1, together // max(1, heads))
     for row in range(0, batch, rows):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.numerics import finite_lse, upcast
+from regard.numerics import finite_lse, upcast, wide
 from regard.observation.selecting import kv_of_heads, selected
 from regard.observation.tile import ScoreTile, TilePlace, tile_of
 from regard.scores import Additive, Scoring
@@ -44,7 +44,7 @@ class ObservedCall:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of scores: float32 or wider."""
-        return upcast(self.query[:0]).dtype
+        return wide(self.query.dtype)
 
     @property
     def behind(self) -> int:

@@ -15,7 +15,7 @@ from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
-from regard.numerics import upcast
+from regard.numerics import wide
 from regard.rules import deserialise
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -74,7 +74,7 @@ def _of_node(
 
 @in_graph.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty(query.shape[:3], dtype=upcast(query[:0]).dtype)
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
     return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
 

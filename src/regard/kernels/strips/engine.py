@@ -22,7 +22,16 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.pieces import Space
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
-from regard.numerics import add_sink, exp, finite_lse, merge, row_products, upcast, zero_empty_queries, zero_unseen
+from regard.numerics import (
+    add_sink,
+    exp,
+    finite_lse,
+    merge,
+    row_products,
+    wide,
+    zero_empty_queries,
+    zero_unseen,
+)
 from regard.scores import Scoring
 
 
@@ -99,7 +108,7 @@ def forward(
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
-    added = Added(scoring, plan, upcast(query[:0]).dtype)
+    added = Added(scoring, plan, wide(query.dtype))
     careful = _may_leak(added, plan, query, key, value)
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros

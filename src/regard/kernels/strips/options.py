@@ -7,7 +7,7 @@ from regard.kernels.strips import engine, products, tuning
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
-from regard.numerics import upcast
+from regard.numerics import wide
 
 
 def plan_of(call: Call) -> StripPlan:
@@ -32,7 +32,7 @@ def is_given(call: Call) -> bool:
     bias, mask = call.scoring.bias, call.scoring.mask_or_everything
     if bias is None:
         return not mask.closed_form
-    return isinstance(bias, Given) and mask.closed_form and bias.numbers.dtype == upcast(call.query[:0]).dtype
+    return isinstance(bias, Given) and mask.closed_form and bias.numbers.dtype == wide(call.query.dtype)
 
 
 def options(call: Call) -> PlanOptions:
@@ -41,7 +41,7 @@ def options(call: Call) -> PlanOptions:
     heads = max(1, grid.batch * grid.heads)
     flash = engine.flash_can(call.query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
-    in_full = not flash or call.query.dtype == upcast(call.query[:0]).dtype or call.wants_lse
+    in_full = not flash or call.query.dtype == wide(call.query.dtype) or call.wants_lse
     short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
     if products.by_onednn(call.query.dtype):
         short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.kernels.strips import tuning
 from regard.matmul import onednn_is_faster
-from regard.numerics import upcast
+from regard.numerics import wide
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ class Space:
 
     def of(self, like: Tensor, *shape: int) -> Tensor:
         """A tensor with whatever the memory holds."""
-        size, dtype = math.prod(shape), upcast(like[:0]).dtype
+        size, dtype = math.prod(shape), wide(like.dtype)
         if self._numbers is None or self._numbers.numel() < size:
             self._numbers = like.new_empty(size, dtype=dtype)
         return self._numbers[:size].view(shape)

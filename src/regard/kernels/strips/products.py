@@ -33,7 +33,7 @@ from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, Space, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
 from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
-from regard.numerics import LOG2_E, upcast
+from regard.numerics import LOG2_E, upcast, wide
 from regard.scores import Additive
 
 
@@ -268,7 +268,7 @@ def _later(query: Tensor, key: Tensor, formula: Formula) -> Tensor | None:
     length = query.shape[2]
     rows, until = rows_of_square(length, query.shape[1] // key.shape[1]), regular if by_onednn(key.dtype) else int
     columns = max((until(stop) - start for start, stop in blocks(length, rows)), default=0)
-    return query.new_full((rows, columns), -math.inf, dtype=upcast(query[:0]).dtype).triu_(1)
+    return query.new_full((rows, columns), -math.inf, dtype=wide(query.dtype)).triu_(1)
 
 
 def _scores(
