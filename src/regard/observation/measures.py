@@ -231,7 +231,7 @@ class Top(Statistic[Largest]):
         if not 1 <= self.count <= call.grid.key_len:
             raise ValueError(f"Observation.top: count must be 1 to key_len={call.grid.key_len}, got {self.count}")
         self.weights = call.zeros(call.grid.query_len, self.count)
-        self.keys = call.zeros(call.grid.query_len, self.count, dtype=torch.int64) - 1
+        self.keys = call.zeros(call.grid.query_len, self.count, dtype=torch.int64).sub_(1)
 
     def of(self, tile: ScoreTile) -> Largest:
         return self._largest(tile, tile.weights.detach())
@@ -263,8 +263,8 @@ class Top(Statistic[Largest]):
             weights[rows], keys[rows] = self._merged(weights[rows], keys[rows], found)
 
     def _merged(self, weights: Tensor, keys: Tensor, part: Largest) -> Largest:
-        top = torch.cat([weights, part.weights], dim=-1).topk(self.count, dim=-1)
-        return Largest(top.values, torch.cat([keys, part.keys], dim=-1).gather(-1, top.indices))
+        top = largest(torch.cat([weights, part.weights], dim=-1), self.count)
+        return Largest(top.values, torch.cat([keys, part.keys], dim=-1).gather(-1, top.columns))
 
     def finish(self) -> Largest:
-        return Largest(self.weights, self.keys.masked_fill(self.weights == 0, -1))
+        return Largest(self.weights, self.keys.masked_fill_(self.weights == 0, -1))
