@@ -655,6 +655,30 @@ def test_the_largest_of_a_row_are_those_of_topk(dtype):
         assert bool((found.columns.sort(-1).values.diff() > 0).all())  # each once
 
 
+def test_the_largest_of_many_short_rows_are_those_of_topk_too(monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    for rows, columns, count in ((3000, 7, 7), (3000, 20, 3), (2000, 324, 8), (1500, 517, 1), (900, 1031, 8)):
+        monkeypatch.setattr(tuning, "ROWS_AT_ONCE", rows - 100)
+        weights = torch.rand(rows, columns, generator=draw)
+        weights[:500] = weights[:500].mul(4).floor()
+        weights[500], weights[501], weights[502] = 0.0, torch.nan, -torch.nan
+        found = products.largest(weights, count)
+        assert torch.equal(weights.gather(-1, found.columns).nan_to_num(9.0), found.values.nan_to_num(9.0))
+        assert torch.equal(found.values[:501], weights[:501].topk(count).values)
+        assert torch.equal(found.values[503:], weights[503:].topk(count).values)
+        assert bool((found.columns.sort(-1).values.diff() > 0).all())
+
+
+def test_documents_of_equal_lengths_are_cut_where_they_begin():
+    query = torch.randn(1, 12, 2048, 4)
+    for length in (128, 256):
+        call = observe(query, query, mask=Document.from_lengths([length] * (2048 // length))).call
+        plan = plan_tiles(call, range(2048), range(2048))
+        tiles = [(queries, keys) for group in plan.batches for queries in group.queries
+                 for keys, _ in plan.tiles_of(group, queries)]  # fmt: skip
+        assert sum(len(queries) * len(keys) for queries, keys in tiles) == 2048 * length
+
+
 def test_heads_go_together_in_whole_groups_or_in_equal_parts_of_one():
     for heads, group, most, together in ((12, 1, 4, 4), (12, 1, 5, 4), (12, 1, 8, 6), (32, 4, 6, 4), (32, 4, 9, 8),
                                          (32, 8, 6, 4), (6, 3, 2, 1), (32, 32, 31, 16), (7, 1, 3, 3)):  # fmt: skip

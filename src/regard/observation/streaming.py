@@ -74,13 +74,11 @@ class _Part:
         # split, not sliced: the gradient of a slice is as large as the whole tensor, that of a split only as its piece
         down = [len(queries) for queries in group.queries]
         self.query, self.key = query.split(down, dim=2), key.split(group.step, dim=2)
-        if not (
-            query.requires_grad or key.requires_grad
-        ):  # copied once, since every tile would copy them for a product
-            self.query = tuple(piece.contiguous() for piece in self.query)
+        if not key.requires_grad:  # copied once, since every tile of one head would copy its own for a product
             self.key = tuple(piece.contiguous() for piece in self.key)
         self.lse = None if lse is None else lse.split(down, dim=2)
         self.group = group
+        self._packed: tuple[int, Tensor] = -1, query
         self.scoring, self.in_place = part.scoring, part.from_products
         self.harmless = self.in_place and not part.wants_grad and harmless(query, key)
         self.place = part.place(group.batch, heads, queries, keys)
@@ -100,7 +98,7 @@ class _Part:
         else:
             piece, first = divmod(keys.start - self.group.keys.start, self.group.step)
             inside = slice(first, first + len(keys))
-            tensors = self.query[number], self.key[piece], None if self.lse is None else self.lse[number]
+            tensors = self._queries(number), self.key[piece], None if self.lse is None else self.lse[number]
 
         how: dict[str, Any] = {"in_place": self.in_place, "harmless": self.harmless, "memory": memory}
         if not differentiable:  # which would keep what is hidden until the backward pass
@@ -125,6 +123,14 @@ class _Part:
             for statistic in statistics:
                 statistic.see(tile)
         return tile
+
+    def _queries(self, number: int) -> Tensor:
+        """The queries of a row of tiles: copied once if they do not lie together, as products need them, but
+        one row at a time: the copies of all would be new memory in every pass, which takes longer than to fill it."""
+        if self._packed[0] != number:
+            query = self.query[number]
+            self._packed = number, query if query.requires_grad else query.contiguous()
+        return self._packed[1]
 
     def _in_strips(self, place: TilePlace, number: int) -> tuple[TilePlace, tuple[Tensor, Tensor, Tensor | None]]:
         """The place, query, key and lse of strips as one tile: views [strips, heads, ...], with keys that overlap."""

@@ -169,6 +169,7 @@ class _Cutting:
         self._group = self._heads // call.key.shape[1]
         self._keys, self._whole_rows_of, self.largest = keys, whole_rows_of, 0
         self._most = tuning.MAX_TILE_SCORES if device.type == "cpu" else tuning.MAX_TILE_SCORES_ON_GPU
+        self._most_in_strips = min(self._most, tuning.MAX_STRIP_SCORES) if device.type == "cpu" else self._most
         self.regular = device.type == "cpu" and call.dtype is torch.float32 and matmul.onednn_is_faster()
 
     def fits_all(self, queries: range) -> bool:
@@ -207,12 +208,12 @@ class _Cutting:
     def strips(self, some: slice, mask: Mask, strips: Strips) -> BatchPlan:
         """The queries of strips, of one batch index."""
         of_strip, count = strips.height * strips.width, len(strips.queries) // strips.height
-        most = max(1, self._most // of_strip)
+        most = max(1, self._most_in_strips // of_strip)
         # views of one head need no copies; with several heads, strips are copied, but the tiles are fewer
         heads = _equal_parts(self._heads, heads_of_a_tile(self._heads, self._group, max(1, most // count)))
         together = -(-count // -(-count // max(1, most // heads[0].stop)))
         self.largest = max(self.largest, of_strip * together * heads[0].stop)
-        widest = max(1, self._most // (together * strips.height * heads[0].stop))
+        widest = max(1, self._most_in_strips // (together * strips.height * heads[0].stop))
         rows = split_at(strips.queries, strips.queries.start, together * strips.height)
         return BatchPlan(some, mask, heads, [*rows], self._keys, max(1, len(self._keys)), widest, strips)
 
@@ -321,7 +322,7 @@ def _height(mask: Mask, queries: range, keys: range, most: int, step: int, heads
     under a window more of their scores are hidden."""
 
     def cost(height: int) -> float:
-        middle = queries.start + max(0, len(queries) - height) // 2
+        middle = queries.start + max(0, len(queries) - height) // 2 // height * height
         tiles = [*_visible_keys(mask, range(middle, min(middle + height, queries.stop)), keys, step)]
         return sum(map(len, tiles)) + len(tiles) * tuning.TILE_OVERHEAD_SCORES / (heads * height)
 

@@ -43,12 +43,24 @@ MIN_TILE_KEYS = 64
 """Keys in the smallest rectangle for which a mask is evaluated, and queries in the flattest tile: below that, overhead
 costs more than skipping saves."""
 
-STRIP_QUERIES = (16, 32, 64, 128)
+STRIP_QUERIES = (32, 64, 128)
 """Heights of strips under a window: at most a quarter of the keys that a query sees, so that few of a strip's scores
 are hidden, but not so few that their product is slow."""
+
+MAX_STRIP_SCORES = 1 << 20
+"""Scores in a tile of strips on a CPU: fewer, since the keys of strips are copied and share the cache with them."""
 
 MIN_SLIDING_QUERIES = 256
 """Fewest queries under a window that are worth cutting into such strips."""
 
 LAYERS = (1, 4, 8)
 """Numbers of layers into which columns may be folded to find the largest weights."""
+
+ROWS_AT_ONCE = 4096
+"""Rows whose largest weights are looked up together: what is held in between stays in the cache."""
+
+CALL = 1500.0
+"""Nanoseconds that calling an operation takes."""
+
+MIN_DIVIDED = 1 << 15
+"""Numbers from which on torch divides an operation among threads."""
