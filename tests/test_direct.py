@@ -10,7 +10,7 @@ import regard
 from cases import ON_A_CPU
 from comparing import assert_close
 from regard import Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
-from regard.kernels import direct, hidden, known
+from regard.kernels import direct, fused, hidden, known
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
@@ -52,6 +52,20 @@ def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
     with torch.no_grad(), Made() as made:
         tensors[1].masked_fill(tensors[1] > 0, 0.0)
     assert max(made.numbers) == tensors[1].numel()  # which is what is counted
+
+
+def test_a_query_that_is_computed_twice_has_two_places_in_memory(monkeypatch):
+    """torch's gradients for bfloat16 take twenty times as long if the rows of a matrix lie in one place."""
+    strides, real = [], fused.F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        fused.F,
+        "scaled_dot_product_attention",
+        lambda *all, **more: (strides.append(all[0].stride(2)), real(*all, **more))[1],
+    )
+    query, key, value = (tensor.requires_grad_() for tensor in step(dtype=torch.bfloat16, heads=2, kv_heads=2))
+    attention(query, key, value, kernel="sdpa").sum().backward()
+    assert strides == [SIZE]
+    assert_close(query.grad, torch.autograd.grad(attention(query, key, value, kernel="reference").sum(), query)[0])
 
 
 def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
