@@ -106,6 +106,28 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
     assert kernel(Causal(), heads=8, length=512) != "direct"
 
 
+def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
+    small, large = (torch.zeros(batch, 4, 130, 8).requires_grad_() for batch in (16, 128))
+    bias = torch.zeros(130, 130).requires_grad_()
+    for parts in ({"dropout": 0.1}, {"bias": bias}):
+        assert regard.plan(small, small, small, **parts).kernel == "direct"
+        assert regard.plan(large, large, large, **parts).kernel == "strips"  # which hold a piece of all these scores
+    assert regard.plan(small, small, small, softcap=5.0).kernel == "strips"
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_queries_that_learn_in_half_precision_are_copied_while_the_copies_stay_in_the_cache(rows, monkeypatch):
+    for name, value in {"MKL": True, "AMX": False}.items():
+        monkeypatch.setattr(processor, name, value)
+    for keys, kernel in ((1000, "direct"), (8000, "sdpa")):
+        query, key = torch.zeros(1, 4, rows, 64), torch.zeros(1, 4, keys, 64)
+        given = query.bfloat16().requires_grad_(), key.bfloat16(), key.bfloat16()
+        assert regard.plan(*given).kernel == kernel
+        assert regard.plan(given[0].detach(), *given[1:]).kernel == "sdpa"
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38, -3e38], ids=str)
 @pytest.mark.parametrize("where", ["key", "value", "both"])
 @pytest.mark.parametrize("rows", [1, 4])

@@ -700,3 +700,33 @@ def test_nan_in_a_query_that_sees_nothing_reaches_nothing(kernel, parts, number)
         strict=True,
     ):
         assert_close(gradient, right, tolerance=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "rows"), [(6, 1), (2, 1), (6, 3)])
+@pytest.mark.parametrize("hides", [None, (1, 1, 1), (3, 1, 1), (3, 6, 1), (1, 1, 3)], ids=str)
+def test_torchs_operator_reads_keys_once_for_all_heads_that_share_them(dtype, heads, rows, hides):
+    torch.manual_seed(0)
+    query, grad = torch.randn(2, 3, heads, rows, 8).to(dtype)
+    key, value = torch.randn(2, 3, 2, 37, 8).to(dtype)
+    mask = None
+    if hides is not None:
+        mask = torch.randn(hides[0], min(hides[1], heads), min(hides[2], rows), 37)
+        mask[..., 5] = -math.inf
+    given = {} if mask is None else {"attn_mask": mask}
+    whole = {} if mask is None else {"attn_mask": mask.expand(-1, -1, rows, -1).to(dtype)}
+    leaves = [tensor.float().requires_grad_() for tensor in (query, key, value)]
+    whole = {name: tensor.float() for name, tensor in whole.items()}
+    repeated = [leaf.repeat_interleave(heads // 2, 1) for leaf in leaves[1:]]
+    expected = torch.nn.functional.scaled_dot_product_attention(leaves[0], *repeated, **whole, scale=0.5)
+    output, lse = fused.flash(query, key, value, scale=0.5, **given)
+    grads = fused.flash_backward(grad, query, key, value, output, lse, scale=0.5, **given)
+    right = torch.autograd.grad(expected, leaves, grad.float())
+    error = 1e-5 if dtype == torch.float32 else 0.1
+    assert lse.shape == (3, heads, rows)
+    for found, exact in zip((output, *grads), (expected, *right), strict=True):
+        assert found.shape == exact.shape
+        assert torch.allclose(found.float(), exact, atol=error)
+    by_row_or_head = rows > 1 and hides in ((3, 6, 1), (1, 1, 3))
+    one_by_one = heads == 2 and dtype == torch.float32
+    assert fused.Rows(query, key, mask).as_they_are == (by_row_or_head or one_by_one)

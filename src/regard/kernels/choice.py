@@ -70,7 +70,9 @@ PREFERENCES = (
         sdpa.KERNEL,
         "torch's own function is given what mask and bias add as one table, which is small enough to be kept",
         _in_process(
-            lambda call: sdpa.keeps_a_table(call) and not strips_kernel.gradients_pay(call) and not _hides_most(call)
+            lambda call: (
+                sdpa.keeps_a_table(call) and not strips_kernel.products_pay_in_full(call) and not _hides_most(call)
+            )
         ),
     ),
     Preference(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard import processor
 from regard.graphs import tracing
-from regard.kernels.call import Call, Kernel, Prepared, all_scores
+from regard.kernels.call import Call, Kernel, Prepared, all_scores, learns
 from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
@@ -31,13 +31,22 @@ MAX_SCORES = 1 << 18
 query it is at any number of keys. Rows of 128 tokens in features.py."""
 
 MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
-"""The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces; elsewhere torch's
-gradients in half precision without AMX, as long as its operator takes its queries by 32: 1.4 to 2 times as long. What
-is kept for the gradients has 4 MiB."""
+"""The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces. What is kept for
+the gradients has 4 MiB. Twice as many where torch's gradients in half precision are slow, without AMX and as long as
+its operator takes its queries by 32: 1.4 to 2.5 times as long."""
 
 MAX_COPIED_NUMBERS = 1 << 18
 """Most numbers in the keys of one query in half precision that are copied in float32, 1 MiB, as are the values: where
 torch's operator cannot be taken, strips take longer to begin."""
+
+COPIED_NUMBERS_THAT_LEARN = range(1 << 16, (1 << 19) + 1)
+"""The same, of few queries that learn: their gradients take torch's operator longer than copies that stay in the cache,
+unless there are so few that its one call is shorter than all of these. Of one query up to twice as many."""
+
+MAX_SCORES_BY_BATCH = 1 << 22
+MAX_SCORES_OF_EACH = 1 << 18
+"""Scores of all batch indices, and of each, up to which this is faster than strips that take one batch index at a time.
+What is kept for the gradients has 16 MiB; with more scores, memory is what takes time."""
 
 MIN_STACK = 8
 """Fewest matrices in a stack for which products by MKL are as fast as torch's operator."""
@@ -175,17 +184,39 @@ def pays(call: Call) -> bool:
     rows, group = scoring.grid.query_len, scoring.grid.heads // kv_heads
     if not (call.concrete and processor.MKL):
         return False
-    if query.dtype in HALF and rows * group < query.shape[3]:
-        # keys and values are copied in float32, more numbers than there are scores
-        return rows == 1 and call.key.numel() <= MAX_COPIED_NUMBERS and not _torch_can(call)
-    slow_gradients = query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX
-    if slow_gradients or _by_onednn(call):
+    if query.dtype in HALF and rows * group * (1 + call.learns) < query.shape[3]:
+        return _copies_pay(call)
+    each = all_scores(call) // max(1, batch)
+    if each <= MAX_SCORES_OF_EACH and all_scores(call) <= MAX_SCORES_BY_BATCH and _strips_go_by_batch(call):
+        return True
+    if query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX:
+        return rows == 1 or all_scores(call) <= 2 * MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
+    if _by_onednn(call):
         return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
     if not _torch_can(call):
         return rows == 1 or all_scores(call) <= 2 * MAX_SCORES
     if plain(scoring):
         return False  # nothing lies around torch's own function here
     return rows == 1 or (batch * kv_heads >= MIN_STACK and all_scores(call) <= MAX_SCORES)
+
+
+def _copies_pay(call: Call) -> bool:
+    """The same of so few queries in half precision that keys and values, of which float32 copies are made, are more
+    numbers than there are scores."""
+    numbers = max(call.key.numel(), call.value.numel())
+    if not call.learns:
+        return call.scoring.grid.query_len == 1 and numbers <= MAX_COPIED_NUMBERS and not _torch_can(call)
+    least, most = COPIED_NUMBERS_THAT_LEARN.start, COPIED_NUMBERS_THAT_LEARN.stop
+    if call.scoring.grid.query_len == 1:
+        least, most = 0, 2 * most
+    return not processor.AMX and numbers < most and (numbers >= least or not _torch_can(call))
+
+
+def _strips_go_by_batch(call: Call) -> bool:
+    """Whether strips take one batch index at a time: dropout asks which weights are dropped, and a bias that learns
+    where its gradient belongs."""
+    biases = call.scoring.learned() if torch.is_grad_enabled() else ()
+    return call.scoring.grid.batch > 1 and (call.dropout is not None or any(map(learns, biases)))
 
 
 def plain(scoring: Scoring) -> bool:

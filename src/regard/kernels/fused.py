@@ -31,7 +31,11 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: An
     """
     causal = more.pop("is_causal", False)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return operator(query, key, value, 0.0, causal, scale=scale, **more)  # type: ignore[no-any-return]
+    rows = Rows(query, key, more.get("attn_mask"), causal)
+    if rows.as_they_are:
+        return operator(query, key, value, 0.0, causal, scale=scale, **more)  # type: ignore[no-any-return]
+    output, lse = operator(rows.given(query), key, value, 0.0, False, scale=scale, attn_mask=rows.mask)
+    return rows.back(output), rows.back(lse)
 
 
 def flash_backward(
@@ -40,8 +44,50 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    tensors = grad_output, query, key, value, output, lse
-    return operator(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)  # type: ignore[no-any-return]
+    rows = Rows(query, key, attn_mask, is_causal)
+    if rows.as_they_are:
+        tensors = grad_output, query, key, value, output, lse
+        return operator(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)  # type: ignore[no-any-return]
+    grad_output = rows.given(grad_output)
+    if rows.twice:
+        grad_output[:, :, 1:] = 0.0
+    tensors = grad_output, rows.given(query), key, value, rows.given(output), rows.given(lse)
+    grad, *others = operator(*tensors, 0.0, False, attn_mask=rows.mask, scale=scale)
+    return rows.back(grad), *others
+
+
+class Rows:
+    """How the rows of queries are handed to torch's operator, which multiplies the matrix of one query head at a time.
+
+    Where the mask allows it, the query heads that share a kv head are stacked along the queries, so that keys and
+    values are read once and not once per head. In half precision a single row is computed twice, since torch has fast
+    products for two rows and slow ones for one; copied, since it has slow gradients for two rows in one place.
+
+    Attributes:
+        as_they_are: whether nothing changes. twice: whether the only row is given twice. mask: in the new form.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool = False) -> None:
+        (batch, heads, rows, _), kv_heads = query.shape, key.shape[1]
+        single = not tracing() and rows == 1
+        folds = not causal and (mask is None or single or (not tracing() and mask.shape[1] == mask.shape[2] == 1))
+        grouped = folds and bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
+        group = heads // kv_heads if grouped else 1
+        self.twice = folds and single and group == 1 and query.dtype in HALF and query.device.type == "cpu"
+        self.as_they_are = not (grouped or self.twice)
+        self._sizes, self._stacked = (batch, heads, rows), (batch, kv_heads, group * rows)
+        if grouped and mask is not None and mask.shape[1] > 1:
+            mask = mask.reshape(-1, kv_heads, group, mask.shape[3])
+        self.mask = None if mask is None else mask.expand(-1, -1, (1 + self.twice) * group * rows, key.shape[2])
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """A tensor [batch, heads, rows, ...] as the operator gets it."""
+        tensor = tensor.reshape(*self._stacked, *tensor.shape[3:]) if self._stacked != self._sizes else tensor
+        return torch.cat([tensor, tensor], dim=2) if self.twice else tensor
+
+    def back(self, result: Tensor) -> Tensor:
+        """What it returns, with the rows of the call."""
+        return result[:, :, : self._stacked[2]].reshape(*self._sizes, *result.shape[3:])
 
 
 def is_as_expected() -> bool:
@@ -83,39 +129,19 @@ def full_attention(
 ) -> Tensor:
     """torch's function, with grouped heads too.
 
-    Where the mask allows it, the query heads that share a kv head are stacked along the queries, so that keys and
-    values are read once and not once per head. In half precision on a CPU a single row is computed twice: torch has
-    fast products for two rows and slow ones for one.
-
     Args:
         attn_mask: as torch takes it, broadcastable to [batch, heads, query_len, key_len].
     """
     # torch's fused operator needs contiguous features; without them it falls back to computing all scores
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-    (batch, heads, rows, size), kv_heads, key_len = query.shape, key.shape[1], key.shape[2]
-    group = heads // kv_heads
-    grouped = bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
-    single = not tracing() and rows == 1
-    if is_causal or not (attn_mask is None or single):
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(-1, -1, rows, key_len)
+    rows = Rows(query, key, attn_mask, is_causal)
+    if rows.as_they_are:
+        grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
+            query, key, value, rows.mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
         )
-    if grouped:
-        query = query.reshape(batch, kv_heads, group * rows, size)
-        if attn_mask is not None and attn_mask.shape[1] > 1:
-            attn_mask = attn_mask.reshape(-1, kv_heads, group, attn_mask.shape[3])
-    twice = single and query.shape[2] == 1 and query.dtype in HALF and query.device.type == "cpu"
-    if twice:
-        query = query.repeat(1, 1, 2, 1)  # rows in the same place make gradients take twenty times as long
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(-1, -1, query.shape[2], key_len)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, False, scale=scale)
-    if twice:
-        output = output[:, :, :1]
-    return output.reshape(batch, heads, rows, value.shape[3]) if grouped else output
+    return rows.back(F.scaled_dot_product_attention(rows.given(query), key, value, rows.mask, 0.0, False, scale=scale))
 
 
 def causal_scores(query_len: int, key_len: int) -> int:

@@ -32,7 +32,8 @@ from regard.masks.planning import is_top_left_causal
 from regard.numerics import wide
 
 MAX_MASKED_KEYS = 256
-"""Keys up to which computing all scores costs less than leaving out what a mask hides; more where strips are slow."""
+"""Queries or keys up to which computing all scores costs less than leaving out what a mask hides; more where strips are
+slow."""
 
 MIN_STACK = 8
 """Fewest matrices in a stack that strips of plain products are fast at. Row "causal, 3 heads" of features.py."""
@@ -185,7 +186,7 @@ def keeps_a_table(call: Call) -> bool:
         most *= 4
     elif call.query.dtype in HALF and call.learns:  # few queries at a time: see fused.QUERIES_AT_A_TIME
         most *= 2
-    if grid.key_len > most and mask is not EVERYTHING:
+    if min(grid.query_len, grid.key_len) > most and mask is not EVERYTHING:
         return False
     if scoring.bias is None:
         return grid.batch * grid.query_len * grid.key_len <= MAX_KEPT_SCORES and mask.structure() is not None
