@@ -69,6 +69,15 @@ def _blocks(length: int) -> Tensor:
     return blocks.fill_diagonal_(True).repeat_interleave(64, 0).repeat_interleave(64, 1)[:length, :length]
 
 
+def _ragged(length: int) -> list[int]:
+    """Lengths of documents of 20 to 200 tokens."""
+    draw = torch.Generator().manual_seed(0)
+    found: list[int] = []
+    while sum(found) < length:
+        found.append(min(int(torch.randint(20, 201, (), generator=draw)), length - sum(found)))
+    return found
+
+
 def _ids(length: int) -> Tensor:
     return torch.randint(0, 8, (1, length), generator=torch.Generator().manual_seed(0))
 
@@ -104,6 +113,7 @@ ROWS = (
     Row("streaming: window 256 or prefix 4", _fixed(mask=Causal() & (Window(256) | Prefix(4)))),
     Row("far keys alone", _fixed(mask=Causal() & ~Window(256))),
     Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),
+    Row("documents of 20 to 200, causal", lambda n: {"mask": Causal() & Document.from_lengths(_ragged(n))}),
     Row("8 documents, tokens apart", lambda n: {"mask": Document(_ids(n))}),
     Row("8 documents, tokens apart, ALiBi", lambda n: {"mask": Document(_ids(n)), "bias": Alibi(HEADS)}),
     Row("blocks at random", lambda n: {"mask": Dense(_blocks(n))}),
@@ -149,6 +159,9 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
         if row.name.startswith(("causal", "grouped", "value_dim")):
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if "documents" in row.name and row.name.endswith("causal"):
+            lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
+            return lambda q, k, v: _one_by_one(q, k, v, lengths)
         cells = allowed(mask, row.heads, length)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)
     cells = None if mask is None else allowed(mask, row.heads, length)
@@ -186,6 +199,12 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
         return F.dropout(weights, rate or 0.0) @ v
 
     return formula
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Causal attention of each document by itself."""
+    of_each = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*one, is_causal=True) for one in of_each], dim=2)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

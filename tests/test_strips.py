@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import pytest
 import torch
@@ -575,12 +575,26 @@ def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset)
     assert strips_kernel.num_scores(call) == mask.allowed(range(length), range(length)).sum()
 
 
-@pytest.mark.parametrize("lengths", [[3, 5, 2, 9, 1], [40, 2, 2, 2, 60], [1] * 30])
-def test_short_documents_share_a_strip(small, lengths):
-    mask = (Causal() & Document.from_lengths(lengths)).bind(Grid(1, 1, sum(lengths), sum(lengths)))
-    found = list(plans.cut(mask, sum(lengths), sum(lengths)))
-    assert [i for strip in found for i in strip.queries] == list(range(sum(lengths)))
-    assert sum(len(strip.queries) < 4 for strip in found) <= 2
+@pytest.mark.parametrize("lengths", [[3, 5, 2, 9, 1], [40, 2, 2, 2, 60], [1] * 30, [6] * 9, [12, 1, 12, 1, 2, 3, 12]])
+def test_short_documents_share_a_strip_while_what_they_compute_in_vain_costs_less_than_one(small, lengths):
+    length, cost = sum(lengths), 40.0
+    mask = (Causal() & Document.from_lengths(lengths)).bind(Grid(1, 1, length, length))
+    found = [*plans.cut(mask, length, length, by=PlanOptions(16, scores_per_call=cost))]
+    ends = [*accumulate(lengths)]
+    documents = [
+        [n for n, end in enumerate(ends) if end - lengths[n] < s.queries.stop and end > s.queries.start] for s in found
+    ]
+    assert sorted({n for inside in documents for n in inside}) == [*range(len(lengths))]
+    for strip, inside in zip(found, documents, strict=True):
+        if len(inside) == 1 and len(strip.queries) == lengths[inside[0]] > 1:
+            assert strip.kind is Kind.CAUSAL  # it needs no mask
+        for n in range(1, len(inside)):
+            assert 2 * sum(lengths[m] for m in inside[:n]) * lengths[inside[n]] <= cost
+    for (one, before), (other, after) in pairwise(zip(found, documents, strict=True)):
+        if before != after:
+            tall = sum(lengths[m] for m in before)
+            join = 2 * tall * lengths[after[0]] <= cost and tall < 4
+            assert not join or len(one.queries) + len(other.queries) > 16
 
 
 @pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"dropout": 0.3}, {"bias": Alibi(2)}], ids=repr)

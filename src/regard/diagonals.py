@@ -38,6 +38,18 @@ def diagonal_tile(row: Tensor, rows: int) -> Tensor:
     return copies.as_strided((*row.shape[:-1], rows, length - rows + 1), strides, copies.storage_offset() + rows - 1)
 
 
+def scattered_tile(row: Tensor, places: Tensor) -> Tensor:
+    """row[..., places], which torch takes four times as long to index.
+
+    Shapes: [..., length], places [rows, columns] -> [..., rows, columns].
+
+    >>> scattered_tile(torch.arange(4), torch.tensor([[3, 0], [1, 1]])).tolist()
+    [[3, 0], [1, 1]]
+    """
+    heads = row.shape[:-1]
+    return row.gather(-1, places.flatten().expand(*heads, -1)).view(*heads, *places.shape)
+
+
 def sum_diagonals(tile: Tensor) -> Tensor:
     """Sums along the diagonals: the gradient of a tile's row.
 

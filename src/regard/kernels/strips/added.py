@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given
-from regard.diagonals import diagonal_tile, sum_diagonals
+from regard.diagonals import diagonal_tile, scattered_tile, sum_diagonals
 from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
@@ -176,7 +176,7 @@ class AddedToStrip:
         if queries.step != 1 or any(span.step != 1 for span in spans):
             row = row[self._batch] if row.shape[0] > 1 else row
             ahead = keys_of(self.strip, row.device) - indices(queries, row.device)[:, None]
-            return row[..., ahead + self.call.scoring.grid.query_len - 1]
+            return scattered_tile(row, ahead + self.call.scoring.grid.query_len - 1)
         tiles = [diagonal_tile(self._diagonals(row, span), len(queries)) for span in spans]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
 

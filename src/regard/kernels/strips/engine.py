@@ -131,7 +131,8 @@ def forward(
             merge(to_output, to_lse, result, part_lse)
         elif result is not to_output:
             to_output.copy_(result)
-            to_lse.copy_(part_lse)
+            if needs_lse:
+                to_lse.copy_(part_lse)
     if sink is not None:
         output, lse = add_sink(output, lse, sink)
     return output[..., :size], lse

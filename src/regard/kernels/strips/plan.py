@@ -121,7 +121,7 @@ def cut(
     prefixes = {part.n for part in mask.leaves() if isinstance(part, Prefix) and isinstance(part.n, int)}
     starts = {(n - at, at) for n in prefixes for at in diagonals if 0 < n - at < query_len}
     breaks = breaks | {start for start, at in starts if _causal_at(at, mask, range(start, query_len), key_len)}
-    segments = [*_segments(sorted(breaks), query_len)]
+    segments = [*_segments(sorted(breaks), query_len, by)]
     squares = [_square(mask, segment, key_len, batch_index, diagonals) for segment in segments]
     others = [segment for segment, square in zip(segments, squares, strict=True) if not square]
     known = _shared(mask, others, key_len, by) if by.short is not None else [None] * len(others)
@@ -229,7 +229,7 @@ def _cut_by_looking(
     """The strips of a mask without closed form: the mask is evaluated for a whole strip at a time."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
     breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
-    blocks = [part for segment in _segments(breaks, query_len) for part in _split(segment, by.max_queries)]
+    blocks = [part for segment in _segments(breaks, query_len, by) for part in _split(segment, by.max_queries)]
     near = visible(closed, [(queries, range(key_len)) for queries in blocks], tuning.KEY_STEP)
     for queries, parts in zip(blocks, near, strict=True):
         keys = hull([columns for columns, _ in parts] or [range(0)])
@@ -328,7 +328,7 @@ def _are_exactly(mask: Mask, queries: range, span: range, keys: range) -> bool:
 def _causal_at(offset: int, mask: Mask, segment: range, key_len: int) -> tuple[range, range] | None:
     """The keys of the causal square of a segment of queries, and earlier keys that all of them see."""
     diagonal = range(segment.start + offset, segment.stop + offset)
-    if len(segment) < tuning.MIN_STRIP_QUERIES or diagonal.start < 0 or diagonal.stop > key_len:
+    if diagonal.start < 0 or diagonal.stop > key_len:
         return None
     if mask.tile(segment, range(diagonal.stop, key_len)) is not Tile.EMPTY:
         return None
@@ -446,11 +446,13 @@ def is_strided(mask: Mask, query_len: int) -> bool:
     )
 
 
-def _segments(breaks: list[int], length: int) -> Iterator[range]:
-    """The queries between breaks; short segments are joined, up to the height of a strip."""
+def _segments(breaks: list[int], length: int, by: PlanOptions) -> Iterator[range]:
+    """The queries between breaks; short segments are joined, while the scores of each with the keys of the other, which
+    are computed in vain, cost less than a strip."""
     start = end = 0
     for at in (*breaks, length):
-        if end > start and (at - start > tuning.MAX_STRIP_QUERIES or end - start >= tuning.MIN_STRIP_QUERIES):
+        in_vain, high = 2 * (end - start) * (at - end), at - start > tuning.MAX_STRIP_QUERIES
+        if end > start and (high or end - start >= tuning.MIN_STRIP_QUERIES or in_vain > by.scores_per_call):
             yield range(start, end)
             start = end
         end = max(end, at)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
+from regard.diagonals import scattered_tile
 from regard.dropout import Cells
 from regard.indexing import Indices, indices, lookup
 from regard.kernels.call import Call, learns
@@ -126,7 +127,7 @@ class SortedBias(Bias):
             return self.bias.values(rows, columns)
         last = self.grid.query_len - 1
         row = self.bias.values(range(last, last + 1), range(last + self.grid.key_len))[:, :, 0]
-        return row[..., columns - rows[:, None] + last] if row.shape[2] > 1 else row[..., None]
+        return scattered_tile(row, columns - rows[:, None] + last) if row.shape[2] > 1 else row[..., None]
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return self.bias.rule(batch, head, lookup(self.queries, batch, query), lookup(self.keys, batch, key))

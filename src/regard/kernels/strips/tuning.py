@@ -11,7 +11,7 @@ MAX_STRIP_QUERIES = 256
 """Most queries in a strip; higher strips contain more masked scores. Rows "window", "documents"."""
 
 MIN_STRIP_QUERIES = 64
-"""Fewest queries worth a separate strip. Row "ragged"."""
+"""Fewest queries that are never joined with others, nor cut into lower strips. Row "documents of 20 to 200"."""
 
 KEY_STEP = 32
 """Keys in the smallest tile for which a mask is evaluated; spans start and end at multiples of it. Row "window"."""
@@ -25,7 +25,7 @@ copied and should stay in the cache. With few heads, a batch keeps all threads b
 "window", "documents"."""
 
 SCORES_PER_CALL = 1 << 13
-"""Overhead of calling torch's operator once, in scores of one head. Row "window"."""
+"""Overhead of calling torch's operator once, in scores of one head. Rows "window", "documents of 20 to 200"."""
 
 SCORES_PER_RESULT = 16
 """Copying a query's result and merging it with that for other keys, in scores of its head. Row "window 256" of
