@@ -66,7 +66,7 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         if backward:
             least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
             return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
-        most = 2048 if causal else 1024
+        most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
         return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
     return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys in tuning.KEYS_OF_SQUARE
 
