@@ -669,6 +669,13 @@ def test_the_largest_of_many_short_rows_are_those_of_topk_too(monkeypatch):
         assert bool((found.columns.sort(-1).values.diff() > 0).all())
 
 
+def test_narrow_blocks_of_a_dense_mask_come_with_all_heads():
+    blocks = torch.eye(32, dtype=torch.bool).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    query = torch.randn(1, 12, 4096, 4)
+    plan = plan_tiles(observe(query, query, mask=Dense(blocks)).call, range(4096), range(4096))
+    assert [group.heads for group in plan.batches] == [[slice(0, 12)]]
+
+
 def test_documents_of_equal_lengths_are_cut_where_they_begin():
     query = torch.randn(1, 12, 2048, 4)
     for length in (128, 256):

@@ -294,16 +294,21 @@ def _masks(call: ObservedCall, others: Sequence[ObservedCall]) -> list[tuple[sli
 
 def _seen(mask: Mask, queries: range, keys: range) -> tuple[range, int | None]:
     """The keys from the first to the last that some queries see, and the most consecutive ones that `TILE_QUERIES` of
-    them do, from a look at some; None if looking would be evaluating the mask."""
-    if not mask.closed_form or not queries or not keys:
+    them do, from a look at some: at few if that is evaluating the mask, and then all keys count as seen."""
+    if not queries or not keys:
         return keys, None
-    each = tuning.TILE_QUERIES
-    starts = range(queries.start, queries.stop, each * -(-len(queries) // (each * tuning.MOST_LOOKS)))
+    each, most = tuning.TILE_QUERIES, tuning.MOST_LOOKS if mask.closed_form else tuning.MOST_EVALUATED_LOOKS
+    starts = range(queries.start, queries.stop, each * -(-len(queries) // (each * most)))
     looks = [(range(start, min(start + each, queries.stop)), keys) for start in starts]
     looks.append((range(max(queries.start, queries.stop - each), queries.stop), keys))
-    whole, *parts = visible(mask, [(queries, keys), *looks], tuning.MIN_TILE_KEYS)
+    if mask.closed_form:
+        looks.append((queries, keys))
+    parts, seen = visible(mask, looks, tuning.MIN_TILE_KEYS), keys
+    if mask.closed_form:
+        whole = parts.pop()
+        seen = hull([columns for columns, _ in whole]) if whole else keys[:0]
     longest = max((len(span) for part in parts for span in merged(columns for columns, _ in part)), default=1)
-    return (hull([columns for columns, _ in whole]) if whole else keys[:0]), longest
+    return seen, longest
 
 
 def _visible_keys(mask: Mask, queries: range, keys: range, step: int, edge: int | None = None) -> Iterator[range]:
