@@ -46,9 +46,9 @@ def fresh(query: Tensor, key: Tensor, **more: Any) -> Observation:
     return regard.observe(query, key, mask=more.pop("mask", Causal()), **more)
 
 
-def documents(length: int) -> Document:
-    """Documents of 512 tokens, and what is left over."""
-    return Document.from_lengths([512] * (length // 512) + [length % 512] * (length % 512 > 0))
+def documents(length: int, each: int) -> Document:
+    """Documents of so many tokens, and what is left over."""
+    return Document.from_lengths([each] * (length // each) + [length % each] * (length % each > 0))
 
 
 def with_penalty(query: Tensor, key: Tensor) -> None:
@@ -74,7 +74,13 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
     "the same, window 256 or prefix 4": lambda q, k, lse: fresh(q, k, mask=Causal() & (Window(256) | Prefix(4))).gather(
         Entropy(), Received(), Top(8)
     ),
-    "the same, documents of 512": lambda q, k, lse: fresh(q, k, mask=documents(q.shape[2])).gather(
+    "the same, documents of 512": lambda q, k, lse: fresh(q, k, mask=documents(q.shape[2], 512)).gather(
+        Entropy(), Received(), Top(8)
+    ),
+    "the same, documents of 128": lambda q, k, lse: fresh(q, k, mask=documents(q.shape[2], 128)).gather(
+        Entropy(), Received(), Top(8)
+    ),
+    "the same, window 64": lambda q, k, lse: fresh(q, k, mask=Causal() & Window(64)).gather(
         Entropy(), Received(), Top(8)
     ),
     "entropy in a loss, forward and backward": lambda q, k, lse: with_penalty(q, k),
