@@ -84,6 +84,10 @@ ROWS = (
     Row("Llama generates, static cache", "Llama", LLAMA, "generates", cache="static"),
     Row("Llama generates, 4 rows padded left, static cache", "Llama", LLAMA, "generates", 4, padded="left",
         cache="static"),
+    Row("T5 writes 32 after 64", "T5ForConditionalGeneration", T5, "generates"),
+    Row("T5 writes 32 after 64, 8 rows padded right", "T5ForConditionalGeneration", T5, "generates", 8, padded="right"),
+    Row("Gemma 2 generates", "Gemma2", GEMMA2, "generates", names=NO_SDPA),
+    Row("gpt-oss generates", "GptOss", GPT_OSS, "generates", names=NO_SDPA),
     Row("GPT-2 reads 1,024", "GPT2LMHeadModel", GPT2, length=1024),
     Row("Llama reads 1,024", "Llama", LLAMA, length=1024),
     Row("Llama reads 8,192", "Llama", LLAMA, length=8192, names=LONG),
@@ -107,7 +111,7 @@ def make(row: Row, layers: int) -> Any:
     settings = {key: min(value, layers) if "layer" in key else value for key, value in row.settings.items()}
     if row.model != "ViTModel":
         settings |= {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-        settings |= {"decoder_start_token_id": 1} if row.decoder else {}
+        settings |= {"decoder_start_token_id": 1} if row.model.endswith("ForConditionalGeneration") else {}
     torch.manual_seed(0)
     made = getattr(transformers, kind)
     return made(made.config_class(**settings))

@@ -29,7 +29,8 @@ import regard
 from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import functional, hooks, huggingface
-from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading
+from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading, single
+from regard.huggingface.single import LayerCall
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
 from regard.observation import MAX_NUMBERS_AT_ONCE
@@ -451,9 +452,10 @@ def another_scale(query, key, value, **arguments):
 def of_mask_alone(mutant):
     """In place of `LazyMask.attend`."""
 
-    def attend(lazy: LazyMask, *given: Any) -> Tensor:
-        names = "scale", "softcap", "sink", "bias"
-        return mutant(*given[:3], mask=lazy.mask, **dict(zip(names, given[3:], strict=True)), additive=None)
+    def attend(lazy: LazyMask, layer: LayerCall) -> Tensor:
+        query, key, value, *_ = layer
+        more = {name: getattr(layer, name) for name in ("scale", "softcap", "sink", "bias")}
+        return mutant(query, key, value, mask=lazy.mask, **more, additive=None)
 
     return attend
 
@@ -1334,8 +1336,8 @@ def test_the_module_is_light_until_it_is_used():
 @pytest.mark.parametrize("static", [False, True])
 def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, static):
     asked = []
-    monkeypatch.setattr(masks, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
-    monkeypatch.setattr(masks, "_STEPS", {})
+    monkeypatch.setattr(single, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(single, "_KNOWN", {})
     for step in range(70, 80):
         length = 90 if static else step
         real = torch.arange(length) >= torch.tensor([[0], [7], [step % 5]])
@@ -1343,31 +1345,32 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
         query, key, value = (
             torch.randn(3, heads, n, 16, dtype=dtype) for heads, n in ((4, 1), (2, length), (2, length))
         )
-        hidden = ~real | (torch.arange(length) >= step)
-        for tensor in (key, value):
-            tensor.masked_fill_(hidden[:, None, :, None], math.nan)
+        hidden = (~real | (torch.arange(length) >= step))[:, None, :, None]
         expected = regard.attention(query, key, value, mask=Causal(step - 1) & Padding(real), kernel="reference")
         for _ in range(2):  # layers
-            assert_close(mask.attend(query, key, value, None, None), expected)
+            for tensor in (key, value):
+                tensor.masked_fill_(hidden, 1e4)
+            assert_close(mask.attend(LayerCall(query, key, value)), expected)
+            for tensor in (key, value):
+                tensor.masked_fill_(hidden, math.nan)
+            assert mask.attend(LayerCall(query, key, value)) is None
+            assert_close(computed(Heads(query, key, value), mask), expected)
     assert len(asked) == 1
-    alone = LazyMask(Causal(4), (3, 1, 5), torch.device("cpu"))
-    alone.attend(query, key[:, :, :5].nan_to_num(), value[:, :, :5].nan_to_num(), None, None)
-    assert len(asked) == 2
-    assert asked[-1][4] is None  # without padding it is a call without a mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their_numbers(monkeypatch, dtype, padded):
     asked = []
-    monkeypatch.setattr(masks, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
-    monkeypatch.setattr(masks, "_STEPS", {})
+    monkeypatch.setattr(single, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(single, "_KNOWN", {})
     for length in range(70, 80):
         real = torch.arange(length) >= torch.tensor([[0], [7 if padded else 0], [length if padded else 0]])
         given = {"mask": Causal(length - 1) & Padding(real), "kernel": "reference"}
         query, key, value = (
             torch.randn(3, heads, n, 16, dtype=dtype) for heads, n in ((4, 1), (2, length), (2, length))
         )
+        given_heads = Heads(query, key, value)
         with torch.inference_mode():
             lazy = mask_for_transformers(3, 1, length, q_offset=length - 1, attention_mask=real)
             bias = torch.zeros(1, 4, 1, length, dtype=dtype)
@@ -1375,15 +1378,15 @@ def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their
                 bias += torch.randn(1, 4, 1, length)
                 bias[..., number] = -math.inf
                 sink = torch.randn(4)
-                ours = lazy.attend(query, key, value, None, None, sink, bias)
+                ours = computed(given_heads, lazy, s_aux=sink, position_bias=bias)
                 assert_close(ours, regard.attention(query, key, value, sink=sink, bias=bias, **given))
-                alone = lazy.attend(query, key, value, None, None, sink)
+                alone = computed(given_heads, lazy, s_aux=sink)
                 assert_close(alone, regard.attention(query, key, value, sink=sink, **given))
-                wide = lazy.attend(query, key, value, None, None, None, bias[:, :1])
+                wide = computed(given_heads, lazy, position_bias=bias[:, :1])
                 assert_close(wide, regard.attention(query, key, value, bias=bias[:, :1], **given))
             with pytest.raises(ShapeError, match="query_len=1"):
-                computed(Heads(query, key, value), lazy, position_bias=bias[..., 1:])
-    assert len(asked) == 3
+                computed(given_heads, lazy, position_bias=bias[..., 1:])
+    assert len(asked) == 3 + 10  # those that raise an error are asked again
 
 
 def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):
@@ -1391,10 +1394,37 @@ def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):
     options = {"input_ids": some_tokens(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     asked = []
     check = functional.check_call
-    for module in (functional, masks):
+    for module in (functional, masks, single):
         monkeypatch.setattr(module, "check_call", lambda *given: (asked.append(given), check(*given))[1])
     expected = theirs.generate(**options)
     assert torch.equal(ours.generate(**options), expected)
     first = len(asked)
     assert torch.equal(ours.generate(**options), expected)
     assert len(asked) - first <= first // 2
+
+
+def test_one_query_that_sees_every_key_has_no_mask_where_transformers_allows_it():
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    def made(length=1, keys=9, start=8, function=causal_mask_function, **allowed):
+        return mask_for_transformers(2, length, keys, q_offset=start, mask_function=function, **allowed)
+
+    real = torch.arange(9) >= torch.tensor([[3], [0]])
+    causal, both = {"allow_is_causal_skip": True}, {"allow_is_bidirectional_skip": True}
+    assert made(**causal) is made(**causal, attention_mask=torch.ones(2, 9)) is None
+    assert made(function=bidirectional_mask_function, **both) is None
+    for mask in (
+        made(), made(**both), made(keys=10, **causal), made(length=2, start=7, **causal),
+        made(**causal, attention_mask=real),
+        made(function=bidirectional_mask_function, **causal), made(function=lambda b, h, q, k: k <= q, **causal),
+    ):  # fmt: skip
+        assert isinstance(mask, LazyMask)
+
+
+def test_one_query_without_a_mask_sees_no_further_than_the_window_of_its_layer():
+    query, key, value = heads()
+    one = Heads(query[:, :, -1:], key, value)
+    length = key.shape[2]
+    for window in (None, length + 1, length):
+        assert_close(computed(one, None, sliding_window=window), regard.attention(*one, kernel="reference"))
+    assert_close(computed(one, None, sliding_window=3), regard.attention(*one, mask=Window(3), kernel="reference"))

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from regard.masks import (
     Where,
     Window,
 )
-from regard.masks.planning import visible
+from regard.masks.planning import common_keys, visible
 from regard.rules import deserialise, serialise
 from regard.shapes import Grid, ShapeError
 
@@ -691,3 +691,14 @@ def test_everything_is_one_object():
     assert isinstance(EVERYTHING, Everything)
     assert EVERYTHING.bind(GRID) is EVERYTHING
     assert EVERYTHING.draw(2, 3) == "# # #\n# # #"
+
+
+def test_the_keys_that_one_query_sees_in_a_band_are_those_of_its_cells():
+    for before, after, offset in product((None, 0, 2, 20), (None, 0, 1, 20), (-3, 0, 4, 30)):
+        grid = Grid(1, 1, 5, 11)
+        band = Band(before, after, offset).bind(grid)
+        cells = band.allowed(range(5), range(11)).expand(1, 1, 5, 11)[0, 0]
+        for query, (start, stop) in product(range(5), ((0, 11), (3, 8), (4, 4))):
+            seen = common_keys(band, range(query, query + 1), stop, start)
+            assert seen is not None
+            assert list(seen) == [key for key in range(start, stop) if cells[query, key]]

@@ -17,8 +17,8 @@ from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
 from regard.rules import known, serialise, settled
-from regard.scores import Additive, Scoring
-from regard.shapes import MAX_HEADS, Grid, is_plain
+from regard.scores import Additive
+from regard.shapes import MAX_HEADS, is_plain
 
 Form = tuple[Hashable, ...]
 
@@ -54,29 +54,8 @@ class Checked:
             return self._prepared(query, key, value, sink)
         scoring = self._scoring.with_sink(sink)
         if key.shape[2] != scoring.grid.key_len:
-            scoring = replace(scoring, grid=self.grid(key.shape[2]))
+            scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
         return self._kernel.compute(Call(query, key, value, scoring, None, self._wants_lse))
-
-    def grid(self, key_len: int) -> Grid:
-        """The scores of a call with so many keys."""
-        return self._scoring.grid._replace(key_len=key_len)
-
-    def like(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask) -> "Checked":
-        """The same with another mask, which is bound and hides something, and perhaps for another key_len."""
-        return Checked(self._call(query, key, value, sink, mask, self._scoring.bias), self._kernel)
-
-    def compute(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask | None, bias: Bias
-    ) -> tuple[Tensor, Tensor | None]:
-        """Its result with another mask and bias, which are bound."""
-        return self._kernel.compute(self._call(query, key, value, sink, mask, bias))
-
-    def _call(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: Mask | None, bias: Bias | None
-    ) -> Call:
-        known = self._scoring
-        scoring = Scoring(self.grid(key.shape[2]), known.scale, known.softcap, bias, mask, sink, known.additive)
-        return Call(query, key, value, scoring, None, self._wants_lse)
 
 
 def form_of(
@@ -171,21 +150,16 @@ def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
             serialise(rule, held)
     if call.query.device.type == "cpu":
         held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
-    return None if held else keep(_KNOWN, form, call, kernel)
-
-
-def keep(known: dict[Form, Checked], form: Form, call: Call, kernel: Kernel) -> Checked | None:
-    """Caches a valid call in `known`, and returns it; None if it is large, or one that warns."""
-    if all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:
+    if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     bias = call.scoring.bias
     if bias is not None:  # what is compared by its contents may change
         call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))
     checked = Checked(call, kernel)
     with _lock:
-        while len(known) >= MAX_FORMS:
-            del known[next(iter(known))]
-        known[form] = checked
+        while len(_KNOWN) >= MAX_FORMS:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[form] = checked
     return checked
 
 

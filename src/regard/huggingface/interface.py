@@ -13,6 +13,7 @@ from regard.graphs import exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
+from regard.huggingface.single import LayerCall, attend_one
 from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.reference import all_weights
@@ -78,8 +79,10 @@ def attend(
         raise ValueError(
             "regard: continuous batching (a paged cache) is not supported; use generate(), with padding or packing"
         )
-    if isinstance(attention_mask, LazyMask) and _by_mask_alone(others, dropout and module.training):
-        output = attention_mask.attend(query, key, value, scaling, softcap, s_aux, position_bias)
+    one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
+    if (one or isinstance(attention_mask, LazyMask)) and _alone(others, dropout and module.training):
+        layer = LayerCall(query, key, value, scaling, softcap, s_aux, position_bias)
+        output = attention_mask.attend(layer) if isinstance(attention_mask, LazyMask) else attend_one(layer)
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
@@ -109,9 +112,8 @@ def attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _by_mask_alone(others: Mapping[str, Any], dropout: float) -> bool:
-    """Whether a call that has a mask consists of tensors and that mask only, without hooks, so that it may repeat an
-    earlier one."""
+def _alone(others: Mapping[str, Any], dropout: float) -> bool:
+    """Whether a call consists of tensors and its mask only, without hooks, so that it may repeat an earlier one."""
     if dropout or not hooks.alone() or torch.compiler.is_compiling():
         return False
     return others.keys() <= HARMLESS and not _weights_are_asked_for(others)
@@ -170,8 +172,8 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
 def _without_mask(query_len: int, key_len: int, causal: bool, window: int | None) -> Mask | None:
     """The mask that transformers means by None.
 
-    Its own masks are never None here (`mask_for_transformers` always returns one), so the model builds none, or its
-    caller passed None. Causal is aligned at the top left, as in its "sdpa": the first query sees the first key.
+    `mask_for_transformers` returns None only for one query that sees every key; otherwise the model builds no mask, or
+    its caller passed None. Causal is aligned at the top left, as in its "sdpa": the first query sees the first key.
     """
     if not causal:
         # models define bidirectional windows in different ways, so only one that hides nothing is supported

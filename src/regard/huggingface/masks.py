@@ -1,92 +1,25 @@
 """A regard mask that transformers accepts as a tensor: of bools, or of numbers after a model has added some."""
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.biases import Bias, as_bias
-from regard.checked import MAX_SCORES, Checked, Form, keep, kinds_of
+from regard.checked import MAX_SCORES, Checked, Form, kinds_of
 from regard.functional import check_call
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
+from regard.huggingface.single import LayerCall, Seen, attend_one
 from regard.indexing import indices
 from regard.kernels import choose
 from regard.kernels.hidden import Hidden
 from regard.masks import Mask, Padding
 from regard.masks.planning import common_keys
-from regard.shapes import Grid, ShapeError, is_plain
+from regard.shapes import Grid, ShapeError
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
-
-Ready = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""A layer's call that waits for its query, key, value, sink and bias."""
-
-_STEPS: dict[Form, Checked] = {}
-"""Calls of one query, as they are without padding and bias, by which those of the next tokens are known."""
-
-
-def _next_token(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None,
-    bias: Tensor | None, kinds: Form, seen: slice | None, padding: Padding | None,
-) -> Ready | None:  # fmt: skip
-    """The call of one query that sees these keys. It is like the one of the token before, but for the padding, the bias
-    and one more key: then it is valid, and takes the same kernel."""
-    if seen is not None:
-        key, value = key[:, :, seen], value[:, :, seen]
-        bias = None if bias is None else _part_of(bias, seen)
-    if bias is not None and (bias.dim() != 4 or (bias.requires_grad and torch.is_grad_enabled())):
-        return None
-    batch, kv_heads, key_len, _ = key.shape
-    if value.shape[:3] != (batch, kv_heads, key_len):
-        return None
-    of_bias = None if bias is None else bias.dtype
-    form = query.shape, kv_heads, key.shape[3], value.shape[3], key_len.bit_length(), kinds, padding is None, of_bias
-    known = _STEPS.get(form)
-    if known is None:
-        call = check_call("attention", query, key, value, padding, bias, scale, softcap, sink, None)
-        bare = call._replace(scoring=replace(call.scoring, mask=None, bias=None))
-        known = keep(_STEPS, form, bare, choose(call))
-        if known is None:
-            return None
-    if bias is not None:
-        try:
-            bound = as_bias(bias).bind(known.grid(key_len))
-        except ShapeError:  # a call that is known has to tell of its other tensors too
-            return None
-        return _of_layers_with_biases(known, padding, bound, seen)
-    return _of_layers(known if padding is None else known.like(query, key, value, sink, padding), seen)
-
-
-def _part_of(bias: Tensor, seen: slice) -> Tensor:
-    return bias if bias.shape[-1] == 1 else bias[..., seen]
-
-
-def _of_layers(checked: Checked, seen: slice | None) -> Ready:
-    """A call that is the same in all layers, but for its tensors."""
-
-    def ready(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None) -> Tensor:
-        if seen is not None:
-            key, value = key[:, :, seen], value[:, :, seen]
-        return checked(query, key, value, sink)[0]
-
-    return ready
-
-
-def _of_layers_with_biases(known: Checked, padding: Padding | None, bound: Bias, seen: slice | None) -> Ready:
-    """The same where each layer may have a bias of its own, of the form of this one."""
-
-    def ready(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None) -> Tensor:
-        assert bias is not None
-        if seen is not None:
-            key, value, bias = key[:, :, seen], value[:, :, seen], _part_of(bias, seen)
-        return known.compute(query, key, value, sink, padding, bound._with(numbers=bias))[0]
-
-    return ready
 
 
 class LazyMask(Lazy):
@@ -105,7 +38,7 @@ class LazyMask(Lazy):
     _real: Tensor | None
     _mask: Mask | None
     _made_for: tuple[int, int, int, torch.device]
-    _ready: dict[Hashable, Ready]
+    _checked: dict[Form, Checked]
 
     def __new__(
         cls,
@@ -122,7 +55,7 @@ class LazyMask(Lazy):
         made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
         made._rule, made._real, made.bias, made._made_for = mask, real, bias, (batch, query_len, key_len, device)
         made._mask = mask if real is None else None
-        made._ready = {}
+        made._checked = {}
         return made
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -150,74 +83,63 @@ class LazyMask(Lazy):
                 f"[{batch=}, {query_len=}, {key_len=}]"
             )
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        softcap: float | None,
-        sink: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor | None:
+    def attend(self, layer: LayerCall) -> Tensor | None:
         """One layer's call with this mask, validated once for all layers of the same form; None if it is not of a form
         that can be told from others.
 
-        The mask is made for one step and never modified, so neither its structure nor the numbers of a bias are a part
-        of the form.
+        The mask is made for one step and never modified, so its structure is no part of the form.
         """
-        kinds = kinds_of(query, key, value, scale, softcap, sink)
-        if kinds is None or not (bias is None or (type(bias) is Tensor and is_plain(bias))):
+        if self.bias is not None:
             return None
-        of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad)
-        form = query.shape, key.shape, value.shape, kinds, of_bias
-        ready = self._ready.get(form)
-        if ready is None:
-            ready = self._first(query, key, value, scale, softcap, sink, bias, kinds)
-            if ready is None:
+        if self._made_for[1] == 1:
+            return self._attend_one(layer)
+        kinds = kinds_of(*layer[:6])
+        if kinds is None or layer.bias is not None:  # which is compared by its contents
+            return None
+        form = layer.query.shape, layer.key.shape, layer.value.shape, kinds
+        checked = self._checked.get(form)
+        if checked is None:
+            checked = self._first(layer)
+            if checked is None:
                 return None
-            self._ready[form] = ready
-        return ready(query, key, value, sink, bias)
+            self._checked[form] = checked
+        return checked(*layer[:3], layer.sink)[0]
 
-    def _first(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None,
-        sink: Tensor | None, bias: Tensor | None, kinds: Form,
-    ) -> Ready | None:  # fmt: skip
+    def _attend_one(self, layer: LayerCall) -> Tensor | None:
+        """The same for one query."""
+        (rows, _, keys, device), query, key = self._made_for, layer.query, layer.key
+        fits = query.shape[2] == 1 and key.shape[2] == keys and rows in (1, query.shape[0]) and query.device == device
+        return attend_one(layer, self._seen) if fits and self._seen is not None else None
+
+    def _first(self, layer: LayerCall) -> Checked | None:
         """The call of the first layer of a form, made ready for all of them."""
-        (batch, heads, query_len), key_len, own_device = query.shape[:3], key.shape[2], self._made_for[3]
+        query, key, value, scale, softcap, sink, _ = layer
+        (batch, heads, query_len), key_len = query.shape[:3], key.shape[2]
         self._check_lengths(batch, query_len, key_len)
         alike = query.dtype == key.dtype == value.dtype and batch == key.shape[0] == value.shape[0]
-        if not alike or query.device != own_device or self.bias is not None:
-            return None
-        if batch * heads * query_len * key_len > MAX_SCORES:
-            return None
-        if query_len == 1 and self._one_query is not None:
-            seen, padding = self._one_query
-            return _next_token(query, key, value, scale, softcap, sink, bias, kinds, seen, padding)
-        if bias is not None:  # which is compared by its contents, like all else that a call of `attention` has
+        if not alike or query.device != self._made_for[3] or batch * heads * query_len * key_len > MAX_SCORES:
             return None
         call = check_call("attention", query, key, value, self.mask, None, scale, softcap, sink, None)
-        return _of_layers(Checked(call, choose(call)), None)
+        return Checked(call, choose(call))
 
     @cached_property
-    def _one_query(self) -> tuple[slice | None, Padding | None] | None:
-        """The consecutive keys that a single query may see, None for all of them, and which of these are real in each
-        row, if some are not; None if the mask says more, or finding out costs much."""
-        batch, _, key_len, device = self._made_for
+    def _seen(self) -> Seen | None:
+        """What a single query sees; None if the mask is of another kind, or finding out costs much."""
+        _, _, key_len, device = self._made_for
         real = self._real
-        seen = common_keys(self._rule, range(1), key_len)
-        if seen is None or (real is not None and device.type != "cpu"):
+        if real is not None and device.type != "cpu":
             return None
-        part = None if len(seen) == key_len else slice(seen.start, seen.stop)
+        seen = common_keys(self._rule, range(1), key_len)
+        if seen is None:
+            return None
+        keys = None if len(seen) == key_len else seen
         if real is None:
-            return part, None
-        if part is not None:
-            real = real[:, part]
-        counts = real.sum(1).tolist()
-        if part is not None and min(counts) == len(seen):
-            return part, None
-        hidden = Hidden(real[:, None, None], hides=True, all_see=min(counts) > 0)
-        return part, Padding(real)._with(_batch=batch, _device=device, _hidden=hidden)
+            return Seen(keys)
+        if keys is not None:
+            real = real[:, keys.start : keys.stop]
+            if bool(real.all()):
+                return Seen(keys)
+        return Seen(keys, Hidden(real[:, None, None], hides=True))
 
     def dense(self) -> Tensor:
         self._check_size()

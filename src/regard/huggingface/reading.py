@@ -29,15 +29,20 @@ def mask_for_transformers(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
     **others: Any,
-) -> LazyMask | GraphMask | Tensor:
+) -> LazyMask | GraphMask | Tensor | None:
     """The function that transformers calls to create a mask; argument names are its own. Builds nothing quadratic.
+
+    None for one query that sees every key, where transformers allows its own function to say nothing then.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
         mask_function: ``mask_function(batch, head, query, key) -> bool`` on positions; None: causal.
         attention_mask: bool [batch, length], True where a token is real; position 0 first. Keys beyond it are hidden.
         use_vmap: whether the function accepts only single numbers.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a causal mask, or for none.
         others: options for transformers' own shortcuts, which are not needed here.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
@@ -56,7 +61,6 @@ def mask_for_transformers(
         mask = _of_whole(whole, mask_function, place, attention_mask is not None)
         return LazyMask(mask, (batch_size, q_length, kv_length), device)
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
-    mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     real = None
     if attention_mask is not None:
         if attention_mask.dim() != 2:
@@ -64,6 +68,13 @@ def mask_for_transformers(
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if bool(real.all()):
             real = None
+    if q_length == 1 and real is None:
+        maker = _maker(mask_function)
+        if allow_is_causal_skip and maker == "causal_mask_function" and place.offset + 1 >= kv_length:
+            return None
+        if allow_is_bidirectional_skip and maker == "bidirectional_mask_function":
+            return None
+    mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real)
 
 

@@ -57,6 +57,10 @@ def all_scores(call: Call) -> int:
 Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """A call that waits for its query, key and value, and its sink if it has one: returns output and lse."""
 
+Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""A call of one query that waits for query, key, value, sink, and what mask and bias add: [1 or batch, 1 or heads, 1,
+key_len], -inf where hidden. There is NaN in the output if anything hidden contributed."""
+
 
 class Kernel(NamedTuple):
     """An implementation of attention."""
@@ -76,6 +80,9 @@ class Kernel(NamedTuple):
     """`run` for other tensors of the same form, with what does not depend on their numbers computed once; None where
     there is nothing of that kind. With one query, and neither mask nor bias, they may be of any key_len. It must not
     keep the call's tensors alive."""
+    single: Callable[[Call], Single | None] = lambda call: None
+    """`run` of a call of one query without gradients, for other tensors, mask and bias, and any key_len; None where
+    there is no such way."""
 
     def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""

@@ -10,14 +10,15 @@ Hidden keys and values need no check beforehand where the result can be inspecte
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from regard import processor
 from regard.graphs import tracing
-from regard.kernels.call import Call, Kernel, Prepared, all_scores, learns
-from regard.kernels.fused import HALF, QUERIES_AT_A_TIME
+from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
+from regard.kernels.fused import FLASH, HALF, QUERIES_AT_A_TIME
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
@@ -27,8 +28,8 @@ from regard.numerics import wide
 from regard.scores import Scoring
 
 MAX_SCORES = 1 << 18
-"""Scores of all heads up to which this is the fastest kernel, twice as many of what torch's operator cannot do; for one
-query it is at any number of keys. Rows of 128 tokens in features.py."""
+"""Scores of all heads up to which this is the fastest kernel, twice as many of what torch's operator cannot do, and any
+number of one query. Rows of 128 tokens in features.py."""
 
 MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
 """The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces. What is kept for
@@ -89,6 +90,21 @@ def prepare(call: Call) -> Prepared | None:
         return _attend(_zeroed(call, hidden), hidden, *more)
 
     return attend_and_learn
+
+
+def single(call: Call) -> Single | None:
+    """All scores at once, with what is added."""
+    if not call.inspectable or call.wants_lse:
+        return None
+    scoring = replace(call.scoring, mask=None, bias=None, sink=None)
+    batch, heads, dtype = *scoring.grid[:2], wide(call.query.dtype)
+
+    def attend_one(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
+        if added is not None:
+            added = fold(added.to(dtype), batch, heads, key.shape[1], 1)
+        return _attend(Call(query, key, value, scoring.with_sink(sink)), None, added)[0]
+
+    return attend_one
 
 
 def _prepared(call: Call) -> tuple[Hidden | None, Tensor | None]:
@@ -186,6 +202,8 @@ def pays(call: Call) -> bool:
         return False
     if query.dtype in HALF and rows * group * (1 + call.learns) < query.shape[3]:
         return _copies_pay(call)
+    if rows == 1 and not call.learns and _torch_can(call):
+        return False
     each = all_scores(call) // max(1, batch)
     if each <= MAX_SCORES_OF_EACH and all_scores(call) <= MAX_SCORES_BY_BATCH and _strips_go_by_batch(call):
         return True
@@ -205,11 +223,18 @@ def _copies_pay(call: Call) -> bool:
     numbers than there are scores."""
     numbers = max(call.key.numel(), call.value.numel())
     if not call.learns:
-        return call.scoring.grid.query_len == 1 and numbers <= MAX_COPIED_NUMBERS and not _torch_can(call)
+        few = call.scoring.grid.query_len == 1 and numbers <= MAX_COPIED_NUMBERS
+        return few and (not _torch_can(call) or _single_rows(call) >= 2 * MIN_STACK)
     least, most = COPIED_NUMBERS_THAT_LEARN.start, COPIED_NUMBERS_THAT_LEARN.stop
     if call.scoring.grid.query_len == 1:
         least, most = 0, 2 * most
     return not processor.AMX and numbers < most and (numbers >= least or not _torch_can(call))
+
+
+def _single_rows(call: Call) -> int:
+    """How many matrices have one row alone, at which torch is slow in half precision."""
+    batch, kv_heads = call.key.shape[:2]
+    return batch * kv_heads if call.scoring.grid.heads == kv_heads else 0
 
 
 def _strips_go_by_batch(call: Call) -> bool:
@@ -226,11 +251,13 @@ def plain(scoring: Scoring) -> bool:
 
 
 def _torch_can(call: Call) -> bool:
-    """Whether torch's fused operator can do it, with a table that is made once."""
+    """Whether torch's fused operator can do it, with a table that is made once, or for one query."""
     scoring = call.scoring
     more = scoring.softcap, scoring.sink, call.dropout
     if call.wants_lse or any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
         return False
+    if scoring.grid.query_len == 1 and not call.learns:
+        return FLASH
     if scoring.bias is not None:
         return table_key(scoring, wide(call.query.dtype)) is not None
     return plain(scoring) or scoring.mask_or_everything.structure() is not None
@@ -254,4 +281,4 @@ def peak_bytes(call: Call) -> int:
     return quadratic_numbers(call) * max(4, call.query.element_size())
 
 
-KERNEL = Kernel("direct", cannot, run, all_scores, quadratic_numbers, peak_bytes, prepare)
+KERNEL = Kernel("direct", cannot, run, all_scores, quadratic_numbers, peak_bytes, prepare, single)

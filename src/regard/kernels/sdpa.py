@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.call import Call, Kernel, Prepared, all_scores, learns
+from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
@@ -63,23 +63,33 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     prepared = prepare(call)
     if prepared is not None:
         return prepared(call.query, call.key, call.value, None)
+    if call.inspectable:
+        output = full_attention(*call[:3], scale=call.scoring.scale, attn_mask=_in_full(call)[1])
+        if not has_nan(output):
+            return output, None
     return _with_zeros(call), None
+
+
+def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None]:
+    """What mask and bias hide, and what they add."""
+    scoring, biases = call.scoring, None
+    if scoring.bias is not None:
+        queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
+        biases = scoring.biases(queries, keys, _dtype_of_bias(call))
+    hidden = hidden_in_call(scoring, biases)
+    if hidden is None:
+        return None, biases
+    if biases is None:
+        return hidden, hidden.allowed if tracing() else hidden.numbers(call.query.dtype)
+    return hidden, biases.masked_fill(~hidden.allowed, -math.inf)
 
 
 def _with_zeros(call: Call) -> Tensor:
     """The result, with zeros in place of hidden queries, keys and values."""
     scoring, (query, key, value) = call.scoring, call[:3]
-    added = None
-    if scoring.bias is not None:
-        queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
-        added = scoring.biases(queries, keys, _dtype_of_bias(call))
-    hidden = hidden_in_call(scoring, added)
+    hidden, added = _in_full(call)
     if hidden is not None:
         query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-        if added is None:
-            added = hidden.allowed if tracing() else hidden.numbers(query.dtype)
-        else:
-            added = added.masked_fill(~hidden.allowed, -math.inf)
     output = full_attention(query, key, value, scale=scoring.scale, attn_mask=added)
     if exporting() and hidden is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
         output = output.masked_fill(~hidden.allowed.any(dim=-1)[..., None], 0.0)
@@ -123,6 +133,18 @@ def prepare(call: Call) -> Prepared | None:
         if not (wants_grad or safe) and added is not None and has_nan(output):
             output = _with_zeros(Call(query, key, value, scoring))
         return output, None
+
+    return attend
+
+
+def single(call: Call) -> Single | None:
+    """Nothing but torch's function, since what is added is given."""
+    if not call.inspectable:
+        return None
+    scale = call.scoring.scale
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
+        return full_attention(query, key, value, scale=scale, attn_mask=added)
 
     return attend
 
@@ -177,10 +199,12 @@ def reads_a_table(call: Call) -> bool:
 
 
 def keeps_a_table(call: Call) -> bool:
-    """Whether what mask and bias add is a small table that is kept, for a mask that leaves most scores."""
+    """Whether what mask and bias add is a small table that is kept, for a mask that leaves most scores, or one row."""
     scoring, grid, mask = call.scoring, call.scoring.grid, call.scoring.mask_or_everything
     if not _by_flash(call) or (scoring.bias is None and (mask is EVERYTHING or is_top_left_causal(mask))):
         return False
+    if grid.query_len == 1 and not call.learns:
+        return True
     most = MAX_MASKED_KEYS
     if grid.batch * call.key.shape[1] < MIN_STACK:
         most *= 4
@@ -228,4 +252,4 @@ def peak_bytes(call: Call) -> int:
     return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 
 
-KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes, prepare)
+KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes, prepare, single)

@@ -119,6 +119,10 @@ def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range 
     if not, or if finding out needs the evaluation of cells."""
     if not mask.closed_form:
         return None
+    if len(queries) == 1 and isinstance(mask, Band):
+        seen = mask.seen_by(queries[0], range(start, stop))
+        if seen is not None:
+            return seen
     if mask.tile(queries, range(start, stop)) is Tile.FULL:
         return range(start, stop)
 

@@ -85,6 +85,17 @@ class Band(Positioned):
             return super().counted_from(query, key, grid)
         return self._moved_offset(query, key)
 
+    def seen_by(self, query: int, keys: range) -> range | None:
+        """Those of consecutive keys that a query sees; None where that differs between batch indices."""
+        if type(self).rule is not Band.rule or not isinstance(self.offset, int):
+            return None
+        at, first, last = query + self.offset, keys.start, keys.stop
+        if self.before is not None:
+            first = min(max(first, at - self.before), last)
+        if self.after is not None:
+            last = max(min(last, at + self.after + 1), first)
+        return range(first, last)
+
     def intersection(self, other: Mask) -> "Band | None":
         """The intersection of two bands with the same offset."""
         if not isinstance(other, Band) or isinstance(self.offset, Tensor) or isinstance(other.offset, Tensor):

@@ -1,0 +1,100 @@
+"""A layer's call of one query, as in writing token by token: whatever does not depend on the numbers is done once.
+
+A step of a small model takes a few milliseconds, of which attention's arithmetic is a few hundredths; checking a call
+and choosing its kernel takes as long again. So a call that is like an earlier one but for its numbers, its padding and
+one more key is known by its form, in all layers and steps. What is hidden is told by the result: if there is NaN in it,
+the layer takes the ordinary way, which puts zeros in place of what is hidden.
+"""
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.checked import MAX_FORMS, Form, kinds_of
+from regard.functional import check_call
+from regard.kernels import Single, choose
+from regard.kernels.hidden import Hidden, has_nan
+from regard.numerics import wide
+from regard.shapes import is_plain
+
+
+class LayerCall(NamedTuple):
+    """What a layer gives to its call, apart from a mask."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Seen(NamedTuple):
+    """What a single query sees: consecutive keys, None for all of them, and which of these are hidden in some rows."""
+
+    keys: range | None = None
+    hidden: Hidden | None = None
+
+
+EVERY_KEY = Seen()
+
+_KNOWN: dict[Form, Single | None] = {}
+"""Calls by their form; None for those that have no such way."""
+_lock = threading.Lock()
+
+
+def attend_one(layer: LayerCall, seen: Seen = EVERY_KEY) -> Tensor | None:
+    """The output for one query; None where the layer has to take the ordinary way."""
+    query, key, value, scale, softcap, sink, bias = layer
+    kinds = kinds_of(query, key, value, scale, softcap, sink)
+    if kinds is None or torch._C._is_any_autocast_enabled() or not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    of_bias = None if bias is None else _form_of_bias(bias, key.shape[2])
+    if bias is not None and of_bias is None:
+        return None
+    (batch, heads, key_len, size), of_value = key.shape, value.shape
+    magnitude = key_len.bit_length() if key_len == of_value[2] else None
+    form = query.shape, batch, heads, size, of_value[0], of_value[1], of_value[3], magnitude, kinds, of_bias
+    single = _KNOWN[form] if form in _KNOWN else _learn(form, layer)
+    if single is None:
+        return None
+    if seen.keys is not None:
+        start, length = seen.keys.start, len(seen.keys)
+        key, value = key.narrow(2, start, length), value.narrow(2, start, length)
+        if bias is not None and bias.shape[3] > 1:
+            bias = bias.narrow(3, start, length)
+    added = _added(query.dtype, seen.hidden, bias)
+    output = single(query, key, value, sink, added)
+    return None if added is not None and has_nan(output) else output
+
+
+def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
+    """What validity follows from; None if it is not known."""
+    if type(bias) is not Tensor or not is_plain(bias) or bias.dim() != 4:
+        return None
+    *sizes, columns = bias.shape
+    learns = bias.requires_grad and torch.is_grad_enabled()
+    return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
+
+
+def _added(dtype: torch.dtype, hidden: Hidden | None, bias: Tensor | None) -> Tensor | None:
+    """What padding and bias add to the scores, -inf where hidden; nothing of the bias is rounded."""
+    if bias is None:
+        return None if hidden is None else hidden.numbers(dtype)
+    numbers = bias if bias.dtype == dtype else bias.to(wide(dtype))
+    return numbers if hidden is None else numbers + hidden.numbers(numbers.dtype)
+
+
+def _learn(form: Form, layer: LayerCall) -> Single | None:
+    """Checks the first call of a form."""
+    query, key, value, scale, softcap, sink, bias = layer
+    call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None)
+    single = choose(call).single(call)
+    with _lock:
+        while len(_KNOWN) >= MAX_FORMS:
+            del _KNOWN[next(iter(_KNOWN))]
+        _KNOWN[form] = single
+    return single
