@@ -47,7 +47,8 @@ class Row(NamedTuple):
     """One feature: what regard is given for a length, and how torch does the same.
 
     Attributes:
-        heads, kv_heads, value_dim: of the tensors. learns: what of the bias wants a gradient; None for nothing.
+        heads, kv_heads, value_dim, batch: of the tensors. queries: how many, the last of the length; None for all.
+        most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
     """
 
     name: str
@@ -55,6 +56,9 @@ class Row(NamedTuple):
     heads: int = HEADS
     kv_heads: int = HEADS
     value_dim: int = HEAD_DIM
+    batch: int = 1
+    queries: int | None = None
+    most: int = LENGTHS[-1]
     learns: str | None = None
 
 
@@ -139,21 +143,24 @@ ROWS = (
     Row("softcap, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal(), softcap=30.0)),
     Row("softcap, dropout, sink, causal",
         lambda n: {"mask": Causal(), "softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(HEADS)}),
+    Row("1 query, 2 kv heads, sink", lambda n: {"sink": torch.zeros(HEADS)}, kv_heads=2, queries=1),
+    Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
+    Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
 )  # fmt: skip
 
 
-def allowed(mask: Mask | None, heads: int, length: int) -> Tensor:
-    """Which scores are allowed, [1, 1 or heads, length, length]."""
+def allowed(mask: Mask | None, heads: int, queries: int, length: int) -> Tensor:
+    """Which scores are allowed, [1, 1 or heads, queries, length]."""
     if mask is None:
-        return torch.ones(1, 1, length, length, dtype=torch.bool)
-    cells = mask.bind(Grid(1, heads, length, length)).allowed(range(length), range(length))
-    return cells.expand(1, -1, length, length)
+        return torch.ones(1, 1, queries, length, dtype=torch.bool)
+    cells = mask.bind(Grid(1, heads, queries, length)).allowed(range(queries), range(length))
+    return cells.expand(1, -1, queries, length)
 
 
 def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The best that can be written with torch: what can be made beforehand is not timed."""
     mask, bias, softcap, rate = (given.get(name) for name in ("mask", "bias", "softcap", "dropout"))
-    grouped = row.heads != row.kv_heads
+    grouped, queries = row.heads != row.kv_heads, row.queries or length
     if bias is None and softcap is None and not rate and given.get("sink") is None:
         if mask is None:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
@@ -162,16 +169,16 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
         if "documents" in row.name and row.name.endswith("causal"):
             lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
-        cells = allowed(mask, row.heads, length)
+        cells = allowed(mask, row.heads, queries, length)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)
-    cells = None if mask is None else allowed(mask, row.heads, length)
+    cells = None if mask is None else allowed(mask, row.heads, queries, length)
 
     def table() -> Tensor | None:
         numbers = None
         if isinstance(bias, Tensor):
             numbers = bias
         elif bias is not None:
-            numbers = bias.bind(Grid(1, row.heads, length, length)).values(range(length), range(length))
+            numbers = bias.bind(Grid(1, row.heads, queries, length)).values(range(queries), range(length))
         if cells is None:
             return numbers
         if numbers is None:
@@ -188,10 +195,13 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
         )
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if grouped:
+            k, v = (tensor.repeat_interleave(row.heads // row.kv_heads, 1) for tensor in (k, v))
         scores = q @ k.mT * HEAD_DIM**-0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores + finished
+        if finished is not None:
+            scores = scores + finished
         if sink is not None:
             scores = torch.cat([scores, sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         weights = scores.softmax(-1)
@@ -212,13 +222,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str, Any] | None:
-    """Ratios of a row, forward and with its backward pass; None if it allows nothing at this length."""
+    """Ratios of a row, forward and with its backward pass; None if it allows nothing at this length, or is not
+    measured at it."""
     draw = torch.Generator().manual_seed(1)
-    sizes = (row.heads, HEAD_DIM), (row.kv_heads, HEAD_DIM), (row.kv_heads, row.value_dim)
-    inputs = [torch.randn(1, heads, length, size, generator=draw).to(dtype) for heads, size in sizes]
+    if length > row.most:
+        return None
+    queries = row.queries or length
+    sizes = (row.heads, queries, HEAD_DIM), (row.kv_heads, length, HEAD_DIM), (row.kv_heads, length, row.value_dim)
+    inputs = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in sizes]
     others = [torch.randn(1, row.heads, length, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)]
     given = row.make(length)
-    scores = int(allowed(given.get("mask"), row.heads, length).expand(1, row.heads, -1, -1).sum())
+    scores = int(allowed(given.get("mask"), row.heads, queries, length).expand(row.batch, row.heads, -1, -1).sum())
     if not scores:
         return None
     plain_scores = row.heads * length * (length + 1) // 2
@@ -226,7 +240,7 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
         "plain": (plain, others),
         "regard": (lambda q, k, v: regard.attention(q, k, v, **given), inputs),
     }
-    if row.heads * length * length <= MAX_TABLE_NUMBERS:
+    if row.heads * queries * length <= MAX_TABLE_NUMBERS:
         calls["torch"] = torch_way(row, given, length, dtype), inputs
     found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
     for way in ("forward", "backward"):

@@ -21,8 +21,8 @@ EXACT = [row for row in features.ROWS if "dropout" not in row.name]
 def test_torch_is_given_the_same_work(row: features.Row) -> None:
     length = 48
     draw = torch.Generator().manual_seed(0)
-    sizes = (row.heads, 64), (row.kv_heads, 64), (row.kv_heads, row.value_dim)
-    tensors = [torch.randn(1, heads, length, size, generator=draw) for heads, size in sizes]
+    sizes = (row.heads, row.queries or length, 64), (row.kv_heads, length, 64), (row.kv_heads, length, row.value_dim)
+    tensors = [torch.randn(row.batch, *size, generator=draw) for size in sizes]
     given = row.make(length)
     theirs = features.torch_way(row, given, length, torch.float32)(*tensors)
     assert_close(regard.attention(*tensors, **given), theirs, tolerance=1e-5)
