@@ -32,12 +32,12 @@ TILE_QUERIES = 128
 MOST_LOOKS = 64
 """Most places, `TILE_QUERIES` high, at which a mask is asked how many keys queries see together."""
 
+MOST_EVALUATED_LOOKS = 4
+"""The same for a mask that has to be evaluated for an answer."""
+
 MAX_WHOLE_ROW_COST = 1.5
 """Scores of tiles that hold whole rows, relative to tiles that skip hidden keys, up to which one pass is faster than
 two."""
-
-MOST_EVALUATED_LOOKS = 4
-"""The same for a mask that has to be evaluated for an answer."""
 
 TILE_OVERHEAD_SCORES = 1 << 15
 """The overhead of a tile, in scores that could be computed in that time."""
