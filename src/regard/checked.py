@@ -8,6 +8,7 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 import threading
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from regard.scores import Additive
 from regard.shapes import MAX_HEADS, is_plain
 
 Form = tuple[Hashable, ...]
+Value = TypeVar("Value")
 
 MAX_FORMS = 16
 """Forms in the cache: those of a model whose layers differ, at a few lengths."""
@@ -155,12 +157,16 @@ def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
     bias = call.scoring.bias
     if bias is not None:  # what is compared by its contents may change
         call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))
-    checked = Checked(call, kernel)
+    return keep(_KNOWN, form, Checked(call, kernel))
+
+
+def keep(known: dict[Form, Value], form: Form, value: Value) -> Value:
+    """Adds what is known of a form to a cache; those that are oldest make room. Returns the value."""
     with _lock:
-        while len(_KNOWN) >= MAX_FORMS:
-            del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[form] = checked
-    return checked
+        while len(known) >= MAX_FORMS:
+            del known[next(iter(known))]
+        known[form] = value
+    return value
 
 
 def forget() -> None:

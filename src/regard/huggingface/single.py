@@ -6,13 +6,12 @@ one more key is known by its form, in all layers and steps. What is hidden is to
 the layer takes the ordinary way, which puts zeros in place of what is hidden.
 """
 
-import threading
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.checked import MAX_FORMS, Form, kinds_of
+from regard.checked import Form, keep, kinds_of
 from regard.functional import check_call
 from regard.kernels import Single, choose
 from regard.kernels.hidden import Hidden, has_nan
@@ -43,7 +42,6 @@ EVERY_KEY = Seen()
 
 _KNOWN: dict[Form, Single | None] = {}
 """Calls by their form; None for those that have no such way."""
-_lock = threading.Lock()
 
 
 def attend_one(layer: LayerCall, seen: Seen = EVERY_KEY) -> Tensor | None:
@@ -92,9 +90,4 @@ def _learn(form: Form, layer: LayerCall) -> Single | None:
     """Checks the first call of a form."""
     query, key, value, scale, softcap, sink, bias = layer
     call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None)
-    single = choose(call).single(call)
-    with _lock:
-        while len(_KNOWN) >= MAX_FORMS:
-            del _KNOWN[next(iter(_KNOWN))]
-        _KNOWN[form] = single
-    return single
+    return keep(_KNOWN, form, choose(call).single(call))
