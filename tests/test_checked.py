@@ -364,6 +364,24 @@ def test_tables_are_kept_up_to_a_number_of_numbers(monkeypatch):
         assert len(made) == 5
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kernel", ["sdpa", "direct"])
+def test_a_table_that_is_kept_is_not_looked_for_again(kernel, learns, monkeypatch):
+    asked = []
+    get = hidden.Kept.get
+    monkeypatch.setattr(hidden.Kept, "get", lambda *given: (asked.append(1), get(*given))[1])
+    hidden._tables.clear()
+    given = [tensor.requires_grad_(learns) for tensor in heads(length=16)]
+    right = attention(*given, bias=Alibi(4), mask=Causal(), kernel="reference")
+    for turn in range(3):
+        asked.clear()
+        assert_close(attention(*given, bias=Alibi(4), mask=Causal(), kernel=kernel), right)
+        assert bool(asked) == (turn == 0)
+    hidden._tables.clear()  # as if others had taken its room
+    assert_close(attention(*given, bias=Alibi(4), mask=Causal(), kernel=kernel), right)
+    assert bool(asked) == (kernel == "sdpa")  # the other one keeps what it made of it
+
+
 # --- what is not kept -------------------------------------------------------------------------------------------------
 
 

@@ -278,3 +278,23 @@ def test_heads_that_share_a_key_lie_one_below_the_other():
     assert hidden.fold(numbers[:1, :1], 2, 6, 6, 3).shape == (1, 3, 5)
     assert hidden.fold(numbers[:, :1, :1], 2, 6, 2, 3).shape == (4, 1, 5)
     assert hidden.fold(numbers[:, :, :1], 2, 6, 2, 3).shape == (4, 9, 5)
+
+
+@pytest.mark.parametrize("number", [0.0, 2.0, -math.inf])
+def test_under_a_bias_that_hides_nothing_what_the_mask_hides_is_known(number, monkeypatch):
+    """A bias that learns has other numbers in each step, and the mask is the same."""
+    asked = []
+    allowed = Causal.allowed
+    monkeypatch.setattr(Causal, "allowed", lambda *given: (asked.append(1), allowed(*given))[1])
+    query, key, value = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    numbers = torch.zeros(2, 9, 9)
+    numbers[1, 5, 3] = number
+    numbers.requires_grad_()
+    attention(query, key, value, mask=Causal(), bias=torch.zeros(2, 9, 9).requires_grad_(), kernel="direct")
+    asked.clear()
+    found = attention(query, key, value, mask=Causal(), bias=numbers, kernel="direct")
+    assert bool(asked) == (not number > -math.inf)
+    right = attention(query, key, value, mask=Causal(), bias=numbers, kernel="reference")
+    grads = [torch.autograd.grad(output.sin().sum(), [query, key, value, numbers]) for output in (found, right)]
+    for pair in zip((found, *grads[0]), (right, *grads[1]), strict=True):
+        assert_close(*pair)

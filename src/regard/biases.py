@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.diagonals import turned_tile
 from regard.indexing import Indices, as_place, lookup, pick
 from regard.masks import Mask
-from regard.rules import Positioned, Rule, contents, learned
+from regard.rules import Positioned, Rule, learned, structure_of
 from regard.shapes import (
     Grid,
     Offset,
@@ -72,7 +72,7 @@ class Bias(Rule):
 
     def structure(self) -> Hashable | None:
         """As of a mask, but of all attributes: they may hold tensors that are no arguments."""
-        return contents([type(self), *vars(self).items()])
+        return structure_of((type(self), *vars(self)), vars(self).values())
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""

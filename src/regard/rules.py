@@ -20,7 +20,7 @@ declare their axes. Everything else follows: validation against a call (`bind`),
 """
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any, ClassVar, Self
@@ -201,13 +201,7 @@ class Rule:
         tensors and parameters may change unnoticed, what learns changes at every step, and large tensors are not worth
         keeping.
         """
-        found: list[Any] = [type(self), self._first_batch]
-        try:
-            for value in self.arguments().values():  # called for every call of attention: common types first
-                found.append(value if value is None or type(value) is int else _comparable(value, version))
-        except NotComparableError:
-            return None
-        return tuple(found)
+        return structure_of((type(self), self._first_batch), self.arguments().values(), version)
 
     @property
     def of_positions(self) -> bool:
@@ -401,6 +395,19 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def structure_of(
+    first: tuple[Any, ...], values: Iterable[Any], of_tensor: Callable[[Tensor], Hashable] = few_or_version
+) -> Hashable | None:
+    """These first parts and a key for each value; None if one of them cannot be compared."""
+    found = [*first]
+    try:
+        for value in values:  # for every call of attention: common types first
+            found.append(value if value is None or type(value) is int else _comparable(value, of_tensor))
+    except NotComparableError:
+        return None
+    return tuple(found)
+
+
 def contents(value: Any) -> Hashable | None:
     """A key that is equal for numbers, tensors, biases and lists of them whose contents are; None as for `structure`.
 
@@ -442,7 +449,13 @@ def settled(value: Any) -> Any:
     return type(value)(settled(part) for part in value) if isinstance(value, (list, tuple)) else value
 
 
+_SIMPLE = frozenset({type(None), bool, int, float, str, range, torch.device})
+
+
 def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
+    kind = type(value)
+    if kind in _SIMPLE:  # first: torch takes time to tell that something is no tensor
+        return kind, value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, Rule):
         structure = value.structure()
         if structure is None:
@@ -452,10 +465,10 @@ def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable
         return of_tensor(value)
     if isinstance(value, (list, tuple)):
         return tuple(_comparable(part, of_tensor) for part in value)
-    if value is None or isinstance(value, (bool, int, float, str, range, type, torch.device)):
-        return type(value), value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, FunctionType):
         return _function(value)
+    if isinstance(value, (int, float, str, type)):
+        return kind, value
     raise NotComparableError
 
 

@@ -12,6 +12,8 @@ MAX_COMPARED_NUMBERS = 1 << 20
 MAX_READ_NUMBERS = 1 << 12
 """Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
 
+_READABLE = frozenset({Tensor, nn.Parameter})
+
 
 class NotComparableError(Exception):
     """A value that has no comparable structure."""
@@ -41,5 +43,5 @@ def is_few(tensor: Tensor) -> bool:
     """Whether it holds few floating numbers, one after the other in memory that may be read."""
     if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
         return False
-    readable = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    readable = type(tensor) in _READABLE and tensor.is_cpu
     return readable and not torch._C._are_functorch_transforms_active()

@@ -30,7 +30,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: An
         more: `attn_mask`, numbers to add, or `is_causal`.
     """
     causal = more.pop("is_causal", False)
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     rows = Rows(query, key, more.get("attn_mask"), causal)
     if rows.as_they_are:
         return operator(query, key, value, 0.0, causal, scale=scale, **more)  # type: ignore[no-any-return]
@@ -43,7 +43,7 @@ def flash_backward(
     is_causal: bool = False, attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     rows = Rows(query, key, attn_mask, is_causal)
     if rows.as_they_are:
         tensors = grad_output, query, key, value, output, lse
@@ -64,17 +64,24 @@ class Rows:
     products for two rows and slow ones for one; copied, since it has slow gradients for two rows in one place.
 
     Attributes:
-        as_they_are: whether nothing changes. twice: whether the only row is given twice. mask: in the new form.
+        as_they_are: whether nothing changes. grouped: whether query heads share kv heads. twice: whether the only row
+            is given twice. mask: in the new form.
     """
 
     def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool = False) -> None:
         (batch, heads, rows, _), kv_heads = query.shape, key.shape[1]
         single = not tracing() and rows == 1
-        folds = not causal and (mask is None or single or (not tracing() and mask.shape[1] == mask.shape[2] == 1))
-        grouped = folds and bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
+        self.grouped = bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
+        self.as_they_are, self.mask, self.twice = True, mask, False
+        if causal or not (single or self.grouped):
+            return
+        folds = mask is None or single or (not tracing() and mask.shape[1] == mask.shape[2] == 1)
+        grouped = folds and self.grouped
         group = heads // kv_heads if grouped else 1
-        self.twice = folds and single and group == 1 and query.dtype in HALF and query.device.type == "cpu"
+        self.twice = single and group == 1 and query.dtype in HALF and query.device.type == "cpu"
         self.as_they_are = not (grouped or self.twice)
+        if self.as_they_are:
+            return
         self._sizes, self._stacked = (batch, heads, rows), (batch, kv_heads, group * rows)
         if grouped and mask is not None and mask.shape[1] > 1:
             mask = mask.reshape(-1, kv_heads, group, mask.shape[3])
@@ -132,16 +139,22 @@ def full_attention(
     Args:
         attn_mask: as torch takes it, broadcastable to [batch, heads, query_len, key_len].
     """
-    # torch's fused operator needs contiguous features; without them it falls back to computing all scores
-    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
-        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = with_whole_features(query, key, value)
     rows = Rows(query, key, attn_mask, is_causal)
     if rows.as_they_are:
-        grouped = bool(query.shape[1] != key.shape[1])  # torch.jit.trace compares sizes as tensors
         return F.scaled_dot_product_attention(
-            query, key, value, rows.mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=rows.grouped
         )
     return rows.back(F.scaled_dot_product_attention(rows.given(query), key, value, rows.mask, 0.0, False, scale=scale))
+
+
+def with_whole_features(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as torch's operator needs them, the features of a head one after another; without that, torch falls
+    back to computing all scores."""
+    if query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        return query, key, value
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    return query, key, value
 
 
 def causal_scores(query_len: int, key_len: int) -> int:

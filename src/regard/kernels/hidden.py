@@ -203,11 +203,18 @@ def hidden_in_call(scoring: Scoring, biases: Tensor | None) -> Hidden | None:
     Args:
         biases: what the bias adds to its scores; None if there is no bias.
     """
-    if biases is None:
+    if biases is None or _hides_nothing(biases):
         return hidden_in(scoring.mask, scoring.grid)
     queries, keys = (whole(length, scoring.grid.device) for length in scoring.grid[2:4])
     allowed = scoring.allowed(queries, keys, biases)
     return None if allowed is None else Hidden(allowed)
+
+
+def _hides_nothing(biases: Tensor) -> bool:
+    """Whether it is known that none of them is -inf; False if finding out needs a device sync."""
+    if biases.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    return biases.numel() > 0 and biases.detach().amin().item() > -math.inf  # false for NaN
 
 
 _tables: Kept[Table] = Kept(MAX_ALL_NUMBERS)
@@ -240,7 +247,7 @@ def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | N
         with torch.inference_mode(False), torch.no_grad():  # autograd cannot save inference tensors
             return _made(replace(scoring, bias=settled(scoring.bias)), dtype)
 
-    return None if known is None else lambda: _tables.get(known, make)
+    return None if known is None else _tables.getter(known, make)
 
 
 def _made(scoring: Scoring, dtype: torch.dtype) -> Table:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, Generic, Protocol, TypeVar, cast
+from weakref import ref
 
 import torch
 
@@ -79,6 +80,20 @@ class Kept(Generic[Value]):
             while self._numbers > self._most:
                 self._numbers -= self._values.popitem(last=False)[1].size
         return value
+
+    def getter(self, known: Hashable, make: Callable[[], Value]) -> Callable[[], Value]:
+        """A function that gets it, and compares no keys while it is kept."""
+        found: Callable[[], Value | None] = lambda: None  # noqa: E731
+
+        def get() -> Value:
+            nonlocal found
+            value = found()
+            if value is None:
+                value = self.get(known, make)
+                found = ref(value)
+            return value
+
+        return get
 
     def has(self, known: Hashable) -> bool:
         """Whether a value is there."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention
+from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, with_whole_features
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
     Hidden,
@@ -112,29 +112,35 @@ def prepare(call: Call) -> Prepared | None:
         return lambda query, key, value, sink: (full_attention(query, key, value, scale=scale), None)
     if not call.concrete or _bias_learns(call):
         return None
-    wants_grad, by_flash = call.learns, _by_flash(call)
-    look_up, table = _known(call), finished_table(call)
-    if look_up is None and table is None:
+    look_up = _known(call)
+    if look_up is None:
         return None
+    hidden, _ = look_up()
+    safe = hidden is not None and hidden.keys is None and hidden.queries is None
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
-        hidden, added = (None, table) if look_up is None else look_up()
-        safe = hidden is not None and hidden.keys is None and hidden.queries is None
-        if wants_grad and not safe:
-            if hidden is not None:
-                query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-            elif look_up is None and not harmless(query, key, value):
-                return _with_zeros(Call(query, key, value, scoring)), None
-        if wants_grad and by_flash and scoring.bias is not None:
-            assert added is not None
-            query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-            return Tabled.apply(scoring, added.expand(-1, -1, *scoring.grid[2:4]), query, key, value), None  # type: ignore[no-untyped-call]
+    def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+        _, added = look_up()
         output = full_attention(query, key, value, scale=scale, attn_mask=added)
-        if not (wants_grad or safe) and added is not None and has_nan(output):
+        if not safe and added is not None and has_nan(output):
             output = _with_zeros(Call(query, key, value, scoring))
         return output, None
 
-    return attend
+    if not call.learns:
+        return attend_alone
+    tabled = scoring.bias is not None and _by_flash(call)
+
+    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+        hidden, added = look_up()
+        if not safe:
+            if hidden is not None:
+                query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+            elif scoring.bias is not None and not harmless(query, key, value):
+                return _with_zeros(Call(query, key, value, scoring)), None
+        if tabled:
+            return Tabled.apply(scoring, added, *with_whole_features(query, key, value)), None  # type: ignore[no-untyped-call]
+        return full_attention(query, key, value, scale=scale, attn_mask=added), None
+
+    return attend_and_learn
 
 
 def single(call: Call) -> Single | None:
@@ -150,7 +156,8 @@ def single(call: Call) -> Single | None:
 
 
 def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
-    """A function that looks up what is hidden, and what mask and bias add; None where a bias may change unnoticed."""
+    """A function that looks up what is hidden, and what mask and bias add; None where a bias may change unnoticed, and
+    is no finished table."""
     scoring, dtype = call.scoring, call.query.dtype
     if scoring.bias is None:
         hidden = hidden_in(scoring.mask, scoring.grid)
@@ -158,7 +165,8 @@ def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | No
         return lambda: (hidden, added)
     look_up = known_table(scoring, _dtype_of_bias(call))
     if look_up is None:
-        return None
+        finished = finished_table(call)
+        return None if finished is None else lambda: (None, finished)
 
     def look_up_numbers() -> tuple[Hidden, Tensor]:
         table = look_up()
