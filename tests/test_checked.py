@@ -102,6 +102,22 @@ def test_layers_with_sinks_of_their_own_are_checked_once_and_each_has_its_own(ch
     assert kept() is None
 
 
+@pytest.mark.parametrize("kernel", ["auto", "direct", "strips", "reference"])
+def test_a_call_with_dropout_is_checked_once_and_drops_others_each_time(checks, kernel):
+    given, parts = heads(), {"mask": Causal(), "dropout": 0.5}
+    torch.manual_seed(3)
+    expected = [attention(*given, **parts, kernel=kernel, generator=torch.default_generator) for _ in range(3)]
+    checks.clear()
+    torch.manual_seed(3)
+    for right in expected:
+        assert torch.equal(attention(*given, **parts, kernel=kernel), right)
+    assert len(checks) == 1
+    assert not torch.allclose(*expected[:2])
+    attention(*given, mask=Causal(), dropout=0.25, kernel=kernel)
+    attention(*given, mask=Causal(), kernel=kernel)
+    assert len(checks) == 3
+
+
 def test_any_difference_is_checked(checks):
     given = heads()
     ways = [

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.biases import Bias
+from regard.dropout import Dropout, drawn
 from regard.graphs import tracing
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
@@ -43,11 +44,11 @@ _lock = threading.Lock()
 class Checked:
     """A call that was validated and has its kernel, for other tensors of the same form."""
 
-    __slots__ = ("_kernel", "_prepared", "_scoring", "_wants_lse")
+    __slots__ = ("_dropout", "_kernel", "_prepared", "_scoring", "_wants_lse")
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
         self._scoring, self._kernel, self._wants_lse = call.scoring.with_sink(None), kernel, call.wants_lse
-        self._prepared = kernel.prepare(call)
+        self._dropout, self._prepared = call.dropout, kernel.prepare(call)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None
@@ -57,7 +58,8 @@ class Checked:
         scoring = self._scoring.with_sink(sink)
         if key.shape[2] != scoring.grid.key_len:
             scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
-        return self._kernel.compute(Call(query, key, value, scoring, None, self._wants_lse))
+        dropout = None if self._dropout is None else Dropout(self._dropout.rate, drawn())
+        return self._kernel.compute(Call(query, key, value, scoring, dropout, self._wants_lse))
 
 
 def form_of(
@@ -79,12 +81,12 @@ def form_of(
 
     One query without a mask, as in writing token by token, has the same form at every key_len of the same magnitude.
     None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
-    masks and biases of which it is not known what they follow from. Calls with additive similarity or dropout
-    have none either.
+    masks and biases of which it is not known what they follow from. Calls with additive similarity or a generator of
+    their own have none either.
     """
     if additive is not None or generator is not None:
         return None
-    if type(dropout) is not float or dropout or type(kernel) is not str:
+    if type(dropout) is not float or type(kernel) is not str:
         return None
     kinds = kinds_of(query, key, value, scale, softcap, sink)
     if kinds is None:
@@ -104,7 +106,7 @@ def form_of(
         of_bias = known(bias) if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)) else None
         if of_bias is None:
             return None
-    return query.shape, key_shape, value_shape, kinds, structure, of_bias, wants_lse, kernel
+    return query.shape, key_shape, value_shape, kinds, structure, of_bias, dropout, wants_lse, kernel
 
 
 def kinds_of(

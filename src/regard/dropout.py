@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.graphs import tracing
 from regard.indexing import Indices, indices
 from regard.shapes import Grid
 
@@ -87,6 +88,13 @@ class Dropout:
 
     def _hash(self, row: Tensor, pairs: Tensor) -> Tensor:
         return _mix(row ^ _mix(_fold(pairs, self.seed ^ 0x5DEECE66D)))
+
+
+def drawn(generator: torch.Generator | None = None) -> int | Tensor:
+    """A seed from a generator, by default torch's own."""
+    device = "cpu" if generator is None else generator.device
+    seed = torch.randint(2**63 - 1, (), generator=generator, device=device)
+    return seed if tracing() else int(seed)
 
 
 def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard import hints
 from regard.biases import Bias, as_bias
 from regard.checked import form_of, recall, remember
-from regard.dropout import Dropout
+from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, Call, Kernel, choose, gives_lse, preference, why_not
@@ -201,7 +201,7 @@ def check_call(
             f"{function}: dropout={dropout} cannot be exported: dropout needs a seed, which the graph does not "
             "have; export the model in eval mode, or with dropout=0.0"
         )
-    dropped = Dropout(dropout, _seed(generator)) if dropout else None
+    dropped = Dropout(dropout, drawn(generator)) if dropout else None
     scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
     return Call(query, key, value, scoring, dropped, wants_lse)
 
@@ -368,9 +368,3 @@ def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, in
         raise ShapeError(wanted)
     if tensor.device != grid.device:
         raise ValueError(f"{function}: {name} is on {tensor.device}, the call runs on {grid.device}")
-
-
-def _seed(generator: torch.Generator | None) -> int | Tensor:
-    device = "cpu" if generator is None else generator.device
-    seed = torch.randint(2**63 - 1, (), generator=generator, device=device)
-    return seed if tracing() else int(seed)
