@@ -1,5 +1,7 @@
 """Statistics that pool the weights, or a rectangle of them, into a small image."""
 
+import math
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -17,6 +19,7 @@ class Image(Statistic[Tensor]):
     """See `Observation.image`."""
 
     keeps_tiles = False
+    takes_strips = True
 
     def __init__(
         self, size: int = 512, pool: Literal["max", "mean"] = "max", queries: Span = None, keys: Span = None
@@ -25,6 +28,7 @@ class Image(Statistic[Tensor]):
             raise ValueError(f'Observation.image: pool must be "max" or "mean", got {pool!r}')
         self.size, self.pool = check_whole("Observation.image", "size", size), pool
         self.queries, self.keys = queries, keys
+        self.takes_strips = self.takes_strips and queries is None and keys is None
 
     def start(self, call: ObservedCall) -> None:
         self.spans = span_of(self.queries, call.grid.query_len), span_of(self.keys, call.grid.key_len)
@@ -49,29 +53,63 @@ class Image(Statistic[Tensor]):
     def area(self) -> tuple[range, range]:
         return self.spans
 
-    def of(self, tile: ScoreTile) -> Tensor:
+    def of(self, tile: ScoreTile) -> list[Tensor]:
         pixels = self.drawn(tile)
-        for dim, span, step, inside in zip((-2, -1), self.spans, self.steps, self._inside(tile), strict=True):
-            first = (tile.queries, tile.keys)[dim].start
-            pixels = pixels.narrow(dim, inside.start - first, len(inside))
-            pixels = pooled(pixels, inside.start - span.start, step, dim, self.pool)
+        return [self._pooled(pixels[some], places) for some, places in self._alike(tile)]
+
+    def add(self, tile: ScoreTile, part: list[Tensor]) -> None:
+        for (_, places), pixels in zip(self._alike(tile), part, strict=True):
+            rows, columns = (
+                slice((inside.start - span.start) // step, (inside.stop - 1 - span.start) // step + 1)
+                for inside, span, step in zip(self._inside(places), self.spans, self.steps, strict=True)
+            )
+            if tile.place.times == 1:
+                self._join(self.pixels[tile.batch, tile.heads, rows, columns], pixels)
+                continue
+            into, each = self.pixels[tile.batch, tile.heads, rows.start :, columns.start :][0], self._period(tile)
+            down, right = (each // step for step in self.steps)
+            heads, row, column = into.stride()
+            for first in range(0, pixels.shape[-2], down):  # of the rows that several strips draw, each has others
+                some = pixels[..., first : first + down, :]
+                strides = down * row + right * column, heads, row, column
+                self._join(into[:, first:].as_strided(some.shape, strides), some)
+
+    def _pooled(self, pixels: Tensor, places: tuple[range, range]) -> Tensor:
+        """The pixels of weights of these queries and keys, those of the first if there are several strips."""
+        inside = self._inside(places)
+        for dim, span, step, part in zip((-2, -1), self.spans, self.steps, inside, strict=True):
+            pixels = pixels.narrow(dim, part.start - places[dim].start, len(part))
+            pixels = pooled(pixels, part.start - span.start, step, dim, self.pool)
         return pixels
 
-    def add(self, tile: ScoreTile, part: Tensor) -> None:
-        rows, columns = (
-            slice((inside.start - span.start) // step, (inside.stop - 1 - span.start) // step + 1)
-            for inside, span, step in zip(self._inside(tile), self.spans, self.steps, strict=True)
-        )
-        at = (tile.batch, tile.heads, rows, columns)
-        self.pixels[at] = torch.maximum(self.pixels[at], part) if self.pool == "max" else self.pixels[at] + part
+    def _join(self, pixels: Tensor, part: Tensor) -> None:
+        """Draws a part over pixels, in place."""
+        if self.pool == "max":
+            torch.maximum(pixels, part, out=pixels)
+        else:
+            pixels += part
+
+    def _alike(self, tile: ScoreTile) -> Iterator[tuple[slice, tuple[range, range]]]:
+        """Strips of a tile that begin at the same place of a pixel, and the queries and keys of the first of them; an
+        ordinary tile is one."""
+        height = len(tile.queries)
+        apart = self._period(tile) // height
+        for first in range(min(apart, tile.place.times)):
+            on = first * height
+            queries, keys = (range(part.start + on, part.stop + on) for part in (tile.queries, tile.keys))
+            yield slice(first, None, apart) if tile.place.times > 1 else slice(None), (queries, keys)
+
+    def _period(self, tile: ScoreTile) -> int:
+        """The queries from a strip to the next that begins at the same place of a pixel."""
+        return math.lcm(len(tile.queries), *self.steps)
 
     def finish(self) -> Tensor:
         return self.mean(self.pixels, self.steps[0])
 
-    def _inside(self, tile: ScoreTile) -> tuple[range, range]:
-        """The tile's queries and keys that lie in the image."""
+    def _inside(self, places: tuple[range, range]) -> tuple[range, range]:
+        """The queries and keys of these that lie in the image."""
         rows, columns = self.spans
-        return overlap(tile.queries, rows), overlap(tile.keys, columns)
+        return overlap(places[0], rows), overlap(places[1], columns)
 
     def mean(self, pixels: Tensor, step: int) -> Tensor:
         """With mean pooling, turns sums over queries into means over the queries of each row of pixels."""
@@ -85,6 +123,7 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
     """See `Observation.pyramid`."""
 
     keeps_tiles = False
+    takes_strips = True
 
     def __init__(self, size: int = 1024, pool: Literal["max", "mean"] = "max") -> None:
         self.finest = Image(size, pool)
@@ -92,10 +131,10 @@ class Pyramid(Statistic[tuple[Tensor, ...]]):
     def start(self, call: ObservedCall) -> None:
         self.finest = self.finest.begun(call)
 
-    def of(self, tile: ScoreTile) -> Tensor:
+    def of(self, tile: ScoreTile) -> list[Tensor]:
         return self.finest.of(tile)
 
-    def add(self, tile: ScoreTile, part: Tensor) -> None:
+    def add(self, tile: ScoreTile, part: list[Tensor]) -> None:
         self.finest.add(tile, part)
 
     def finish(self) -> tuple[Tensor, ...]:

@@ -41,7 +41,7 @@ class Statistic(Generic[Result]):
     """Whether it may keep a tile's tensors, or views of them, beyond the next tile; False lets tiles share memory,
     which is faster. A class that overrides `add` or `see` has to set it again."""
 
-    takes_strips: ClassVar[bool] = False
+    takes_strips: bool = False
     """Whether it takes several strips as one tile (see `ScoreTile`): then `of_queries`, `of_keys` and `indices` do not
     serve, but `rows_of` and `add_to_columns`. Under a window, a pass is faster if all its statistics do. A class that
     overrides `of`, `add` or `see` has to set it again."""
