@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.indexing import hull, overlap
-from regard.kernels.hidden import harmless
 from regard.observation.hiding import Hiding
+from regard.observation.magnitude import UNKNOWN, magnitude_of
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import Statistic
 from regard.observation.tile import BUFFERS, ScoreTile, TilePlace, TileWithoutLse, tile_of
@@ -80,7 +80,8 @@ class _Part:
         self.group = group
         self._packed: tuple[int, Tensor] = -1, query
         self.scoring, self.in_place = part.scoring, part.from_products
-        self.harmless = self.in_place and not part.wants_grad and harmless(query, key)
+        known = self.in_place and not part.wants_grad
+        self.magnitude = magnitude_of(query, key, part.scoring) if known else UNKNOWN
         self.place = part.place(group.batch, heads, queries, keys)
 
     def show(
@@ -100,7 +101,7 @@ class _Part:
             inside = slice(first, first + len(keys))
             tensors = self._queries(number), self.key[piece], None if self.lse is None else self.lse[number]
 
-        how: dict[str, Any] = {"in_place": self.in_place, "harmless": self.harmless, "memory": memory}
+        how: dict[str, Any] = {"in_place": self.in_place, "magnitude": self.magnitude, "memory": memory}
         if not differentiable:  # which would keep what is hidden until the backward pass
             mask = self.scoring.mask
             if id(mask) not in hiding:

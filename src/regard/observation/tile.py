@@ -2,8 +2,9 @@
 
     exponents = log2(e) (score - shift),   powers = 2^exponents,   weights = powers / total
 
-If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score and total the sum over all
-visible keys; for that a tile must hold all keys that its queries see, and then it gives their lse.
+If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score, or 0 where no score is so
+large that its power could leave the range of floats, and total the sum over all visible keys; for that a tile must
+hold all keys that its queries see, and then it gives their lse.
 
 If scores come from products of query and key, the scale is a factor of the product (2 scale / c with a softcap c). If
 scores are nothing else and lse is known, -log2(e) lse plus the product with the factor log2(e) scale gives exponents at
@@ -22,6 +23,7 @@ from torch import Tensor
 from regard.graphs import tracing
 from regard.numerics import LOG2_E, exp, finite_lse, zero_empty_queries, zero_unseen
 from regard.observation.hiding import Hiding
+from regard.observation.magnitude import UNKNOWN, Magnitude
 from regard.observation.products import product
 from regard.scores import Scoring
 
@@ -69,7 +71,7 @@ class ScoreTile(ABC):
 
     def __init__(
         self, place: TilePlace, scoring: Scoring, query: Tensor, key: Tensor, *, in_place: bool = False,
-        hiding: Hiding | None = None, harmless: bool = False, memory: Tensor | None = None,
+        hiding: Hiding | None = None, magnitude: Magnitude = UNKNOWN, memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -77,14 +79,14 @@ class ScoreTile(ABC):
             query, key: of these queries and keys.
             in_place: whether scores come from products, and everything else is applied to these in place.
             hiding: what the mask hides here; None: it is looked up.
-            harmless: whether all numbers of query and key are so small that scores are finite.
+            magnitude: how large its scores can be.
             memory: [BUFFERS, at least as many numbers as the tile has], for its tensors; None: they are allocated.
         """
         self.place, (self.batch, self.heads, self.queries, self.keys) = place, place[:4]
         self._hiding = Hiding(scoring.mask, self.queries, self.keys) if hiding is None else hiding
         self._scoring = scoring if self._hiding.parts else replace(scoring, mask=None)
         self._query, self._key, self._in_place, self._memory = query, key, in_place, memory
-        self._harmless = harmless
+        self._magnitude = magnitude
 
     @property
     def scores(self) -> Tensor:
@@ -216,6 +218,11 @@ class ScoreTile(ABC):
             scores = torch.add(scores, self._biases, out=out)
         return self._hide(scores)
 
+    @property
+    def _is_product(self) -> bool:
+        """Whether scores are the scaled product of query and key and nothing else."""
+        return self._in_place and self._scoring.softcap is None and self._scoring.bias is None
+
     def _product(self, factor: float, added: Tensor | None = None) -> Tensor:
         """The scaled product of query and key, times a factor, plus a number for each query."""
         added = None if added is None else added[..., None]
@@ -223,10 +230,10 @@ class ScoreTile(ABC):
 
     def _hide(self, scores: Tensor) -> Tensor:
         """Scores, or exponents, with -inf where hidden, in place."""
-        if self._bias_hides and not self._harmless:
+        if self._bias_hides and not self._magnitude.is_finite:
             assert self.allowed is not None
             return scores.masked_fill_(~self.allowed, -math.inf)
-        return self._hiding.hide(scores, self._harmless)
+        return self._hiding.hide(scores, self._magnitude.is_finite)
 
     @cached_property
     def _biases(self) -> Tensor:
@@ -284,11 +291,6 @@ class TileWithLse(ScoreTile):
             return self._hide(self._product(LOG2_E, -LOG2_E * self._lse))
         return self._exponents(self._lse)
 
-    @property
-    def _is_product(self) -> bool:
-        """Whether scores are the scaled product of query and key and nothing else."""
-        return self._in_place and self._scoring.softcap is None and self._scoring.bias is None
-
     @cached_property
     def weights(self) -> Tensor:
         return torch.exp2(self.log2, out=self._buffer(1))
@@ -306,10 +308,10 @@ class TileWithLse(ScoreTile):
 
 
 class _Softmax(NamedTuple):
-    """The softmax of a tile without lse: `seen` is the sum of powers, `total` includes the sink and is 1 for a fully
-    masked query; all but exponents and powers are [batch, heads, queries]."""
+    """The softmax of a tile without lse: `shift` is what is taken from scores, `seen` is the sum of powers, `total`
+    includes the sink and is 1 for a fully masked query; all but exponents and powers are [batch, heads, queries]."""
 
-    largest: Tensor
+    shift: Tensor
     exponents: Tensor
     powers: Tensor
     seen: Tensor
@@ -327,24 +329,29 @@ class TileWithoutLse(ScoreTile):
 
     @cached_property
     def _softmax(self) -> _Softmax:
-        largest = self._scores.amax(-1)
         sink = self._scoring.sink
-        if sink is not None:
-            largest = torch.maximum(largest, sink[:, None].to(largest))
-        largest = finite_lse(largest)
-        exponents = self._exponents(largest)
+        if self._magnitude.is_moderate:  # no number of that size needs a shift
+            shift = self._query.new_zeros(self.shape[:-1])
+            product_alone = self._is_product and "_scores" not in vars(self)
+            exponents = self._hide(self._product(LOG2_E)) if product_alone else self._exponents(shift)
+        else:
+            shift = self._scores.amax(-1)
+            if sink is not None:
+                shift = torch.maximum(shift, sink[:, None].to(shift))
+            shift = finite_lse(shift)
+            exponents = self._exponents(shift)
         powers = torch.exp2(exponents, out=self._buffer(1))
         seen = total = powers.sum(-1)
         if sink is not None:
-            total = total + exp(sink[:, None].to(total) - largest)
-        lse = largest + total.log()
-        return _Softmax(largest, exponents, powers, seen, total.masked_fill(total == 0, 1.0), lse)
+            total = total + exp(sink[:, None].to(total) - shift)
+        lse = shift + total.log()
+        return _Softmax(shift, exponents, powers, seen, total.masked_fill(total == 0, 1.0), lse)
 
     def _scores_now(self) -> Tensor:
         if "_softmax" not in vars(self):
             return self._scores
         known = self._softmax
-        shift = known.largest + known.total.log() if self._are_weights else known.largest
+        shift = known.shift + known.total.log() if self._are_weights else known.shift
         return known.exponents / LOG2_E + shift[..., None]
 
     @property
@@ -377,9 +384,8 @@ class TileWithoutLse(ScoreTile):
         return self._softmax.lse
 
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The largest score of each query, or its sink, and the sum of exp(score - largest) over its keys; -inf and 0
-        if fully masked."""
-        return self._softmax.largest.masked_fill(self._softmax.seen == 0, -math.inf), self._softmax.seen
+        """The shift of each query, and the sum of exp(score - shift) over its keys; -inf and 0 if fully masked."""
+        return self._softmax.shift.masked_fill(self._softmax.seen == 0, -math.inf), self._softmax.seen
 
     def _normalise(self) -> None:
         if not self._are_weights:
