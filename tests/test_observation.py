@@ -32,6 +32,7 @@ from regard.observation import (
     products,
     tuning,
 )
+from regard.observation.magnitude import MODERATE, magnitude_of
 from regard.observation.tiling import heads_of_a_tile, plan_tiles
 from regard.scores import Additive
 from regard.shapes import ShapeError
@@ -610,6 +611,39 @@ def test_scores_far_from_0_do_not_overflow():
             assert_close(observation.lse[0, 0, -1], torch.tensor(math.log(3) - 500.0), tolerance=1e-4)
 
 
+@in_tiles
+@pytest.mark.parametrize(
+    ("softcap", "sink"), [(None, None), (30.0, None), (None, -70.0), (None, 50.0), (9.0, -math.inf)]
+)
+@pytest.mark.parametrize("largest", [1.0, 0.99 * MODERATE, 1.01 * MODERATE])
+def test_scores_are_shifted_only_where_powers_could_leave_the_range_of_floats(largest, softcap, sink):
+    draw = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(1, 2, length, 3, generator=draw) for length in (7, 11))
+    query, key = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (query, key))
+    mask = Causal(2) & Window(3) & ~Prefix(2)  # the first query sees nothing
+    sinks = None if sink is None else torch.full((2,), sink)
+    more = {"mask": mask, "scale": largest, "softcap": softcap, "sink": sinks}
+    seen, wide = observe(query, key, **more), observe(query.double(), key.double(), **more)
+    magnitude = magnitude_of(query, key, seen.call.scoring)
+    assert magnitude == (True, largest < MODERATE and sink in (None, 50.0))
+    found = seen.gather(Entropy(), Received(), Top(2), MaxScore())
+    mass = torch.cat([wide.weights(), wide.sink_mass()[..., None]], -1)
+    assert_close(found[0].double(), entropy(mass), tolerance=1e-4)
+    assert_close(found[1].double(), wide.weights().sum(-2), tolerance=1e-5)
+    assert_close(found[2].weights.double(), wide.weights().topk(2).values, tolerance=1e-5)
+    assert_close(found[3].double(), wide.scores().amax(-1), tolerance=1e-4)
+    assert_close(seen.lse.double(), attention_with_lse(query.double(), key.double(), key.double(), **more).lse,
+                 tolerance=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e30])
+def test_nothing_is_known_of_scores_with_numbers_that_are_not_finite_or_huge(wrong):
+    query, key = torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2)
+    key[0, 0, 1, 1] = wrong
+    assert magnitude_of(query, key, observe(query, key).call.scoring) == (False, False)
+    assert magnitude_of(query[:, :, :0], key[:, :, :1], observe(query, key).call.scoring) == (True, True)
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])
 @pytest.mark.parametrize(
     "mask",
@@ -641,6 +675,18 @@ def test_strips_of_a_window_come_as_one_tile_and_equal_the_dense_weights(mask, k
             assert_close(weights.gather(-1, top.keys.clamp(min=0)) * (top.keys >= 0), top.weights)
             assert_close(largest, dense.scores().amax(-1))
             assert_close(seen.lse, attention_with_lse(query, key, key, mask=mask, **more).lse)
+
+            for size in (61, 29, 9, 1):  # pixels of 1, 3, 7 and 61 queries
+                images = Image(size, "mean"), Image(size), Pyramid(size, "mean")
+                assert all(image.takes_strips for image in images)
+                mean, most, levels = seen.gather(*images)
+                down, across = -(-61 // size), -(-72 // size)
+                rows = weights.split(down, -2)
+                columns = torch.stack([part.mean(-2) for part in rows], -2).split(across, -1)
+                assert_close(mean, torch.stack([part.sum(-1) for part in columns], -1))
+                columns = torch.stack([part.amax(-2) for part in rows], -2).split(across, -1)
+                assert_close(most, torch.stack([part.amax(-1) for part in columns], -1))
+                assert_close(levels[0], mean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -231,7 +231,7 @@ class Top(Statistic[Largest]):
         if not 1 <= self.count <= call.grid.key_len:
             raise ValueError(f"Observation.top: count must be 1 to key_len={call.grid.key_len}, got {self.count}")
         self.weights = call.zeros(call.grid.query_len, self.count)
-        self.keys = call.zeros(call.grid.query_len, self.count, dtype=torch.int64).sub_(1)
+        self.keys = call.zeros(call.grid.query_len, self.count, dtype=torch.int64)
 
     def of(self, tile: ScoreTile) -> Largest:
         return self._largest(tile, tile.weights.detach())

@@ -69,12 +69,14 @@ def _picked(bits: Tensor, count: int) -> Tensor:
     how = rows, columns, count, torch.get_num_threads()
     if bits.dtype is torch.int64 or bits.device.type != "cpu" or _time_of_topk(*how) < _time_of_maxima(*how):
         return bits.topk(count, dim=-1).indices
-    left = torch.add(torch.arange(columns, device=bits.device), bits, alpha=1 << 32)
+    left = bits.to(torch.int64)  # by itself: no sum widens it as fast
+    torch.add(torch.arange(columns, device=bits.device), left, alpha=1 << 32, out=left)
     starts = torch.arange(0, rows * columns, columns, device=bits.device)
     found = left.new_empty(rows, count)
     for number in range(count):
         column = torch.bitwise_and(left.amax(-1), 0xFFFFFFFF, out=found[:, number])
-        left.view(-1).index_fill_(0, starts + column, torch.iinfo(torch.int64).min)
+        if number + 1 < count:
+            left.view(-1).index_fill_(0, starts + column, torch.iinfo(torch.int64).min)
     return found
 
 

@@ -301,14 +301,12 @@ def _seen(mask: Mask, queries: range, keys: range) -> tuple[range, int | None]:
     starts = range(queries.start, queries.stop, each * -(-len(queries) // (each * most)))
     looks = [(range(start, min(start + each, queries.stop)), keys) for start in starts]
     looks.append((range(max(queries.start, queries.stop - each), queries.stop), keys))
-    if mask.closed_form:
-        looks.append((queries, keys))
-    parts, seen = visible(mask, looks, tuning.MIN_TILE_KEYS), keys
-    if mask.closed_form:
-        whole = parts.pop()
-        seen = hull([columns for columns, _ in whole]) if whole else keys[:0]
-    longest = max((len(span) for part in parts for span in merged(columns for columns, _ in part)), default=1)
-    return seen, longest
+    of_looks = visible(mask, looks, tuning.MIN_TILE_KEYS)
+    longest = max((len(span) for part in of_looks for span in merged(columns for columns, _ in part)), default=1)
+    if not mask.closed_form:
+        return keys, longest
+    (whole,) = visible(mask, [(queries, keys)], tuning.MIN_TILE_KEYS)
+    return (hull([columns for columns, _ in whole]) if whole else keys[:0]), longest
 
 
 def _visible_keys(mask: Mask, queries: range, keys: range, step: int, edge: int | None = None) -> Iterator[range]:
