@@ -12,6 +12,7 @@ from comparing import assert_close, assert_within_budget
 from regard.biases import Alibi, Given, RelativeBias, Sum, as_bias
 from regard.diagonals import turned_tile
 from regard.functional import attention, plan
+from regard.kernels.strips import engine
 from regard.masks import Causal
 from regard.shapes import Grid, ShapeError
 
@@ -321,3 +322,30 @@ def test_a_tile_and_the_sums_along_its_diagonals_are_the_gradients_of_each_other
     assert torch.equal(turned_tile(row, 3, 5), row.unfold(-1, 5, 1).flip(-2))
     assert torch.autograd.gradcheck(lambda x: turned_tile(x, 3, 5), [row])
     assert torch.autograd.gradgradcheck(lambda x: turned_tile(x, 3, 5).sin(), [row])
+
+
+def test_keys_are_not_looked_at_beside_a_shared_bias_that_hides_nothing(monkeypatch):
+    looked = []
+    monkeypatch.setattr(engine, "harmless", lambda *tensors: looked.append(tensors) or False)
+    query, bias = torch.randn(3, 2, 40, 8), torch.randn(1, 2, 40, 40)
+    attention(query, query, query, bias=bias, kernel="strips")
+    assert not looked
+    bias[0, 1, 3, 5] = -math.inf
+    attention(query, query, query, bias=bias, kernel="strips")
+    assert looked
+
+
+@pytest.mark.parametrize("by_products", [False, True], ids=["by torch's operator", "by products"])
+@pytest.mark.parametrize("worse", [0.0, math.nan], ids=["numbers", "and no number"])
+def test_what_a_shared_bias_hides_reaches_nothing(monkeypatch, by_products, worse):
+    monkeypatch.setattr(engine.products, "pay", lambda *given, **more: by_products)
+    query, key, value = torch.randn(3, 3, 2, 40, 8)
+    bias = torch.randn(1, 2, 40, 40)
+    bias[:, :, :, 7] = bias[:, :, 9] = -math.inf
+    bias[0, 0, 0, 0] += worse
+    key[:, :, 7] = value[:, :, 7] = query[:, :, 9] = math.inf
+    ours, right = (attention(query, key, value, bias=bias, kernel=kernel) for kernel in ("strips", "reference"))
+    assert torch.equal(ours.isnan(), right.isnan())
+    assert_close(ours.nan_to_num(), right.nan_to_num())
+    assert not ours[:, :, 9].any()
+    assert not ours[:, 1].isnan().any()

@@ -154,6 +154,13 @@ def test_where_nothing_learns_what_is_hidden_reaches_nothing_to_the_last_bit(
     assert torch.equal(clean, found)
 
 
+def test_keys_are_looked_at_in_the_order_of_memory(monkeypatch):
+    in_order, real = [], torch.Tensor.aminmax
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda tensor: in_order.append(tensor.is_contiguous()) or real(tensor))
+    assert hidden.harmless(torch.randn(2, 5, 3, 4).transpose(1, 2))
+    assert in_order == [True]
+
+
 def test_one_hidden_key_that_is_not_harmless_is_found_wherever_it_lies():
     query, key, value = step(keys=8000)
     mask = Padding(torch.arange(8000) % torch.tensor([[7], [11], [13]]) != 3)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from comparing import assert_within_budget
 from regard import (
     Alibi,
     Causal,
@@ -21,6 +22,7 @@ from regard import (
     matmul,
     measured,
     observe,
+    plan,
     processor,
 )
 from regard.kernels.strips import products, tuning
@@ -322,6 +324,35 @@ def test_lengths_of_any_kind_come_as_products_of_few_shapes(by_onednn, monkeypat
     torch.testing.assert_close(ours.double(), right, rtol=0, atol=1e-5)
     for mine, theirs in zip(grads, torch.autograd.grad(right, learning, towards.double()), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("length", [70, 131, 197])
+def test_odd_lengths_in_half_precision_are_filled_up_and_all_heads_are_one_stack(by_onednn, monkeypatch, length):
+    monkeypatch.setattr(processor, "BFLOAT16", True)
+    shapes, real = [], torch.baddbmm
+
+    def watched(added, first, second, **more):
+        shapes.append((*first.shape[:2], second.shape[2], SETTING.fp32_precision))
+        return real(added, first, second, **more)
+
+    monkeypatch.setattr(torch, "baddbmm", watched)
+    query, key, value = torch.randn(3, 5, length, 4, 24).bfloat16().transpose(2, 3)  # as layers hold them
+    monkeypatch.setattr(tuning, "MIN_SCORES_BY_ONEDNN", 1)
+    ours = attention(query, key, value, kernel="strips")
+    filled = matmul.regular(length)
+    assert shapes == [(20, filled, filled, "bf16")]
+    plain, exact = (
+        attention(*(tensor.to(dtype) for tensor in (query, key, value)), kernel="reference")
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert_within_budget(ours, exact, plain, "output")
+
+
+def test_a_table_in_half_precision_takes_products_where_these_are_faster(by_onednn, monkeypatch):
+    monkeypatch.setattr(processor, "BFLOAT16", True)
+    monkeypatch.setattr(processor, "MKL", True)
+    tensors = torch.randn(3, 2, 4, 512, 24).bfloat16()
+    assert plan(*tensors, bias=torch.randn(1, 4, 512, 512).bfloat16()).kernel == "strips"
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["lse unknown", "lse known"])

@@ -171,6 +171,7 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert suit(brain, keys=4096, backward=True)
     assert suit(single, rows=197, keys=197, stack=192)
     assert not suit(single, rows=197, keys=197, stack=48)  # pieces of few rows
+    assert suit(brain, rows=197, keys=197, stack=48)  # of which the rest of the rows is filled up
     assert not suit(brain, rows=197, keys=197, stack=48, backward=True)
     assert suit(single, rows=333, keys=333)
     assert not suit(single, rows=64, keys=64)
@@ -191,7 +192,7 @@ def test_a_causal_square_is_counted_as_it_is_computed(monkeypatch):
     assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 200
     assert products.scores_of_square(2048, 1, single) == 256 * 256 * 36  # an eighth at a time
     held = 2 * pieces.scores_at_a_time()
-    assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1) == held
+    assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1, single) == held
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 50, 8), (5, 2, 40, 8), (2, 1, 0, 8), (3, 4, 10, 1)], ids=str)

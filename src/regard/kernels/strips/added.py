@@ -62,13 +62,14 @@ class Added:
 
     @cached_property
     def hides(self) -> bool:
-        """Whether a bias may hide something; looked up only in the few numbers by distance."""
-        if self._given or self._others:
-            return True
-        if self._row is None:
-            return False
-        looking_costs = self._row.device.type != "cpu" or torch._C._are_functorch_transforms_active()
-        return looking_costs or bool(self._row.isneginf().any())
+        """Whether a bias may hide something; looked up only where its numbers are fewer than the scores."""
+        numbers = [numbers for numbers, _ in self._given] + ([] if self._row is None else [self._row])
+        batch, heads, queries, keys = self.scoring.grid[:4]
+        few = 2 * sum(map(Tensor.numel, numbers)) <= batch * heads * queries * keys
+        on_cpu = self.scoring.grid.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+        if self._others or not (few and on_cpu):
+            return bool(self._others or numbers)
+        return not all(bool(some.amin() > -math.inf) for some in numbers if some.numel())  # nor NaN, which hides -inf
 
     def of(self, strip: Strip) -> "AddedToStrip":
         return AddedToStrip(self, strip)
@@ -135,7 +136,7 @@ class AddedToStrip:
         if self._tiles is None:
             call = self.call
             self._tiles = [] if call._row is None else [self._by_distance(call._row)]
-            self._tiles += [self._of_given(numbers).to(call.dtype) for numbers, _ in call._given]
+            self._tiles += [self._of_given(numbers) for numbers, _ in call._given]
             if self._made is not None:
                 self._tiles.append(self._made.detach())
             if self._hidden is not None:
@@ -211,7 +212,7 @@ class AddedToStrip:
         """The sum of all tiles: [batch or 1, heads or 1, queries, keys]."""
         if not self.tiles:
             return None
-        total = self.tiles[0]
+        total = self.tiles[0].to(self.call.dtype)
         for tile in self.tiles[1:]:
             total = total + tile
         return total.expand(*total.shape[:2], len(self.strip.queries), self.strip.keys)

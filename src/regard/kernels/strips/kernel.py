@@ -140,7 +140,7 @@ def _is_causal(call: Call) -> bool:
 def _is_one_call_of_torchs(call: Call) -> bool:
     mask, bias = call.scoring.mask_or_everything, call.scoring.bias
     plain = bias is None and (mask is EVERYTHING or _is_causal(call))
-    reads_a_table = bias is not None and mask is EVERYTHING and is_given(call)
+    reads_a_table = isinstance(bias, Given) and mask is EVERYTHING
     return (plain or reads_a_table) and engine.flash_can(call.query, call.scoring, call.dropout)
 
 
@@ -167,7 +167,7 @@ def peak_bytes(call: Call) -> int:
         together = 0 if len(strip.spans) == 1 else 2 * batch * key.shape[1] * strip.times * strip.keys * key.shape[3]
         result = batch * grid.heads * len(strip.queries) * strip.times * call.value.shape[3]
         by_torch = flash and not engine.products_pay(strip, query, key)
-        pieces = 0 if by_torch else 2 * products.most_scores(strip, grid.heads // key.shape[1]) * size
+        pieces = 0 if by_torch else 2 * products.most_scores(strip, grid.heads // key.shape[1], query.dtype) * size
         sizes.append(masked + biases + pieces + (together + result) * query.element_size())
     return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
 

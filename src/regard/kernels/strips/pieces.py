@@ -65,12 +65,13 @@ def pieces(
     spaces: int,
     apart: bool,
     until: Callable[[int], int],
+    fills: bool,
 ) -> Iterator[Piece]:
     """The pieces of a strip, each with at most `scores_at_a_time` scores, unless one head's rows have more.
 
     Args:
         key, value: those of each span, one after another.
-        until: to how many columns a number of keys is filled up.
+        until: to how many columns a number of keys is filled up; queries likewise, if it `fills` them.
         spaces: numbers per score. apart: take batch indices one by one, and report which.
         others: as in `Piece`, for the whole strip.
     """
@@ -82,14 +83,17 @@ def pieces(
     by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
     tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
     by_key = [*key, *value, *to_key]
+    height, at_a_time, least = (until if fills else int), scores_at_a_time(fills), tuning.PIECE_QUERIES
     rows = rows_of_square(keys, group) if causal else rows_at_a_time(queries, keys, group)
-    most = max(scores_at_a_time(), group * min(rows, queries) * until(keys))
+    if fills and not causal:  # a rest is filled up, and need not be cut
+        least = rows = queries if height(group * queries) * until(keys) <= at_a_time else rows
+    most = max(at_a_time, height(group * min(rows, queries)) * until(keys))
     room = space.of(by_query[0], spaces, most)
-    for start, stop in blocks(queries, rows):
+    for start, stop in blocks(queries, rows, least):
         keys = stop if causal else keys
         tensors = [tensor[:, :, :, start:stop] for tensor in by_query]
         tensors += [tensor[:, :, :keys] for tensor in by_key] + [tile[:, :, :, start:stop, :keys] for tile in tiles]
-        together = max(1, scores_at_a_time() // (group * (stop - start) * until(keys)))
+        together = max(1, at_a_time // (height(group * (stop - start)) * until(keys)))
         for index, stack in stacks(tensors, apart):
             equal = -(-len(stack[0]) // -(-len(stack[0]) // together))
             for at in range(0, len(stack[0]), equal):
@@ -138,9 +142,9 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
         yield row, [tensor[row] for tensor in tensors]
 
 
-def scores_at_a_time() -> int:
+def scores_at_a_time(fills: bool = False) -> int:
     """Most scores of a piece."""
-    of_thread = tuning.PIECE_SCORES_BY_ONEDNN if onednn_is_faster() else tuning.PIECE_SCORES
+    of_thread = tuning.PIECE_SCORES_BY_ONEDNN << fills if onednn_is_faster() else tuning.PIECE_SCORES
     return of_thread * min(torch.get_num_threads(), tuning.MAX_PIECE_THREADS)
 
 
@@ -163,12 +167,11 @@ def _power_of_two(number: int) -> int:
     return 1 << number.bit_length() - 1
 
 
-def blocks(length: int, rows: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of successive blocks of rows; the rest in halves, halves of halves and so on, down to
-    `PIECE_QUERIES`."""
+def blocks(length: int, rows: int, least: int = tuning.PIECE_QUERIES) -> Iterator[tuple[int, int]]:
+    """(start, stop) of successive blocks of rows; the rest in halves, halves of halves and so on, down to `least`."""
     start = 0
     while start < length:
-        while start + rows > length and rows > tuning.PIECE_QUERIES:
+        while start + rows > length and rows > least:
             rows //= 2
         yield start, min(start + rows, length)
         start += rows

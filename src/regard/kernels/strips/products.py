@@ -22,6 +22,7 @@ tanh; with x = sigmoid(2 s / c) its derivative is 4 x (1 - x).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     scores = stack * keys * (min(rows, rows_of_square(keys, group) * group) if causal else rows)
     if dtype == torch.float16 and not processor.FLOAT16:
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
+    if not backward and _fills(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
+        return True
     if by_onednn(dtype):
         odd = not (is_regular(rows) and is_regular(keys))  # what is padded, and what is left to MKL, weighs more
         if odd and keys < tuning.SHORT_ODD_KEYS:
@@ -82,11 +85,11 @@ def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
     return sum((stop - start) * keys(stop) for start, stop in blocks(length, rows_of_square(length, group)))
 
 
-def most_scores(strip: Strip, group: int) -> int:
+def most_scores(strip: Strip, group: int, dtype: torch.dtype) -> int:
     """Most scores of a strip held at a time, if `group` heads share a kv head."""
     causal, queries = strip.kind is Kind.CAUSAL, len(strip.queries)
     rows = rows_of_square(queries, group) if causal else rows_at_a_time(queries, strip.keys, group)
-    return max(scores_at_a_time(), group * min(queries, rows) * strip.keys)
+    return max(scores_at_a_time(_fills(dtype)), group * min(queries, rows) * strip.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +139,33 @@ def attend(
         query, output: [batch, heads, query_len, size], any strides; lse: [batch, heads, query_len].
         key, value: [batch, kv_heads, key_len, size] of each span of keys.
     """
+    if not formula.tiles:
+        query, key, value = _one_stack(query, key, value)
     by_query = [query, output] if lse is None else [query, output, lse]
     later, may_be_empty = _later(query, key[0], formula), formula.added is not None and formula.added.may_hide_all
-    for piece in _pieces(by_query, key, value, (), formula, space, 1):
+    for piece in _pieces(by_query, key, value, (), formula, space, 1, fills=_fills(query.dtype)):
         q, into, *into_lse = piece.by_query
-        k = _side_by_side(piece.key, piece.columns)
+        k = _side_by_side(piece.key, piece.columns, wide(query.dtype))
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece, later, similarity)
-        top = scores.amax(-1) if into_lse or may_be_empty else None
+        rows = q.shape[1] * q.shape[2]
+        height = regular(rows) if _fills(q.dtype) else rows
+        scores = _scores(q, k, formula, piece, later, similarity, height)
+        top = scores[:, :rows].amax(-1) if into_lse or may_be_empty else None
         weights = torch.softmax(scores, -1, out=scores)
         empty = top == -math.inf if top is not None and may_be_empty else None
         if top is not None and into_lse:  # the largest weight is exp(top - lse)
-            sums = top.sub_(weights.amax(-1).log_())
+            sums = top.sub_(weights[:, :rows].amax(-1).log_())
             into_lse[0].copy_((sums if empty is None else sums.masked_fill_(empty, -math.inf)).view_as(into_lse[0]))
         if formula.dropped is not None:
-            weights[..., : piece.keys].mul_(formula.dropped.factors(piece))
+            weights[:, :rows, : piece.keys].mul_(formula.dropped.factors(piece))
         # copied only now, since keys and values together are more than a core caches
-        weights, v = _factors(weights, _side_by_side(piece.value, piece.columns))
-        in_place = into.is_contiguous() and into.dtype == v.dtype
-        result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)
+        weights, v = _factors(weights, _side_by_side(piece.value, piece.columns, value[0].dtype))
+        in_place = into.is_contiguous() and into.dtype == v.dtype and weights.shape[1] == rows
+        result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)[:, :rows]
         if empty is not None:
             result.masked_fill_(empty[..., None], 0.0)
         if not in_place:
-            into.copy_(result.view_as(into))
+            into.copy_(result.unflatten(1, into.shape[1:3]))
 
 
 def gradients(
@@ -189,13 +196,13 @@ def gradients(
     spaces = 2 if formula.softcap is None else 3
     for piece in _pieces(by_query, key, value, grads[1:], formula, space, spaces, apart):
         (q, grad_out, sums, inner, into), (to_key, to_value) = piece.by_query, piece.to_key
-        k = _side_by_side(piece.key, piece.columns)
+        k = _side_by_side(piece.key, piece.columns, key[0].dtype)
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
-        scores = _scores(q, k, formula, piece, later, similarity)
+        scores = _scores(q, _widened(k), formula, piece, later, similarity, q.shape[1] * q.shape[2])
         weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
         grad_out = grad_out.flatten(1, 2)
-        v = upcast(_side_by_side(piece.value, piece.columns))
-        wide_grad = upcast(grad_out)
+        v = _side_by_side(piece.value, piece.columns, grads[2].dtype)
+        wide_grad = _widened(grad_out)
         grad_weights = _room(piece.space[1], weights)
         inner = inner.flatten(1)[..., None]
         if formula.dropped is None and not whole_rows:
@@ -238,21 +245,31 @@ def _pieces(
     space: Space,
     spaces: int,
     apart: bool = False,
+    fills: bool = False,
 ) -> Iterator[Piece]:
     given, apart = (by_query, key, value, to_key, formula.tiles), apart or formula.by_place
     until = regular if by_onednn(key[0].dtype) else int
-    return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until)
+    return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until, fills=fills)
 
 
-def _side_by_side(parts: Sequence[Tensor], columns: int) -> Tensor:
-    """Keys or values of all spans one after another in memory, and zeros up to the number of columns.
+def _one_stack(query: Tensor, *by_key: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Query, key and value with batch and heads in order, so that they form one axis: copies of those in half
+    precision, as long as they stay in the cache."""
+    numbers = query.numel() + sum(part.numel() for parts in by_key for part in parts)
+    if not _fills(query.dtype) or len(query) == 1 or numbers > tuning.MAX_COPIED_NUMBERS:
+        return query, *by_key
+    return query.contiguous(), *([part.contiguous() for part in parts] for parts in by_key)
 
-    A single span is taken as it lies if MKL reads it, or it will be copied to float32.
+
+def _side_by_side(parts: Sequence[Tensor], columns: int, dtype: torch.dtype) -> Tensor:
+    """Keys or values of all spans one after another in memory, and zeros up to the number of columns, in a dtype.
+
+    A single span is taken as it lies if MKL reads it.
     """
-    as_it_lies = parts[0].dtype != torch.float32 or not onednn_is_faster() or parts[0].is_contiguous()
+    as_it_lies = parts[0].dtype == dtype and (not onednn_is_faster() or parts[0].is_contiguous())
     if len(parts) == 1 and parts[0].shape[1] == columns and as_it_lies:
         return parts[0]
-    found = parts[0].new_empty(len(parts[0]), columns, parts[0].shape[2])
+    found = parts[0].new_empty(len(parts[0]), columns, parts[0].shape[2], dtype=dtype)
     start = 0
     for part in parts:
         found[:, start : start + part.shape[1]].copy_(part)
@@ -279,38 +296,36 @@ def _scores(
     piece: Piece,
     later: Tensor | None,
     similarity: "Similarity | None",
+    height: int,
 ) -> Tensor:
-    """The scores of a piece, [stack, group * rows, keys].
+    """The scores of a piece, [stack, height, columns], of which the first group * rows are those of its queries.
 
     Args:
+        key: [stack, columns, size], float32 or wider.
         later: what hides keys after the first of its queries in a causal square.
     """
     (stack, group, rows, _), tiles, space = query.shape, piece.tiles, piece.space
     columns, keys = key.shape[1], piece.keys
-    scores = space[0][: stack * group * rows * columns].view(stack, group * rows, columns)
+    scores = space[0][: stack * height * columns].view(stack, height, columns)
+    by_head = scores[:, : group * rows].unflatten(1, (group, rows))
     scale, softcap = formula.scale, formula.softcap
     factor = scale if softcap is None else 2.0 * scale / softcap
     if similarity is not None:
         torch.mul(similarity.numbers.detach().reshape(scores.shape), factor, out=scores)
     else:
-        q, k = upcast(query.flatten(1, 2)), upcast(key).mT
-        if (
-            tiles
-            and softcap is None
-            and columns == keys
-            and (group == 1 or tiles[0].stride(1) == 0 == tiles[0].stride(2))
-        ):
+        q, k = _widened(query.flatten(1, 2), height), key.mT
+        beta = 0
+        if tiles and softcap is None:
             first, *tiles = tiles
-            first = first[:, 0] if group == 1 else first[:, 0, :1]
-            baddbmm(first, q, k, alpha=factor, out=scores)
-        else:
-            baddbmm(scores, q, k, beta=0, alpha=factor, out=scores)
+            beta = 1
+            by_head[..., :keys].copy_(first)
+            scores[..., keys:].zero_()
+        baddbmm(scores, q, k, beta=beta, alpha=factor, out=scores)
     if softcap is not None:
         x = scores.sigmoid_()
         if len(space) > 2:
             torch.addcmul(x, x, x, value=-1.0, out=_room(space[2], x))
         scores.mul_(2.0 * softcap).sub_(softcap)
-    by_head = scores.view(stack, group, rows, columns)
     for tile in tiles:
         by_head[..., :keys].add_(tile)
     if later is not None:
@@ -319,6 +334,23 @@ def _scores(
     elif columns > keys:
         scores[..., keys:].fill_(-math.inf)
     return scores
+
+
+def _fills(dtype: torch.dtype) -> bool:
+    """Whether queries are filled up with zeros, as keys are: those in half precision, which are copied anyway."""
+    return dtype != wide(dtype) and by_onednn(dtype)
+
+
+def _widened(tensor: Tensor, height: int | None = None) -> Tensor:
+    """A stack in float32 or wider, one matrix after another in memory and filled up with zeros if it is a copy."""
+    if tensor.dtype == wide(tensor.dtype):
+        return tensor
+    stack, rows, size = tensor.shape
+    found = tensor.new_empty(stack, height or rows, size, dtype=wide(tensor.dtype))
+    found[:, :rows].copy_(tensor)
+    if height is not None and height > rows:
+        found[:, rows:].zero_()
+    return found
 
 
 def _room(space: Tensor, like: Tensor) -> Tensor:

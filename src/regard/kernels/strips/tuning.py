@@ -53,14 +53,19 @@ MAX_TILE_SCORES = 1 << 22
 PIECE_SCORES = 1 << 18
 PIECE_SCORES_BY_ONEDNN = 1 << 19
 """Scores held at a time by each thread: about what its core caches. oneDNN takes longer to begin a product, and is
-faster with larger ones. Rows "softcap", "trained bias", "window" of features.py."""
+faster with larger ones: in half precision, where a piece has several copies to begin with, twice as many. Rows
+"softcap", "trained bias", "window" of features.py, "Whisper" of models.py."""
+
+MAX_COPIED_NUMBERS = 1 << 22
+"""Most numbers of query, key and value in half precision that are copied so that batch and heads form one axis: 8 MiB,
+which fit the last-level cache. Row "ViT reads 8 images" of models.py."""
 
 MAX_PIECE_THREADS = 16
 """Threads for which a piece has scores of their own; with more of them it would take too much memory."""
 
 SHORT_ODD_KEYS = 256
-"""Keys below which a length that is not regular is left to torch's operator, unless there is much to compute: pieces of
-few rows remain. Row "ViT reads 8 images" of models.py."""
+"""Keys below which a length that is not regular is left to torch's operator, unless there is much to compute or it is
+filled up, in half precision: pieces of few rows remain. Row "ViT reads 8 images" of models.py."""
 
 PIECE_QUERIES = 64
 """Fewest queries of each head in a piece, and all of a causal square, which computes more masked scores the more it
