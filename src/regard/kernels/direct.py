@@ -72,22 +72,28 @@ def prepare(call: Call) -> Prepared | None:
     scoring, wants_lse = call.scoring.with_sink(None), call.wants_lse
     if not call.learns:
         hidden, added = _prepared(call)
+        fixed, sees_all = Fixed(scoring, hidden, added, None, wants_lse), _sees_all(call, hidden)
 
         def attend_alone(
             query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            return _checked(Call(query, key, value, scoring.with_sink(sink), None, wants_lse), hidden, added)
+            results = _attended(fixed, False, query, key, value, sink, None)
+            if sees_all or not _has_nan(*results):
+                return results
+            return _with_zeros(Call(query, key, value, scoring.with_sink(sink), None, wants_lse))
 
         return attend_alone
-    hidden, *more = _in_full(call)
+    hidden, added, _ = _in_full(call)
     if scoring.bias is not None and not isinstance(hidden, Table):
         return None
+    fixed = Fixed(scoring, hidden, added, None, wants_lse)
 
     def attend_and_learn(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        call = Call(query, key, value, scoring.with_sink(sink), None, wants_lse)
-        return _attend(_zeroed(call, hidden), hidden, *more)
+        if hidden is not None:
+            query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
+        return _attended(fixed, True, query, key, value, sink, None)
 
     return attend_and_learn
 
@@ -134,13 +140,18 @@ def _table(call: Call) -> Table | None:
 
 
 def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    output, lse = _attend(call, hidden, added)
+    results = _attend(call, hidden, added)
+    return results if _sees_all(call, hidden) or not _has_nan(*results) else _with_zeros(call)
+
+
+def _sees_all(call: Call, hidden: Hidden | None) -> bool:
+    """Whether it is known that no key is hidden from all queries."""
     known = isinstance(hidden, Table) or call.scoring.bias is None
-    if known and (hidden is None or hidden.keys is None):  # no key is hidden from all queries
-        return output, lse
-    if has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0))):
-        return _with_zeros(call)
-    return output, lse
+    return known and (hidden is None or hidden.keys is None)
+
+
+def _has_nan(output: Tensor, lse: Tensor | None) -> bool:
+    return has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0)))
 
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -158,13 +169,19 @@ def _zeroed(call: Call, hidden: Hidden | None) -> Call:
 def _attend(
     call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    scoring, sink = call.scoring, call.scoring.sink
-    fixed = Fixed(scoring, hidden, added, _kept(call), call.wants_lse)
-    tensors = call.query, call.key, call.value, sink, biases
-    if call.concrete and call.learns:
-        output, lse = Stacked.apply(fixed, *tensors)  # type: ignore[no-untyped-call]
+    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse)
+    return _attended(fixed, call.concrete and call.learns, *call[:3], call.scoring.sink, biases)
+
+
+def _attended(
+    fixed: Fixed, by_hand: bool, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Output and lse, with gradients by hand or by autograd."""
+    if by_hand:
+        output, lse = Stacked.apply(fixed, query, key, value, sink, biases)  # type: ignore[no-untyped-call]
     else:
-        output, lse = shaped(attend(fixed, *tensors), fixed, call.query.dtype)
+        output, lse = shaped(attend(fixed, query, key, value, sink, biases), fixed, query.dtype)
+    hidden = fixed.hidden
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)
         if lse is not None:
