@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.kernels.strips import engine, tuning
+from regard.kernels.strips import engine, products, tuning
 from regard.kernels.strips.options import num_scores, options, plan_of
-from regard.numerics import upcast
+from regard.numerics import upcast, wide
+
+SHORT_STRIP_QUERIES = 16.0
+"""As of the options for strips, at least: those tell which heights are cheaper, this how long a part takes beside a
+dense call. Row "window 256" of benchmarks/parallel.py with REGARD_MEASURE=0."""
 
 
 def attend_part(call: Call) -> tuple[Tensor, Tensor]:
@@ -40,14 +44,17 @@ def gradients_of_part(
 def scores_in_time(call: Call) -> float:
     """The scores of a dense call, over batch and heads, that takes as long as `attend_part` and merging its result.
 
-    More than the mask allows: strips hold hidden scores too, short ones make smaller products, and each call of torch's
-    operator takes some time by itself.
+    More than the mask allows: strips hold hidden scores too, short ones make smaller products than a dense call of all
+    these queries does, and each strip takes some time by itself: fewer scores of it where a dense call is slower.
     """
     grid, by = call.scoring.grid, options(call)
     heads = grid.batch * grid.heads
+    by_itself = tuning.SCORES_PER_STRIP / heads / (1 if products.by_onednn(wide(call.query.dtype)) else 2)
+    short = max(by.short or 0.0, SHORT_STRIP_QUERIES)
+    by = by._replace(short=short, scores_per_call=by_itself)
     cost = sum(
         by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
         for strip in plan_of(call).strips
         if strip.keys and strip.queries
     )
-    return heads * (cost + tuning.SCORES_PER_RESULT * grid.query_len)
+    return heads * (cost / (1 + short / max(1, grid.query_len)) + tuning.SCORES_PER_RESULT * grid.query_len)
