@@ -186,15 +186,17 @@ class Others:
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
     """The order of peers in a repeat. What one leaves behind, such as memory that the system has yet to reclaim, slows
-    down the next; so over as many repeats as there are peers, each follows nearly every other (Williams 1949,
-    "Experimental Designs Balanced for the Estimation of Residual Effects of Treatments").
+    down the next, and what it has read helps it; so over as many repeats as there are peers, or twice as many of an
+    odd number, each follows every other (Williams 1949, "Experimental Designs Balanced for the Estimation of Residual
+    Effects of Treatments").
 
     >>> [in_turn(["a", "b", "c", "d"], repeat) for repeat in range(2)]
     [['a', 'b', 'd', 'c'], ['b', 'c', 'a', 'd']]
     """
     count = len(names)
     places = ((n + 1) // 2 if n % 2 else count - n // 2 for n in range(count))
-    return [names[(place + repeat) % count] for place in places]
+    order = [names[(place + repeat) % count] for place in places]
+    return order[::-1] if count % 2 and repeat % 2 else order  # an odd number is in balance with its mirror image only
 
 
 def _kernel(task: Task, dtype: torch.dtype) -> str:
