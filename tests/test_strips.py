@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -33,7 +34,7 @@ from regard import (
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, fused
-from regard.kernels.strips import grouping, products, tuning
+from regard.kernels.strips import engine, grouping, products, tuning
 from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
 from regard.kernels.strips.added import AddedToStrip
@@ -42,6 +43,7 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
+from regard.masks import EVERYTHING
 from regard.shapes import Grid, ShapeError
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
@@ -595,6 +597,100 @@ def test_short_documents_share_a_strip_while_what_they_compute_in_vain_costs_les
             tall = sum(lengths[m] for m in before)
             join = 2 * tall * lengths[after[0]] <= cost and tall < 4
             assert not join or len(one.queries) + len(other.queries) > 16
+
+
+def packed(rows, length=90, kv_heads=2, dtype=torch.float64, seed=0):
+    """Query, key and value, and the ids of documents of 3 to 20 tokens, others in each row."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randint(3, 20, (length,), generator=draw) for _ in range(rows)])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(length), lengths)[:length] for lengths in ids])
+    tensors = [torch.randn(rows, heads, length, 8, generator=draw, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
+    return [tensor.requires_grad_() for tensor in tensors], ids
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mask", [EVERYTHING, Causal()], ids=["both ways", "causal"])
+@pytest.mark.parametrize("parts", [{}, {"sink": True}, {"value_dim": True}, {"kv_heads": True}], ids=str)
+def test_packed_documents_are_calls_of_torchs_operator_whose_results_lie_side_by_side(rows, mask, parts, monkeypatch):
+    tensors, ids = packed(rows, kv_heads=1 if "kv_heads" in parts else 4)
+    mask = mask & Document(ids)
+    more = {"sink": torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()} if "sink" in parts else {}
+    if "value_dim" in parts:
+        tensors[2] = tensors[2].detach()[..., :5].requires_grad_()
+    grads, calls = [], []
+    # what has room for biases, several spans and merging is not taken
+    monkeypatch.setattr(engine, "Part", lambda *given: pytest.fail("not by torch's operator alone"))
+    monkeypatch.setattr(engine, "products_pay", lambda *given, **how: False)
+    flash = fused.flash
+    monkeypatch.setattr(fused, "flash", lambda *given, **how: (calls.append(given), flash(*given, **how))[1])
+    for name in ("strips", "reference"):
+        output, lse = attention_with_lse(*tensors, mask=mask, kernel=name, **more)
+        learned = [*tensors, *more.values()]
+        grads.append([output, lse, *torch.autograd.grad((output.sin().sum() + lse.cos().sum()), learned)])
+    assert 1 < len(calls) <= len(torch.cat([row.unique(return_counts=True)[1] for row in ids]))
+    for one, other in zip(*grads, strict=True):
+        assert_close(one, other)
+
+
+def test_what_is_hidden_among_packed_documents_reaches_none_of_them():
+    tensors, ids = packed(1)
+    keys = ids.clone()
+    keys[0, 40] = 1000  # seen by no query
+    mask, found = Causal() & Document(ids, keys), []
+    strips = plan_of(check_call("test", *tensors, mask, *[None] * 5)).strips
+    assert any(strip.kind is Kind.MASKED and 40 in strip.spans[0] for strip in strips)
+    for number in (0.0, math.nan):
+        given = [tensor.detach().clone() for tensor in tensors]
+        for tensor in given[1:]:
+            tensor[:, :, 40] = number
+        output = attention(*(tensor.requires_grad_() for tensor in given), mask=mask, kernel="strips")
+        output.sum().backward()
+        found.append([output, *(tensor.grad for tensor in given)])
+    for clean, beside in zip(*found, strict=True):
+        assert_close(beside, clean)
+
+
+def test_documents_that_share_a_strip_are_compared_with_each_other_alone():
+    tensors, ids = packed(2)
+    found = plan_of(check_call("test", *tensors, Document(ids) & Causal(), *[None] * 5)).strips
+    shared = [strip for strip in found if strip.kind is Kind.MASKED]
+    assert shared
+    assert all(strip.spans == (strip.queries,) for strip in shared)
+
+
+def test_gradients_of_gradients_of_packed_documents_are_those_of_the_reference():
+    tensors, ids = packed(1, length=40)
+    found = []
+    for name in ("strips", "reference"):
+        output = attention(*tensors, mask=Causal() & Document(ids), kernel=name)
+        grads = torch.autograd.grad(output.sin().sum(), tensors, create_graph=True)
+        with pytest.warns(UserWarning, match="gradient of a gradient") if name == "strips" else nullcontext():
+            found.append(torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), tensors))
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+def test_short_documents_are_computed_one_by_one_as_soon_as_that_is_less_work_than_all_scores():
+    def chosen(length, document):
+        tensors = torch.zeros(3, 1, 8, length, 8)
+        return plan(*tensors, mask=Causal() & Document.from_lengths([document] * (length // document))).kernel
+
+    assert [chosen(256, document) for document in (16, 32, 64)] == ["strips"] * 3
+    assert "strips" not in {chosen(256, 256), chosen(128, 16)}
+
+
+def test_strips_are_planned_once_for_calls_of_one_form(monkeypatch):
+    tensors, ids = packed(1)
+    mask = Causal() & Document(ids)
+    checked.forget()
+    first = attention(*tensors, mask=mask, kernel="strips")
+    monkeypatch.setattr(strips_kernel, "plan_of", lambda *given: pytest.fail("planned again"))
+    assert_close(attention(*tensors, mask=mask, kernel="strips"), first)
+    monkeypatch.undo()
+    ids[0, 50:] = 1000  # another mask, in the same object
+    again = attention(*tensors, mask=mask, kernel="strips")
+    assert not torch.allclose(again, first)
+    assert_close(again, attention(*tensors, mask=mask, kernel="reference"))
 
 
 @pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"dropout": 0.3}, {"bias": Alibi(2)}], ids=repr)

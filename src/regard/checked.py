@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 MAX_FORMS = 16
 """Forms in the cache: those of a model whose layers differ, at a few lengths."""
 
-MAX_SCORES = 1 << 24
+MAX_SCORES = 1 << 27
 """Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
 
 MAX_HELD_BYTES = 1 << 23

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from regard import processor
 from regard.graphs import exporting, tracing
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
@@ -29,8 +30,14 @@ FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
-MIN_LEFT_OUT = 1 << 19
-"""Fewest scores worth leaving out at the price of several calls instead of one. Row "8 documents, causal"."""
+FEW_TO_PLAN = 1 << 18
+"""Scores of batch and heads up to which planning what to leave out takes longer than computing them."""
+
+
+WORTH_LEAVING_OUT = 0.55
+WORTH_LEAVING_OUT_IN_HALF_PRECISION = 0.3
+"""Strips are faster than products of everything if they cost less than this share of it. The second is that of the
+gradients, which torch's operator takes several times as long for in short strips. Row "8 documents, causal"."""
 
 
 class Preference(NamedTuple):
@@ -47,12 +54,21 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
 
 
 def _hides_most(call: Call) -> bool:
-    """Whether strips would leave out most of the scores, and enough of them to make up for being several calls."""
+    """Whether strips would leave out most of the work, the price of every strip included."""
     mask = call.scoring.mask
-    if mask is None or all_scores(call) <= MIN_LEFT_OUT or mask.structure() is None:
+    if not call.concrete or mask is None or all_scores(call) <= FEW_TO_PLAN or mask.structure() is None:
         return False
-    computed = strips.KERNEL.num_scores(call)
-    return all_scores(call) > max(2 * computed, computed + MIN_LEFT_OUT)
+    in_half = call.query.dtype in fused.HALF and call.learns and not processor.AMX
+    share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT
+    return strips_kernel.cost(call) < share * all_scores(call)
+
+
+def _holds_little(call: Call) -> bool:
+    """Whether torch's own function holds few numbers of query_len x key_len; those of a table are not asked for where
+    the lengths alone are too many."""
+    lengths = call.scoring.grid.query_len * call.scoring.grid.key_len
+    needs_no_table = direct.plain(call.scoring) or sdpa.reads_a_table(call)
+    return (needs_no_table or lengths <= FEW_NUMBERS) and sdpa.quadratic_numbers(call) <= FEW_NUMBERS
 
 
 PREFERENCES = (
@@ -83,7 +99,7 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function supports the whole call",
-        lambda call: exporting() or sdpa.quadratic_numbers(call) <= FEW_NUMBERS,
+        lambda call: exporting() or (_holds_little(call) and not _hides_most(call)),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
     Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),

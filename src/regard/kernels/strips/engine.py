@@ -17,6 +17,7 @@ from regard.kernels import fused
 from regard.kernels.hidden import Hidden, harmless
 from regard.kernels.strips import products
 from regard.kernels.strips.added import Added
+from regard.kernels.strips.apart import Apart
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.pieces import Space
@@ -108,13 +109,28 @@ def forward(
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
+    one_by_one = _one_by_one(plan, scoring, query, key) if by_flash else None
+    found = None if one_by_one is None else one_by_one.attend(query, key, value, scoring.scale)
+    if found is None:
+        needs_lse = wants_lse or sink is not None or plan.merges
+        found = _attend(query, key, value, scoring, dropout, plan, by_flash, needs_lse)
+    output, lse = found
+    if sink is not None:
+        output, lse = add_sink(output, lse, sink)
+    return output[..., :size], lse
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: Dropout | None, plan: StripPlan,
+    by_flash: bool, needs_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp without the sink, each strip written or merged into its place."""
     added = Added(scoring, plan, wide(query.dtype))
     careful = _may_leak(added, plan, query, key, value)
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
     output = empty(*query.shape[:3], value.shape[3])
     lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
-    needs_lse = wants_lse or sink is not None or plan.merges
     space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
@@ -133,9 +149,7 @@ def forward(
             to_output.copy_(result)
             if needs_lse:
                 to_lse.copy_(part_lse)
-    if sink is not None:
-        output, lse = add_sink(output, lse, sink)
-    return output[..., :size], lse
+    return output, lse
 
 
 def backward(
@@ -160,15 +174,22 @@ def backward(
     """
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
     finite = finite_lse(lse)
-    delta = row_products(grad_output, output)
-    if grad_lse is not None:
-        delta -= grad_lse
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
+    added = Added(scoring, plan, lse.dtype, learned)
+    careful = _may_leak(added, plan, query, key, value)
+    one_by_one = None
+    if by_flash and not careful and grads is None:
+        one_by_one = _one_by_one(plan, scoring, query, key, backward=True)
+    if one_by_one is not None:
+        grad, q, k, v, out = widen()
+        found = one_by_one.gradients(grad, q, k, v, out, finite, scale=scoring.scale)
+        three = (grad[..., : t.shape[3]] for grad, t in zip(found, (query, key, value), strict=True))
+        grad_sink = None if sink is None else gradient_of_sink(sink, lse, _delta(output, grad_output, grad_lse))
+        return (*three, grad_sink, *(None for _ in learned))
+    delta = _delta(output, grad_output, grad_lse)
     # a row that lies in one strip does not need the output, which was rounded to half precision
     whole_rows = not by_flash and not plan.merges and query.dtype != lse.dtype
     less_lse = torch.zeros_like(lse) if grad_lse is None else -grad_lse
-    added = Added(scoring, plan, lse.dtype, learned)
-    careful = _may_leak(added, plan, query, key, value)
     # gradients of shared keys accumulate in float32, whatever the call's dtype
     if grads is None:
         grads = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (query, key, value)]
@@ -177,8 +198,8 @@ def backward(
         part = Part(strip, query, added, dropout, careful)
         if not by_flash or products_pay(strip, query, key, backward=True):
             # MKL adds to the gradients of keys in place, strip by strip; oneDNN is faster with one stack of all strips
-            one_by_one = strip.overlaps and not products.by_onednn(query.dtype)
-            alone = len(strip.spans) == 1 and (one_by_one or not strip.overlaps)  # no copy, no number in it twice
+            in_place = strip.overlaps and not products.by_onednn(query.dtype)
+            alone = len(strip.spans) == 1 and (in_place or not strip.overlaps)  # no copy, no number in it twice
             of_query = part.by_query(grads[0])
             to_key, to_value = (
                 part.of_key(total)
@@ -196,7 +217,7 @@ def backward(
                 lse=part.by_query(finite),
                 delta=part.by_query(less_lse if whole_rows else delta),
                 whole_rows=whole_rows,
-                apart=one_by_one,
+                apart=in_place,
                 grads=(of_query, to_key, to_value),
             )
             part.set_query(grads[0], of_query)
@@ -205,7 +226,7 @@ def backward(
                 part.add_to_key(grads[1], to_key)
                 part.add_to_key(grads[2], to_value)
             continue
-        q, k, v, out, grad = widen()
+        grad, q, k, v, out = widen()
         of_query, of_key, of_value = fused.flash_backward(
             part.by_query(grad),
             part.safe_query(q),
@@ -229,6 +250,12 @@ def backward(
     )
 
 
+def _delta(output: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """sum(output doutput) - dlse of each query."""
+    delta = row_products(grad_output, output)
+    return delta if grad_lse is None else delta.sub_(grad_lse)
+
+
 def gradient_of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The gradient of a sink [heads], from the lse of whole rows, the sink included, and delta as in `products`."""
     return -(exp(sink.to(lse.dtype)[:, None] - finite_lse(lse)) * delta).sum((0, 2)).to(sink.dtype)
@@ -248,6 +275,26 @@ def _may_leak(added: Added, plan: StripPlan, *tensors: Tensor) -> bool:
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
     """The strips that have anything to compute."""
     return (strip for strip in plan.strips if strip.keys and all(query.shape[:3]))
+
+
+def _one_by_one(
+    plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False
+) -> Apart | None:
+    """The strips, if they lie apart, nothing but a mask is added, and most of their scores are those of torch's
+    operator."""
+    if scoring.bias is not None or torch._C._are_functorch_transforms_active() or not query.numel():
+        return None
+    found = plan.apart
+    if found is None:
+        return None
+    known = query.dtype, query.shape[1], key.shape[1], backward, products.by_onednn(query.dtype)
+    if known not in found.by_torch:
+        scores = [0, 0]
+        for strip in plan.strips:
+            of_strip = len(strip.queries) * strip.keys * strip.times
+            scores[products_pay(strip, query, key, backward=backward)] += of_strip
+        found.by_torch[known] = scores[True] < scores[False]
+    return found if found.by_torch[known] else None
 
 
 def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = False) -> bool:
@@ -288,18 +335,18 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
 
 
 def _for_flash(query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad_output: Tensor, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
-    """The five tensors in the form that the backward operator needs, built on first use."""
+    """Gradient, query, key, value and output in the form that the backward operator needs, built on first use."""
 
     @cache
     def widen() -> tuple[Tensor, ...]:
         width = max(query.shape[3], value.shape[3])
-        five = tuple(_padded(tensor, width) for tensor in (query, key, value, output, grad_output))
+        five = tuple(_padded(tensor, width) for tensor in (grad_output, query, key, value, output))
         if grad_lse is None:
             return five
         # torch's operator takes no delta: dlse is passed as one more feature, with value 0 and gradient 1
-        *three, out, grad = five
+        grad, *three, out = five
         out = torch.cat([out, -grad_lse.to(out.dtype)[..., None]], dim=-1)
         grad = torch.cat([grad, torch.ones_like(grad[..., :1])], dim=-1)
-        return (*(_padded(tensor, width + 1) for tensor in three), out, grad)
+        return (grad, *(_padded(tensor, width + 1) for tensor in three), out)
 
     return widen

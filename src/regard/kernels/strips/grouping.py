@@ -16,6 +16,7 @@ from regard.indexing import indices
 from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
+from regard.kernels.strips.apart import Apart, one_by_one
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided, joined
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import by_batch
@@ -27,6 +28,7 @@ class StripPlan:
 
     Attributes:
         masks: the mask of each batch index with separate strips; the key None if one mask holds for all.
+        is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
@@ -35,9 +37,8 @@ class StripPlan:
         self._hidden: dict[Strip, Hidden] = {}
         self._kept = self._looked = 0
         self._strips: tuple[Strip, ...] | None = None
-        self._keeps = mask.closed_form or mask.structure() is not None
-        """Whether strips, and masks that were evaluated to find them, are kept as long as the plan."""
-        if self._keeps:
+        self.is_kept = mask.closed_form or mask.structure() is not None
+        if self.is_kept:
             self._strips = tuple(self._together() if by.together else self._cut())
 
     @property
@@ -61,6 +62,15 @@ class StripPlan:
         return self._strips[0] if self._strips is not None and len(self._strips) == 1 else None
 
     @cached_property
+    def apart(self) -> Apart | None:
+        """The strips, if they are several that have neither queries nor keys in common, and every query sees a key."""
+        strips = one_by_one(self._strips or (), (self._grid.query_len, self._grid.key_len))
+        if strips is None or len(strips) < 2:
+            return None
+        hidden = [self.hidden(strip) for strip in strips]
+        return None if any(one is not None and one.queries is not None for one in hidden) else Apart(strips, hidden)
+
+    @cached_property
     def merges(self) -> bool:
         """Whether a query may be in several strips, whose results are merged."""
         return self._strips is not None and any(strip.merges for strip in self._strips)
@@ -72,7 +82,7 @@ class StripPlan:
             way = cut_by_residue if is_strided(mask, self._grid.query_len) else cut
             strips = way(mask, *lengths, batch_index, by=self._by)
             for strip in joined(strips) if self._by.joins else strips:
-                if strip.allowed is not None and self._keeps:
+                if strip.allowed is not None and self.is_kept:
                     kept += strip.allowed.numel()
                 yield strip if kept <= MAX_KEPT_SCORES else replace(strip, allowed=None)
 

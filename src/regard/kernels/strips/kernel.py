@@ -6,15 +6,16 @@ strip is computed by torch's fused operator or by plain products (`engine`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from regard.biases import Given
+from regard.dropout import Dropout
 from regard.graphs import exporting, tracing
 from regard.kernels import fused
-from regard.kernels.call import Call, Kernel
+from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.strips import engine, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips
@@ -22,12 +23,15 @@ from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
-from regard.kernels.strips.reordering import reordering, take
+from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular
 from regard.numerics import upcast
 from regard.rules import serialise
+from regard.scores import Scoring
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 def cannot(call: Call) -> str | None:
@@ -49,7 +53,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
         broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call)  # a graph break: a node cannot hold a function
     output, lse = in_graph(
-        *_tensors(call),
+        *_in_precision(call[:3], scoring, dropout, call.wants_lse),
         scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
         None if scoring.bias is None else scoring.bias.numbers,
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate,
@@ -57,50 +61,89 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     return output.to(call.query.dtype), lse
 
 
-def _tensors(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants_lse: bool) -> Three:
     """Query, key and value.
 
     In half precision, torch's operator approximates exp: accurate enough for the output, but not for an lse from which
     weights are recomputed. That is computed in float32.
     """
-    if call.wants_lse and engine.flash_can(call.query, call.scoring, call.dropout):
-        return upcast(call.query), upcast(call.key), upcast(call.value)
-    return call.query, call.key, call.value
+    query, key, value = three
+    if wants_lse and engine.flash_can(query, scoring, dropout):
+        return upcast(query), upcast(key), upcast(value)
+    return three
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor | None]:
-    changed = reordering(call)
-    if changed is None:
-        return _run_in_order(call)
-    key, value = (take(tensor, changed.keys) for tensor in (call.key, call.value))
-    query = take(call.query, changed.queries)
-    output, lse = _run_in_order(changed.planned(call)._replace(query=query, key=key, value=value))
-    return take(output, changed.back), None if lse is None else take(lse, changed.back)
+    return _planned(call)(call.query, call.key, call.value, call.scoring.sink)
 
 
-def _plan_of(call: Call) -> tuple[StripPlan, Call]:
-    """The strips of a call, and the call that they are of: that of sorted tokens, if these are sorted."""
+def prepare(call: Call) -> Prepared | None:
+    """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
+    scoring = call.scoring
+    any_length = scoring.mask is None and scoring.grid.query_len == 1
+    if any_length or not call.concrete or call.dropout is not None or scoring.bias is not None:
+        return None
+    planned = _planned(call)
+    return planned if planned.plan.is_kept else None
+
+
+def _planned(call: Call) -> "Planned":
     changed = reordering(call)
     call = call if changed is None else changed.planned(call)
-    return plan_of(call), call
-
-
-def _run_in_order(call: Call) -> tuple[Tensor, Tensor | None]:
-    scoring, plan = call.scoring, plan_of(call)
+    plan = plan_of(call)
     alone = plan.only
-    if alone is not None and _is_one_call(alone, call):
-        span = alone.spans[0]
-        key, value = (tensor[:, :, span.start : span.stop] for tensor in (call.key, call.value))
-        return fused.full_attention(call.query, key, value, scale=scoring.scale), None
-    tensors = _tensors(call)
-    rest: tuple[Any, ...] = (*tensors, scoring.sink, *scoring.learned())
-    if call.learns or torch._C._are_functorch_transforms_active():
-        output, lse = Strips.apply(scoring, call.dropout, plan, *rest)  # type: ignore[no-untyped-call]
-        return output.to(call.query.dtype), lse
-    # without gradients, skip autograd, whose overhead equals a small call
-    with torch.no_grad():
-        output, lse = engine.forward(*tensors, scoring.sink, scoring, call.dropout, plan, wants_lse=call.wants_lse)
-    return output.to(call.query.dtype), lse if call.wants_lse else None
+    span = alone.spans[0] if alone is not None and _is_one_call(alone, call) else None
+    return Planned(call.scoring.with_sink(None), call.dropout, plan, changed, span, call.wants_lse, call.learns)
+
+
+def _sorted(call: Call) -> Call:
+    """The call of sorted tokens, if these are sorted: that of which the strips are."""
+    changed = reordering(call)
+    return call if changed is None else changed.planned(call)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A call with its strips, which waits for its tensors.
+
+    Attributes:
+        scoring, dropout, plan: of the tokens in the order in which they are computed, the scoring without its sink.
+        changed: how tokens are sorted for that, or None.
+        span: the keys of a plain call of torch's function that does the same, as in decoding; None for none.
+        learns: whether anything needs a gradient.
+    """
+
+    scoring: Scoring
+    dropout: Dropout | None
+    plan: StripPlan
+    changed: Reordering | None
+    span: range | None
+    wants_lse: bool
+    learns: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        changed = self.changed
+        if changed is None:
+            return self._in_order(query, key, value, sink)
+        query, key, value = take(query, changed.queries), take(key, changed.keys), take(value, changed.keys)
+        output, lse = self._in_order(query, key, value, sink)
+        return take(output, changed.back), None if lse is None else take(lse, changed.back)
+
+    def _in_order(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        scoring, dtype = self.scoring, query.dtype
+        if self.span is not None:
+            key, value = (tensor.narrow(2, self.span.start, len(self.span)) for tensor in (key, value))
+            return fused.full_attention(query, key, value, scale=scoring.scale), None
+        three = _in_precision((query, key, value), scoring, self.dropout, self.wants_lse)
+        if self.learns or torch._C._are_functorch_transforms_active():
+            scoring = scoring.with_sink(sink)
+            rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
+            output, lse = Strips.apply(*rest)  # type: ignore[no-untyped-call]
+            return output.to(dtype), lse
+        # without gradients, skip autograd, whose overhead equals a small call
+        with torch.no_grad():
+            output, lse = engine.forward(*three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse)
+        return output.to(dtype), lse if self.wants_lse else None
 
 
 def _is_one_call(strip: Strip, call: Call) -> bool:
@@ -146,13 +189,20 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square those that its engine computes."""
-    plan, call = _plan_of(call)
+    call = _sorted(call)
+    plan = plan_of(call)
     return sum(options.num_scores(strip, call) for strip in plan.strips)
+
+
+def cost(call: Call) -> float:
+    """The scores of a dense call, over batch and heads, that takes as long."""
+    return options.cost(_sorted(call)) if all(call.scoring.grid[:4]) else 0.0
 
 
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and for the largest strip its mask and bias, copied keys, result and pieces of scores."""
-    plan, call = _plan_of(call)
+    call = _sorted(call)
+    plan = plan_of(call)
     grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
     size = upcast(query[:0]).element_size()
     flash = engine.flash_can(query, scoring, call.dropout)
@@ -173,5 +223,5 @@ def peak_bytes(call: Call) -> int:
 
 
 KERNEL = Kernel(
-    "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes,
+    "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes, prepare=prepare,
 )  # fmt: skip

@@ -27,6 +27,25 @@ def num_scores(strip: Strip, call: Call) -> int:
     return of_one * strip.times * grid.heads * (grid.batch if strip.batch_index is None else 1)
 
 
+def cost(call: Call, by: PlanOptions | None = None) -> float:
+    """The scores of a dense call, over batch and heads, that takes as long as its strips.
+
+    More than the mask allows: strips hold hidden scores too, short ones make smaller products, and each call of torch's
+    operator takes some time by itself.
+
+    Args:
+        by: what they cost; None: the options by which they are cut.
+    """
+    grid, by = call.scoring.grid, by or options(call)
+    heads = grid.batch * grid.heads
+    of_strips = (
+        by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
+        for strip in plan_of(call).strips
+        if strip.keys and strip.queries
+    )
+    return heads * sum(of_strips)
+
+
 def is_given(call: Call) -> bool:
     """Whether the numbers added to scores are read where they are: one tensor, a bias or a mask, and no other."""
     bias, mask = call.scoring.bias, call.scoring.mask_or_everything

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.kernels.strips import engine, products, tuning
-from regard.kernels.strips.options import num_scores, options, plan_of
+from regard.kernels.strips import engine, options, products, tuning
+from regard.kernels.strips.options import plan_of
 from regard.numerics import upcast, wide
 
 SHORT_STRIP_QUERIES = 16.0
@@ -47,14 +47,9 @@ def scores_in_time(call: Call) -> float:
     More than the mask allows: strips hold hidden scores too, short ones make smaller products than a dense call of all
     these queries does, and each strip takes some time by itself: fewer scores of it where a dense call is slower.
     """
-    grid, by = call.scoring.grid, options(call)
+    grid, by = call.scoring.grid, options.options(call)
     heads = grid.batch * grid.heads
     by_itself = tuning.SCORES_PER_STRIP / heads / (1 if products.by_onednn(wide(call.query.dtype)) else 2)
     short = max(by.short or 0.0, SHORT_STRIP_QUERIES)
-    by = by._replace(short=short, scores_per_call=by_itself)
-    cost = sum(
-        by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
-        for strip in plan_of(call).strips
-        if strip.keys and strip.queries
-    )
-    return heads * (cost / (1 + short / max(1, grid.query_len)) + tuning.SCORES_PER_RESULT * grid.query_len)
+    of_strips = options.cost(call, by._replace(short=short, scores_per_call=by_itself))
+    return of_strips / (1 + short / max(1, grid.query_len)) + heads * tuning.SCORES_PER_RESULT * grid.query_len

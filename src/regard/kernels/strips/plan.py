@@ -131,7 +131,8 @@ def cut(
         if square:
             yield from square
         elif (shared := next(shared_keys)) is None:
-            yield from next(cut_up)
+            are_joined = len(segment) <= tuning.MAX_STRIP_QUERIES and not breaks.isdisjoint(segment[1:])
+            yield from (_tight(mask, strip, key_len - query_len) if are_joined else strip for strip in next(cut_up))
         else:
             for queries in _split(segment, by.max_queries) if by.holds else (segment,):
                 yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
@@ -184,6 +185,19 @@ def _cut_up(
             kind = Kind.MASKED if partial or not spans else Kind.FULL
             strips.append(Strip(batch_index, queries, tuple(spans) or (range(0),), kind))
         yield strips
+
+
+def _tight(mask: Mask, strip: Strip, offset: int) -> Strip:
+    """A strip of several segments, without keys on either side that belong to none of them: spans found in steps of
+    KEY_STEP hold those of others, too."""
+    if len(strip.spans) > 1:
+        return strip
+    (span,), queries = strip.spans, strip.queries
+    start, stop = max(span.start, queries.start + offset), min(span.stop, queries.stop + offset)
+    outside = (side for side in (range(span.start, start), range(stop, span.stop)) if side)
+    if start >= stop or any(mask.tile(queries, side) is not Tile.EMPTY for side in outside):
+        return strip
+    return replace(strip, spans=(range(start, stop),))
 
 
 def _spans_of(parts: Sequence[tuple[range, Tile]]) -> tuple[list[range], int]:

@@ -1,0 +1,125 @@
+"""Strips that have neither queries nor keys in common, as packed documents: torch's operator on one after another.
+
+Nothing is merged or added up: results and gradients of all strips are laid side by side. Of a short document, torch's
+operator takes some 30 us; the general way (`engine`), which has room for biases, several spans and batches of strips,
+would take as long again. Row "documents of 20 to 200" of features.py.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.kernels import fused
+from regard.kernels.hidden import Hidden, has_nan
+from regard.kernels.strips.plan import Kind, Strip
+
+
+class Apart:
+    """Strips that divide queries and keys among them.
+
+    Args:
+        strips: as from `one_by_one`.
+        hidden: what the mask hides in each; None for nothing, and for a causal square.
+
+    Attributes:
+        by_torch: for which calls torch's operator is the fastest way, as far as that is known.
+    """
+
+    def __init__(self, strips: Sequence[Strip], hidden: Sequence[Hidden | None]) -> None:
+        self.strips, self._hidden = strips, hidden
+        self._hides = any(one is not None for one in hidden)
+        self.by_torch: dict[Hashable, bool] = {}
+        self._queries: dict[int | None, list[int]] = {}
+        self._keys: dict[int | None, list[int]] = {}
+        for strip in strips:
+            self._queries.setdefault(strip.batch_index, []).append(len(strip.queries))
+            self._keys.setdefault(strip.batch_index, []).append(strip.keys)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+        """Output and log-sum-exp; None if NaN in something hidden contributed."""
+        tensors = zip(self._of_query(query), self._of_key(key), self._of_key(value), strict=True)
+        results = [
+            fused.flash(*three, scale=scale, **how)
+            for three, how in zip(tensors, self._masks(query.dtype), strict=True)
+        ]
+        output, lse = (_side_by_side(parts, self._queries) for parts in zip(*results, strict=True))
+        return None if self._hides and has_nan(output) else (output, lse)
+
+    def gradients(
+        self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of query, key and value."""
+        by_query = [*map(self._of_query, (grad_output, query, output, lse))]
+        tensors = zip(*by_query[:2], self._of_key(key), self._of_key(value), *by_query[2:], strict=True)
+        results = [
+            fused.flash_backward(*six, scale=scale, **how)
+            for six, how in zip(tensors, self._masks(query.dtype), strict=True)
+        ]
+        of_query, of_key, of_value = zip(*results, strict=True)
+        return (
+            _side_by_side(of_query, self._queries),
+            _side_by_side(of_key, self._keys),
+            _side_by_side(of_value, self._keys),
+        )
+
+    def _of_query(self, tensor: Tensor) -> Sequence[Tensor]:
+        return _parts(tensor, self._queries)
+
+    def _of_key(self, tensor: Tensor) -> Sequence[Tensor]:
+        return _parts(tensor, self._keys)
+
+    def _masks(self, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+        """What torch's operator is told of each strip's mask."""
+        for strip, hidden in zip(self.strips, self._hidden, strict=True):
+            if strip.kind is Kind.CAUSAL:
+                yield {"is_causal": True}
+            else:
+                yield {} if hidden is None else {"attn_mask": hidden.numbers(dtype)}
+
+
+def _parts(tensor: Tensor, lengths: dict[int | None, list[int]]) -> Sequence[Tensor]:
+    """Each strip's part of a tensor [batch, heads, length, ...], as views."""
+    if None in lengths:
+        return tensor.split_with_sizes(lengths[None], dim=2)
+    rows = zip(tensor.split(1), lengths.values(), strict=True)
+    return [part for row, of_row in rows for part in row.split_with_sizes(of_row, dim=2)]
+
+
+def _side_by_side(parts: tuple[Tensor, ...], lengths: dict[int | None, list[int]]) -> Tensor:
+    """The tensor that has these parts."""
+    if None in lengths:
+        return torch.cat(parts, dim=2)
+    each = iter(parts)
+    return torch.cat([torch.cat([*islice(each, len(of_row))], dim=2) for of_row in lengths.values()])
+
+
+def one_by_one(strips: Sequence[Strip], lengths: tuple[int, int]) -> list[Strip] | None:
+    """The strips in the order of their queries, those of a batch each by itself, if each has one span, and they divide
+    all queries and keys among them in this order."""
+    if any(len(strip.spans) > 1 or strip.merges or strip.overlaps or not strip.keys for strip in strips):
+        return None
+    single = [_nth(strip, number) for strip in strips for number in range(strip.times)]
+    single.sort(key=lambda strip: (strip.batch_index or 0, strip.queries.start))
+    before = {strip.batch_index: (0, 0) for strip in single}
+    for strip in single:
+        queries, (keys,) = strip.queries, strip.spans
+        if (queries.start, keys.start) != before[strip.batch_index] or not queries.step == keys.step == 1:
+            return None
+        before[strip.batch_index] = queries.stop, keys.stop
+    return single if set(before.values()) == {lengths} else None
+
+
+def _nth(strip: Strip, number: int) -> Strip:
+    """One of the equal strips that it stands for."""
+    if strip.times == 1:
+        return strip
+    queries, span = (
+        range(part.start + number * strip.step, part.stop + number * strip.step, part.step)
+        for part in (strip.queries, strip.spans[0])
+    )
+    return replace(strip, queries=queries, spans=(span,), times=1, step=0)
