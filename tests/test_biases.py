@@ -279,12 +279,12 @@ def test_a_bias_that_fits_a_call_in_two_ways_is_refused_until_it_says_which():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dtype):
-    query, key, value = (torch.randn(2, 4, 300, 16, dtype=dtype) for _ in range(3))
-    table = torch.randn(1, 4, 300, 300, dtype=dtype)
+    query, key, value = (torch.randn(2, 4, 520, 16, dtype=dtype) for _ in range(3))
+    table = torch.randn(1, 4, 520, 520, dtype=dtype)
     table[:, :, :, 7] = -math.inf  # nobody sees this key
     table[:, 1, 5] = -math.inf  # this query sees nothing
     planned = plan(query, key, value, bias=table)
-    assert (planned.kernel, planned.quadratic_numbers) == ("sdpa", 0)
+    assert (planned.kernel in ("sdpa", "strips"), planned.quadratic_numbers) == (True, 0)
     exact = attention(*(t.double() for t in (query, key, value)), bias=table.double(), kernel="reference")
     plain = attention(query, key, value, bias=table, kernel="reference")
     for poison in (0.0, math.nan, math.inf):

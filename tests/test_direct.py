@@ -1,6 +1,7 @@
 """All scores at once, and what is hidden: found once, looked at only where it is."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cases import ON_A_CPU
 from comparing import assert_close
 from regard import Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
 from regard.kernels import direct, fused, hidden, known
+from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
@@ -71,7 +73,7 @@ def test_a_query_that_is_computed_twice_has_two_places_in_memory(monkeypatch):
 
 
 def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
-    assert regard.plan(*step(rows=200, keys=200), mask=Padding([10, 100, 200])).kernel != "direct"
+    assert regard.plan(*step(rows=600, keys=600), mask=Padding([10, 100, 600])).kernel != "direct"
     assert regard.plan(*step()).kernel == "sdpa"  # torch's own call has nothing around it here
 
 
@@ -116,7 +118,7 @@ def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_
     for parts in ({"dropout": 0.1}, {"bias": bias}):
         assert regard.plan(small, small, small, **parts).kernel == "direct"
         assert regard.plan(large, large, large, **parts).kernel == "strips"  # which hold a piece of all these scores
-    assert regard.plan(small, small, small, softcap=5.0).kernel == "strips"
+    assert regard.plan(large, large, large, softcap=5.0).kernel == "strips"
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -305,3 +307,31 @@ def test_under_a_bias_that_hides_nothing_what_the_mask_hides_is_known(number, mo
     grads = [torch.autograd.grad(output.sin().sum(), [query, key, value, numbers]) for output in (found, right)]
     for pair in zip((found, *grads[0]), (right, *grads[1]), strict=True):
         assert_close(*pair)
+
+
+def test_calls_of_one_thread_share_the_memory_of_their_scores_and_results_keep_their_own():
+    def found(seed):
+        draw = torch.Generator().manual_seed(seed)
+        three = torch.randn(3, 1, 4, 64, 8, generator=draw)
+        return attention_with_lse(*three, mask=Causal(), kernel="direct"), scratch(three, 1).data_ptr()
+
+    elsewhere = []
+    first, place = found(0)
+    before = [result.clone() for result in first]
+    assert found(1)[1] == place
+    thread = threading.Thread(target=lambda: elsewhere.append(found(2)[1]))
+    thread.start()
+    thread.join()
+    assert elsewhere[0] != place
+    for result, kept in zip(first, before, strict=True):
+        assert torch.equal(result, kept)
+
+
+def test_scores_that_are_many_or_no_float32_have_memory_of_their_own():
+    few = torch.zeros(1)
+    with torch.inference_mode():
+        place = scratch(few, 3)
+    assert not place.is_inference()
+    assert scratch(few, 2).data_ptr() == place.data_ptr()
+    assert scratch(few, 2, MAX_NUMBERS).data_ptr() != place.data_ptr()
+    assert scratch(few.double(), 3).dtype == torch.float64

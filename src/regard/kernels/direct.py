@@ -18,7 +18,7 @@ from torch import Tensor
 from regard import processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, QUERIES_AT_A_TIME
+from regard.kernels.fused import FLASH, HALF
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
 from regard.masks import EVERYTHING
@@ -27,30 +27,26 @@ from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
 from regard.numerics import wide
 from regard.scores import Scoring
 
-MAX_SCORES = 1 << 18
-"""Scores of all heads up to which this is the fastest kernel, twice as many of what torch's operator cannot do, and any
-number of one query. Rows of 128 tokens in features.py."""
+MAX_SCORES = 1 << 20
+MAX_SCORES_OF_A_HEAD = 3 << 16
+"""Scores of all heads up to which this is faster than the others; four times as many where strips take one batch index
+at a time, or where the scores of one head of one batch index, 768 KiB, stay in the cache between two products. What is
+kept for the gradients has 16 MiB at most. Rows of 128 to 512 tokens in features.py."""
 
-MAX_SCORES_BEFORE_OTHERS_ARE_SLOW = 1 << 20
-"""The same where the others are slow. By oneDNN, torch's operator is, and strips have too few pieces. What is kept for
-the gradients has 4 MiB. Twice as many where torch's gradients in half precision are slow, without AMX and as long as
-its operator takes its queries by 32: 1.4 to 2.5 times as long."""
+MIN_SCORES_BY_MKL = 1 << 15
+MIN_SCORES_THAT_LEARN = 1 << 14
+MIN_ROWS, MIN_HEADS = 64, 4
+"""The same with products by MKL, beside torch's operator with a table, whose one call is shorter if there are fewer."""
 
-MAX_COPIED_NUMBERS = 1 << 18
-"""Most numbers in the keys of one query in half precision that are copied in float32, 1 MiB, as are the values: where
-torch's operator cannot be taken, strips take longer to begin."""
+MAX_NUMBERS_THAT_LEARN = 1 << 20
+"""Most numbers in the keys of few queries in half precision of which float32 copies are made, as of the values, where
+torch's gradients are slow."""
 
-COPIED_NUMBERS_THAT_LEARN = range(1 << 16, (1 << 19) + 1)
-"""The same, of few queries that learn: their gradients take torch's operator longer than copies that stay in the cache,
-unless there are so few that its one call is shorter than all of these. Of one query up to twice as many."""
+MAX_NUMBERS_OF_ONE = 1 << 18
+"""The same of one query without gradients: strips take longer to begin."""
 
-MAX_SCORES_BY_BATCH = 1 << 22
-MAX_SCORES_OF_EACH = 1 << 18
-"""Scores of all batch indices, and of each, up to which this is faster than strips that take one batch index at a time.
-What is kept for the gradients has 16 MiB; with more scores, memory is what takes time."""
-
-MIN_STACK = 8
-"""Fewest matrices in a stack for which products by MKL are as fast as torch's operator."""
+MIN_STACK = 16
+"""Fewest matrices of one row at which torch's operator is slow in half precision."""
 
 
 def cannot(call: Call) -> str | None:
@@ -72,12 +68,12 @@ def prepare(call: Call) -> Prepared | None:
     scoring, wants_lse = call.scoring.with_sink(None), call.wants_lse
     if not call.learns:
         hidden, added = _prepared(call)
-        fixed, sees_all = Fixed(scoring, hidden, added, None, wants_lse), _sees_all(call, hidden)
+        fixed, sees_all = Fixed(scoring, hidden, added, None, wants_lse, keeps=False), _sees_all(call, hidden)
 
         def attend_alone(
             query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
-            results = _attended(fixed, False, query, key, value, sink, None)
+            results = _attended(fixed, query, key, value, sink, None)
             if sees_all or not _has_nan(*results):
                 return results
             return _with_zeros(Call(query, key, value, scoring.with_sink(sink), None, wants_lse))
@@ -86,14 +82,14 @@ def prepare(call: Call) -> Prepared | None:
     hidden, added, _ = _in_full(call)
     if scoring.bias is not None and not isinstance(hidden, Table):
         return None
-    fixed = Fixed(scoring, hidden, added, None, wants_lse)
+    fixed = Fixed(scoring, hidden, added, None, wants_lse, keeps=True)
 
     def attend_and_learn(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if hidden is not None:
             query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-        return _attended(fixed, True, query, key, value, sink, None)
+        return _attended(fixed, query, key, value, sink, None)
 
     return attend_and_learn
 
@@ -169,15 +165,15 @@ def _zeroed(call: Call, hidden: Hidden | None) -> Call:
 def _attend(
     call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse)
-    return _attended(fixed, call.concrete and call.learns, *call[:3], call.scoring.sink, biases)
+    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse, keeps=call.concrete and call.learns)
+    return _attended(fixed, *call[:3], call.scoring.sink, biases)
 
 
 def _attended(
-    fixed: Fixed, by_hand: bool, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Output and lse, with gradients by hand or by autograd."""
-    if by_hand:
+    if fixed.keeps:
         output, lse = Stacked.apply(fixed, query, key, value, sink, biases)  # type: ignore[no-untyped-call]
     else:
         output, lse = shaped(attend(fixed, query, key, value, sink, biases), fixed, query.dtype)
@@ -213,45 +209,48 @@ def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor |
 
 def pays(call: Call) -> bool:
     """Whether this is faster than the other kernels, if a mask hides little."""
-    scoring, query, (batch, kv_heads) = call.scoring, call.query, call.key.shape[:2]
-    rows, group = scoring.grid.query_len, scoring.grid.heads // kv_heads
     if not (call.concrete and processor.MKL):
         return False
-    if query.dtype in HALF and rows * group * (1 + call.learns) < query.shape[3]:
-        return _copies_pay(call)
-    if rows == 1 and not call.learns and _torch_can(call):
+    grid, half = call.scoring.grid, call.query.dtype in HALF
+    if grid.query_len == 1:
+        return _pays_for_one(call)
+    in_cache = grid.query_len * grid.key_len <= MAX_SCORES_OF_A_HEAD
+    scores, most = all_scores(call), MAX_SCORES * (4 if in_cache or _strips_go_by_batch(call) else 1)
+    if scores > most or not _torch_can(call):
+        return scores <= most
+    if half and processor.AMX:
         return False
-    each = all_scores(call) // max(1, batch)
-    if each <= MAX_SCORES_OF_EACH and all_scores(call) <= MAX_SCORES_BY_BATCH and _strips_go_by_batch(call):
+    rows = grid.query_len * (grid.heads // call.key.shape[1])
+    if half and _has_few_rows(call):
+        return call.learns and call.key.numel() <= MAX_NUMBERS_THAT_LEARN
+    if _by_onednn(call) or (half and call.learns):
         return True
-    if query.dtype in HALF and rows < QUERIES_AT_A_TIME[1][0] and call.learns and not processor.AMX:
-        return rows == 1 or all_scores(call) <= 2 * MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
-    if _by_onednn(call):
-        return rows == 1 or all_scores(call) <= MAX_SCORES_BEFORE_OTHERS_ARE_SLOW
-    if not _torch_can(call):
-        return rows == 1 or all_scores(call) <= 2 * MAX_SCORES
-    if plain(scoring):
+    if plain(call.scoring):
         return False  # nothing lies around torch's own function here
-    return rows == 1 or (batch * kv_heads >= MIN_STACK and all_scores(call) <= MAX_SCORES)
+    if call.learns:
+        return scores > MIN_SCORES_THAT_LEARN
+    return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
 
 
-def _copies_pay(call: Call) -> bool:
-    """The same of so few queries in half precision that keys and values, of which float32 copies are made, are more
-    numbers than there are scores."""
-    numbers = max(call.key.numel(), call.value.numel())
-    if not call.learns:
-        few = call.scoring.grid.query_len == 1 and numbers <= MAX_COPIED_NUMBERS
-        return few and (not _torch_can(call) or _single_rows(call) >= 2 * MIN_STACK)
-    least, most = COPIED_NUMBERS_THAT_LEARN.start, COPIED_NUMBERS_THAT_LEARN.stop
-    if call.scoring.grid.query_len == 1:
-        least, most = 0, 2 * most
-    return not processor.AMX and numbers < most and (numbers >= least or not _torch_can(call))
+def _has_few_rows(call: Call) -> bool:
+    """Whether keys and values, of which half precision needs float32 copies, are more numbers than there are scores."""
+    grid = call.scoring.grid
+    return grid.query_len * (grid.heads // call.key.shape[1]) * (1 + call.learns) < call.query.shape[3]
 
 
-def _single_rows(call: Call) -> int:
-    """How many matrices have one row alone, at which torch is slow in half precision."""
-    batch, kv_heads = call.key.shape[:2]
-    return batch * kv_heads if call.scoring.grid.heads == kv_heads else 0
+def _pays_for_one(call: Call) -> bool:
+    """The same of one query."""
+    (batch, kv_heads), numbers = call.key.shape[:2], max(call.key.numel(), call.value.numel())
+    half, torch_can = call.query.dtype in HALF, _torch_can(call)
+    if half and _has_few_rows(call):
+        if call.learns:
+            return not processor.AMX and numbers <= MAX_NUMBERS_THAT_LEARN
+        single = call.scoring.grid.heads == kv_heads and batch * kv_heads >= MIN_STACK
+        return numbers <= MAX_NUMBERS_OF_ONE and (single or not torch_can)
+    if not torch_can:
+        return True
+    slow = _by_onednn(call) or (half and not processor.AMX) or not plain(call.scoring)
+    return call.learns and slow
 
 
 def _strips_go_by_batch(call: Call) -> bool:

@@ -12,13 +12,16 @@ Autograd computes the same in twice as many operators, all by the same library, 
 (`regard.matmul`). It is left to do so where a gradient of these gradients is wanted.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden, fold
+from regard.kernels.scratch import scratch
 from regard.matmul import baddbmm, bmm
 from regard.numerics import upcast
 from regard.scores import Scoring
@@ -30,6 +33,7 @@ class Fixed(NamedTuple):
     Attributes:
         hidden: what mask and bias hide. added: what they add, in the layout of `fold`; None for nothing, and where a
             bias learns. kept: 0 for weights that are dropped, 1 / (1 - dropout) for others, likewise.
+        keeps: whether the weights are used later, for the gradients; otherwise they are gone after the call.
     """
 
     scoring: Scoring
@@ -37,6 +41,7 @@ class Fixed(NamedTuple):
     added: Tensor | None
     kept: Tensor | None
     wants_lse: bool
+    keeps: bool
 
 
 class Result(NamedTuple):
@@ -67,22 +72,27 @@ def attend(
     query, key, value = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
     added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, query.dtype)
     softcap, capped = scoring.softcap, None
+    graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
+    by_autograd = graph or torch._C._are_functorch_transforms_active()  # which want new tensors
+    space = None if by_autograd else scratch(query, *query.shape[:2], key.shape[1])
     if softcap is None and added is not None:
-        scores = baddbmm(added, query, key.mT, alpha=scoring.scale)
+        scores = baddbmm(added, query, key.mT, alpha=scoring.scale, out=space)
     else:
-        scores = bmm(query, key.mT)
+        scores = bmm(query, key.mT, out=space)
         if softcap is None:
-            scores = scores * scoring.scale
+            scores = scores * scoring.scale if space is None else scores.mul_(scoring.scale)
         else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
             capped = torch.sigmoid(scores * (2.0 * scoring.scale / softcap))
             scores = capped * (2.0 * softcap) - softcap
         if added is not None:
             scores = scores + added
-    weights = torch.softmax(scores, -1)
+    top = scores.amax(-1, keepdim=True) if (sink is not None or fixed.wants_lse) and scores.shape[2] else None
+    weights = torch.softmax(scores, -1, out=None if by_autograd or fixed.keeps else scores)
     output = bmm(weights if fixed.kept is None else weights * fixed.kept, value)
     if sink is None and not fixed.wants_lse:
         return Result(output, None, weights, None, capped)
-    lse = _log_sum_exp(scores, weights)
+    # the largest weight is exp(top - lse); torch.logsumexp takes four times as long
+    lse = scores.sum(-1, keepdim=True).sub(math.inf) if top is None else top - weights.amax(-1, keepdim=True).log()
     if sink is None:
         return Result(output, lse, weights, None, capped)
     batch, heads, rows = scoring.grid[:3]
@@ -150,10 +160,11 @@ def _by_hand(
     if needed[2]:
         dropped = weights if fixed.kept is None else weights * fixed.kept
         grads[2] = bmm(dropped.mT, grad).view(value.shape).to(value.dtype)
+    space = None if needed[4] else scratch(grad, *weights.shape)
     if fixed.kept is None:
-        grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0).mul_(weights)
+        grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0, out=space).mul_(weights)
     else:
-        grad_scores = bmm(grad, v.mT).mul_(fixed.kept).sub_(delta).mul_(weights)
+        grad_scores = bmm(grad, v.mT, out=space).mul_(fixed.kept).sub_(delta).mul_(weights)
     if needed[4]:
         grads[4] = grad_scores.view(*sizes, k.shape[1]).sum_to_size(biases.shape)
     if capped is not None:  # the derivative is 4 x (1 - x)
@@ -179,13 +190,6 @@ def _by_autograd(
     outputs, given = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(outputs, learning, given, create_graph=True, allow_unused=True))
     return [next(found) if asked else None for asked in needed]
-
-
-def _log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
-    """The largest weight is exp(top - lse); torch.logsumexp takes four times as long."""
-    if not scores.shape[2]:
-        return torch.logsumexp(scores, -1, keepdim=True)
-    return scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
 
 
 def _stacked(tensor: Tensor, kv_heads: int) -> Tensor:

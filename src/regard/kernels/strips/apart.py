@@ -86,8 +86,8 @@ def _parts(tensor: Tensor, lengths: dict[int | None, list[int]]) -> Sequence[Ten
     """Each strip's part of a tensor [batch, heads, length, ...], as views."""
     if None in lengths:
         return tensor.split_with_sizes(lengths[None], dim=2)
-    rows = zip(tensor.split(1), lengths.values(), strict=True)
-    return [part for row, of_row in rows for part in row.split_with_sizes(of_row, dim=2)]
+    by_batch = zip(tensor.split(1), lengths.values(), strict=True)
+    return [part for one, of_one in by_batch for part in one.split_with_sizes(of_one, dim=2)]
 
 
 def _side_by_side(parts: tuple[Tensor, ...], lengths: dict[int | None, list[int]]) -> Tensor:
@@ -95,7 +95,7 @@ def _side_by_side(parts: tuple[Tensor, ...], lengths: dict[int | None, list[int]
     if None in lengths:
         return torch.cat(parts, dim=2)
     each = iter(parts)
-    return torch.cat([torch.cat([*islice(each, len(of_row))], dim=2) for of_row in lengths.values()])
+    return torch.cat([torch.cat([*islice(each, len(of_one))], dim=2) for of_one in lengths.values()])
 
 
 def one_by_one(strips: Sequence[Strip], lengths: tuple[int, int]) -> list[Strip] | None:
