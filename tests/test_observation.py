@@ -613,10 +613,10 @@ def test_scores_far_from_0_do_not_overflow():
 
 @in_tiles
 @pytest.mark.parametrize(
-    ("softcap", "sink"), [(None, None), (30.0, None), (None, -70.0), (None, 50.0), (9.0, -math.inf)]
+    ("softcap", "sink"), [(None, None), (30.0, None), (None, -70.0), (None, 15.0), (9.0, -math.inf)]
 )
 @pytest.mark.parametrize("largest", [1.0, 0.99 * MODERATE, 1.01 * MODERATE])
-def test_scores_are_shifted_only_where_powers_could_leave_the_range_of_floats(largest, softcap, sink):
+def test_scores_are_shifted_only_where_they_can_be_large(largest, softcap, sink):
     draw = torch.Generator().manual_seed(1)
     query, key = (torch.randn(1, 2, length, 3, generator=draw) for length in (7, 11))
     query, key = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (query, key))
@@ -625,7 +625,7 @@ def test_scores_are_shifted_only_where_powers_could_leave_the_range_of_floats(la
     more = {"mask": mask, "scale": largest, "softcap": softcap, "sink": sinks}
     seen, wide = observe(query, key, **more), observe(query.double(), key.double(), **more)
     magnitude = magnitude_of(query, key, seen.call.scoring)
-    assert magnitude == (True, largest < MODERATE and sink in (None, 50.0))
+    assert magnitude == (True, largest < MODERATE and sink in (None, 15.0))
     found = seen.gather(Entropy(), Received(), Top(2), MaxScore())
     mass = torch.cat([wide.weights(), wide.sink_mass()[..., None]], -1)
     assert_close(found[0].double(), entropy(mass), tolerance=1e-4)

@@ -14,7 +14,7 @@ from regard.checked import form_of, recall, remember
 from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
-from regard.kernels import KERNELS, Call, Kernel, choose, gives_lse, preference, why_not
+from regard.kernels import KERNELS, Call, Kernel, choose, kernel_with_lse, preference, why_not
 from regard.kernels.known import bind
 from regard.masks import Mask, Tile, check_mask
 from regard.reference import AttentionOutput
@@ -151,7 +151,13 @@ def attention_and_perhaps_lse(
 ) -> tuple[Tensor, Tensor | None]:
     """Bit-identical to `attention`; also returns lse if the chosen kernel computes it anyway. For recordings."""
     call = check_call("attention", query, key, value, **scoring, dropout=dropout)
-    return run(call._replace(wants_lse=True) if gives_lse(call) else call, "auto")
+    return run_perhaps_with_lse(call)
+
+
+def run_perhaps_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The same of a validated call."""
+    kernel = kernel_with_lse(call)
+    return run(call, "auto") if kernel is None else compute(call._replace(wants_lse=True), kernel)
 
 
 def check_call(

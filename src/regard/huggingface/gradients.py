@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.functional import check_call, run
+from regard.functional import check_call, run, run_perhaps_with_lse
 from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
 from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
-from regard.kernels import Call, gives_lse
+from regard.kernels import Call
 from regard.numerics import grouped_matmul, upcast, without_autocast
 from regard.observation.selecting import kv_of_heads
 from regard.shapes import Grid
@@ -43,7 +43,7 @@ class ComputeByWeights(Compute):
             weights, lse = weights_of(call.query, call.key, call.scoring), None
             output = _Output.apply(weights, call.value, call)  # type: ignore[no-untyped-call]
         else:
-            output, lse = run(call._replace(wants_lse=True) if gives_lse(call) else call, "auto")
+            output, lse = run_perhaps_with_lse(call)
             weights = weights_of(call.query, call.key, call.scoring, lse, "activation checkpointing computes it twice")
         self._made.append((heads, scoring, weights))
         return output, lse

@@ -6,7 +6,7 @@ here that ends in a `Kernel`, and add a row for it to the table in `choice`.
 """
 
 from regard.kernels.call import Call, Kernel, KernelError, Single, all_scores
-from regard.kernels.choice import KERNELS, PREFERENCES, REFERENCE, choose, gives_lse, preference, why_not
+from regard.kernels.choice import KERNELS, PREFERENCES, REFERENCE, choose, kernel_with_lse, preference, why_not
 
 __all__ = [
     "KERNELS",
@@ -18,7 +18,7 @@ __all__ = [
     "Single",
     "all_scores",
     "choose",
-    "gives_lse",
+    "kernel_with_lse",
     "preference",
     "why_not",
 ]

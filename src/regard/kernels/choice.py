@@ -143,20 +143,20 @@ def why_not(kernel: Kernel, call: Call, chosen: Kernel) -> str:
     return f"supported, but {chosen.name} is preferred"
 
 
-def gives_lse(call: Call) -> bool:
-    """Whether the chosen kernel computes lse anyway, so that requesting it leaves the output bit-identical.
+def kernel_with_lse(call: Call) -> Kernel | None:
+    """The kernel that computes lse, and the same output to the bit as the chosen one; None if there is none.
 
-    This holds in float32 and float64 on a CPU, where torch's own function runs the same operator as strips. False for
+    There is one in float32 and float64 on a CPU, where torch's own function runs the same operator as strips. None for
     tiny calls, where computing lse later is cheaper, and for calls that need gradients.
     """
     grid, query = call.scoring.grid, call.query
     if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_scores(call) < FEW_NUMBERS:
-        return False
+        return None
     if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
-        return False
+        return None
     kernel = choose(call)
     if kernel is not sdpa.KERNEL:
-        return kernel in (strips.KERNEL, direct.KERNEL)
+        return kernel if kernel in (strips.KERNEL, direct.KERNEL) else None
     sizes = {t.shape[3] for t in (query, call.key, call.value)}
     plain = sdpa.quadratic_numbers(call) == 0 and call.key.shape[1] == grid.heads
-    return plain and len(sizes) == 1 and fused.FLASH
+    return strips.KERNEL if plain and len(sizes) == 1 and fused.FLASH else None

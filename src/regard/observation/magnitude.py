@@ -8,9 +8,9 @@ from torch import Tensor
 from regard.graphs import tracing
 from regard.scores import Scoring
 
-MODERATE = 60.0
-"""Largest score that needs no shift: e^60 = 2^87, so that sums of 2^24 such numbers, times their exponents, are less
-than 2^128, where float32 ends, and e^-60 = 2^-87 is far above 2^-126, below which it has fewer digits."""
+MODERATE = 16.0
+"""Largest score that needs no shift: an exponent is rounded by 2^-24 of its size, so that a power is off by a millionth
+at most, and nothing is near the ends of float32."""
 
 FINITE = 2.0**64
 """Larger products of lengths may become infinite scores."""

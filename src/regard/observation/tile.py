@@ -2,9 +2,9 @@
 
     exponents = log2(e) (score - shift),   powers = 2^exponents,   weights = powers / total
 
-If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score, or 0 where no score is so
-large that its power could leave the range of floats, and total the sum over all visible keys; for that a tile must
-hold all keys that its queries see, and then it gives their lse.
+If lse is known, shift = lse and powers are the weights. Otherwise shift is the largest score, or 0 where no score can
+be large, and total the sum over all visible keys; for that a tile must hold all keys that its queries see, and then it
+gives their lse.
 
 If scores come from products of query and key, the scale is a factor of the product (2 scale / c with a softcap c). If
 scores are nothing else and lse is known, -log2(e) lse plus the product with the factor log2(e) scale gives exponents at
