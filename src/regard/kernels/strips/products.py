@@ -254,9 +254,10 @@ def _pieces(
 
 def _one_stack(query: Tensor, *by_key: Sequence[Tensor]) -> tuple[Any, ...]:
     """Query, key and value with batch and heads in order, so that they form one axis: copies of those in half
-    precision, as long as they stay in the cache."""
+    precision that a layer holds token by token, as long as they stay in the cache."""
     numbers = query.numel() + sum(part.numel() for parts in by_key for part in parts)
-    if not _fills(query.dtype) or len(query) == 1 or numbers > tuning.MAX_COPIED_NUMBERS:
+    by_token = len(query) > 1 and query.stride(1) < query.stride(2)
+    if not (by_token and _fills(query.dtype)) or numbers > tuning.MAX_COPIED_NUMBERS:
         return query, *by_key
     return query.contiguous(), *([part.contiguous() for part in parts] for parts in by_key)
 
