@@ -350,7 +350,7 @@ def test_odd_lengths_in_half_precision_are_filled_up_and_all_heads_are_one_stack
 
 def test_only_what_a_layer_holds_token_by_token_is_copied_to_form_one_stack(by_onednn, monkeypatch):
     monkeypatch.setattr(processor, "BFLOAT16", True)
-    held = torch.zeros(2, 5, 4, 8).bfloat16()
+    held = torch.zeros(2, 5, 8, 8).bfloat16()[:, :, ::2]
     for tensor, copied in ((held, False), (held.transpose(1, 2), True), (held[:1].transpose(1, 2), False)):
         query, (key,) = products._one_stack(tensor, [tensor])
         assert (query is tensor, key is tensor) == (not copied, not copied)
