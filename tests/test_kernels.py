@@ -185,6 +185,9 @@ CALLS = {
     "long chunks": functools.partial(_plain, parts={"mask": Chunk(41)}, **SQUARE),
     "long strided": functools.partial(_plain, parts={"mask": Causal() & Strided(7)}, **SQUARE),
     "long where": functools.partial(_plain, parts={"mask": Where(lambda b, h, i, j: (i + j) % 5 > h)}, **SQUARE),
+    "long with one kv head for all": functools.partial(
+        _plain, parts={"mask": Causal(0)}, heads=8, kv_heads=1, value_dim=HEAD_DIM, query_len=512, key_len=512
+    ),
     "long alibi": functools.partial(_plain, parts={"mask": Causal(), "bias": Alibi(4)}, **SQUARE),
     "long offsets per row": functools.partial(_plain, parts={"mask": Causal([-40, 60]) & Window(50, [9, -9])}, **LONG),
 }  # fmt: skip

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.graphs import tracing
+from regard.kernels.call import learns
 
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
 """From which query_len on the operator takes how many queries together."""
@@ -44,16 +45,36 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    by_head = adds_rounded(query, key)
+    if by_head:
+        kv_heads, (key, value) = key.shape[1], (for_each_head(tensor, query.shape[1]) for tensor in (key, value))
     rows = Rows(query, key, attn_mask, is_causal)
     if rows.as_they_are:
         tensors = grad_output, query, key, value, output, lse
-        return operator(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)  # type: ignore[no-any-return]
+        grad, *others = operator(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        return grad, *(t.unflatten(1, (kv_heads, -1)).sum(2) if by_head else t for t in others)
     grad_output = rows.given(grad_output)
     if rows.twice:
         grad_output[:, :, 1:] = 0.0
     tensors = grad_output, rows.given(query), key, value, rows.given(output), rows.given(lse)
     grad, *others = operator(*tensors, 0.0, False, attn_mask=rows.mask, scale=scale)
     return rows.back(grad), *others
+
+
+def adds_rounded(query: Tensor, key: Tensor) -> bool:
+    """Whether the gradients of a key would be sums over the heads that share it, rounded as each is added.
+
+    In half precision the operator rounds the gradients of keys and values after every block of queries. With the heads
+    of a group that is group times as many blocks as a key of their own has.
+    """
+    (heads, rows), half = query.shape[1:3], query.dtype in HALF
+    return bool(half and heads != key.shape[1] and rows > 1 and query.device.type == "cpu")
+
+
+def for_each_head(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values of shared heads, copied for each of the query heads."""
+    batch, kv_heads, *rest = tensor.shape
+    return tensor[:, :, None].expand(batch, kv_heads, heads // kv_heads, *rest).flatten(1, 2)
 
 
 class Rows:
@@ -140,6 +161,8 @@ def full_attention(
         attn_mask: as torch takes it, broadcastable to [batch, heads, query_len, key_len].
     """
     query, key, value = with_whole_features(query, key, value)
+    if torch.is_grad_enabled() and any(map(learns, (query, key, value))) and adds_rounded(query, key):
+        key, value = (for_each_head(tensor, query.shape[1]) for tensor in (key, value))
     rows = Rows(query, key, attn_mask, is_causal)
     if rows.as_they_are:
         return F.scaled_dot_product_attention(
