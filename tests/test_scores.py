@@ -222,8 +222,12 @@ def test_the_same_seed_drops_the_same_weights_and_another_seed_others():
 def test_a_tile_of_what_is_kept_is_a_slice_of_the_whole(data):
     start, stop = sorted((data.draw(st.integers(0, 97)), data.draw(st.integers(0, 97))))
     first, last = sorted((data.draw(st.integers(0, 211)), data.draw(st.integers(0, 211))))
-    part = Dropout(0.3, 1).keep(LARGE, range(start, stop), range(first, last))
-    assert torch.equal(part, kept()[:, :, start:stop, first:last])
+    dropout, whole = Dropout(0.3, 1), kept()
+    for rows, columns in ((slice(start, stop), slice(first, last)), (slice(start, stop, 3), slice(first, last, 2))):
+        for places in (range, torch.arange):  # the first keeps what tiles have in common
+            queries, keys = (places(*(part.start, part.stop, part.step or 1)) for part in (rows, columns))
+            part = dropout.keep(LARGE, queries, keys, batches=range(1, 2), heads=range(1, 3))
+            assert torch.equal(part, whole[1:, 1:, rows, columns])
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9, 0.999])
