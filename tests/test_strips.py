@@ -1,5 +1,6 @@
 """The strips kernel's own promises: strips hold every allowed cell once, skip what is empty, and add up."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -209,6 +210,53 @@ def test_packed_causal_documents_are_one_causal_call_each():
     found = plan_of(call).strips
     assert [len(strip.queries) for strip in found] == lengths
     assert all(strip.kind is Kind.CAUSAL and strip.spans == (strip.queries,) for strip in found)
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal() & Document.from_lengths([16] * 6), Document.from_lengths([16] * 6)], ids=repr
+)
+def test_equal_packed_documents_are_one_call_of_torchs_operator_forward_and_backward(monkeypatch, mask):
+    calls = []
+
+    def counted(name, real):
+        return lambda *tensors, **more: [calls.append(name), real(*tensors, **more)][1]
+
+    for name in ("flash", "flash_backward"):
+        monkeypatch.setattr(fused, name, counted(name, vars(fused)[name]))
+    given = torch.randn(1, 2, 96, 8)
+    found = []
+    for kernel in ("strips", "reference"):
+        tensors = [torch.randn(1, 2, 96, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        output, lse = attention_with_lse(*leaves, mask=mask, kernel=kernel)
+        found.append([output, lse, *torch.autograd.grad([output, lse], leaves, [given, given[..., 0]])])
+    assert calls == ["flash", "flash_backward"]
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right)
+
+
+def test_documents_of_which_some_are_equal_and_some_are_not_lie_in_their_places():
+    lengths = [16, 16, 16, 70, 20, 20, 9, 16, 16]
+    tensors = [torch.randn(1, 3, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    mask = Causal() & Document.from_lengths(lengths)
+    call = check_call("test", *tensors, mask, *[None] * 5, 0.0, None, False)
+    assert sorted(strip.times for strip in plan_of(call).apart.strips)[-1] > 1
+    given = torch.randn(1, 3, sum(lengths), 8, dtype=torch.float64)
+    found = []
+    for kernel in ("strips", "reference"):
+        output = attention(*tensors, mask=mask, kernel=kernel)
+        found.append([output, *torch.autograd.grad(output, tensors, given)])
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right)
+
+
+def test_gradients_by_strips_are_made_ready_without_reading_the_signature_of_a_function(monkeypatch):
+    tensors = [normal(1, 2, 64, 8).detach().requires_grad_() for _ in range(3)]
+    expected = torch.autograd.grad(attention(*tensors, mask=Window(9), kernel="strips").sum(), tensors)
+    monkeypatch.setattr(inspect, "signature", lambda function: pytest.fail(f"the signature of {function} is read"))
+    found = torch.autograd.grad(attention(*tensors, mask=Window(9), kernel="strips").sum(), tensors)
+    for ours, right in zip(found, expected, strict=True):
+        assert_close(ours, right)
 
 
 def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time(monkeypatch):

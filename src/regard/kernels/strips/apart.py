@@ -2,7 +2,8 @@
 
 Nothing is merged or added up: results and gradients of all strips are laid side by side. Of a short document, torch's
 operator takes some 30 us; the general way (`engine`), which has room for biases, several spans and batches of strips,
-would take as long again. Row "documents of 20 to 200" of features.py.
+would take as long again. Row "documents of 20 to 200" of features.py. Equal documents that follow one another are the
+batch of one call: row "8 documents, causal".
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -36,8 +37,8 @@ class Apart:
         self._queries: dict[int | None, list[int]] = {}
         self._keys: dict[int | None, list[int]] = {}
         for strip in strips:
-            self._queries.setdefault(strip.batch_index, []).append(len(strip.queries))
-            self._keys.setdefault(strip.batch_index, []).append(strip.keys)
+            self._queries.setdefault(strip.batch_index, []).append(strip.times * len(strip.queries))
+            self._keys.setdefault(strip.batch_index, []).append(strip.times * strip.keys)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """Output and log-sum-exp; None if NaN in something hidden contributed."""
@@ -46,7 +47,7 @@ class Apart:
             fused.flash(*three, scale=scale, **how)
             for three, how in zip(tensors, self._masks(query.dtype), strict=True)
         ]
-        output, lse = (_side_by_side(parts, self._queries) for parts in zip(*results, strict=True))
+        output, lse = (self._side_by_side(parts, self._queries) for parts in zip(*results, strict=True))
         return None if self._hides and has_nan(output) else (output, lse)
 
     def gradients(
@@ -62,16 +63,28 @@ class Apart:
         ]
         of_query, of_key, of_value = zip(*results, strict=True)
         return (
-            _side_by_side(of_query, self._queries),
-            _side_by_side(of_key, self._keys),
-            _side_by_side(of_value, self._keys),
+            self._side_by_side(of_query, self._queries),
+            self._side_by_side(of_key, self._keys),
+            self._side_by_side(of_value, self._keys),
         )
 
-    def _of_query(self, tensor: Tensor) -> Sequence[Tensor]:
-        return _parts(tensor, self._queries)
+    def _of_query(self, tensor: Tensor) -> list[Tensor]:
+        return self._parts(tensor, self._queries)
 
-    def _of_key(self, tensor: Tensor) -> Sequence[Tensor]:
-        return _parts(tensor, self._keys)
+    def _of_key(self, tensor: Tensor) -> list[Tensor]:
+        return self._parts(tensor, self._keys)
+
+    def _parts(self, tensor: Tensor, lengths: dict[int | None, list[int]]) -> list[Tensor]:
+        """What each call gets of a tensor [batch, heads, length, ...], as views."""
+        by_batch = [tensor] if None in lengths else tensor.split(1)
+        parts = (part for one, of_one in zip(by_batch, lengths.values(), strict=True) for part in _cut(one, of_one))
+        return [_batched(part, strip.times) for part, strip in zip(parts, self.strips, strict=True)]
+
+    def _side_by_side(self, results: tuple[Tensor, ...], lengths: dict[int | None, list[int]]) -> Tensor:
+        """The tensor of which these are the results of all calls."""
+        parts = iter([_in_a_row(one, strip.times) for one, strip in zip(results, self.strips, strict=True)])
+        rows = [_joined([*islice(parts, len(of_one))], dim=2) for of_one in lengths.values()]
+        return _joined(rows, dim=0)
 
     def _masks(self, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         """What torch's operator is told of each strip's mask."""
@@ -82,42 +95,50 @@ class Apart:
                 yield {} if hidden is None else {"attn_mask": hidden.numbers(dtype)}
 
 
-def _parts(tensor: Tensor, lengths: dict[int | None, list[int]]) -> Sequence[Tensor]:
-    """Each strip's part of a tensor [batch, heads, length, ...], as views."""
-    if None in lengths:
-        return tensor.split_with_sizes(lengths[None], dim=2)
-    by_batch = zip(tensor.split(1), lengths.values(), strict=True)
-    return [part for one, of_one in by_batch for part in one.split_with_sizes(of_one, dim=2)]
+def _cut(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    return (tensor,) if len(lengths) == 1 else tensor.split_with_sizes(lengths, dim=2)
 
 
-def _side_by_side(parts: tuple[Tensor, ...], lengths: dict[int | None, list[int]]) -> Tensor:
-    """The tensor that has these parts."""
-    if None in lengths:
-        return torch.cat(parts, dim=2)
-    each = iter(parts)
-    return torch.cat([torch.cat([*islice(each, len(of_one))], dim=2) for of_one in lengths.values()])
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _batched(part: Tensor, times: int) -> Tensor:
+    """Equal pieces of a length as a batch: [1, heads, times * length, ...] -> [times, heads, length, ...]."""
+    return part if times == 1 else part[0].unflatten(1, (times, -1)).transpose(0, 1)
+
+
+def _in_a_row(result: Tensor, times: int) -> Tensor:
+    """The inverse of `_batched`."""
+    return result if times == 1 else result.transpose(0, 1).flatten(1, 2)[None]
 
 
 def one_by_one(strips: Sequence[Strip], lengths: tuple[int, int]) -> list[Strip] | None:
-    """The strips in the order of their queries, those of a batch each by itself, if each has one span, and they divide
-    all queries and keys among them in this order."""
+    """The strips in the order of their queries, if each has one span, and they divide all queries and keys among them
+    in this order. Batches of strips stay together where nothing lies between them."""
     if any(len(strip.spans) > 1 or strip.merges or strip.overlaps or not strip.keys for strip in strips):
         return None
-    single = [_nth(strip, number) for strip in strips for number in range(strip.times)]
-    single.sort(key=lambda strip: (strip.batch_index or 0, strip.queries.start))
-    before = {strip.batch_index: (0, 0) for strip in single}
-    for strip in single:
+    found = [part for strip in strips for part in _without_gaps(strip)]
+    found.sort(key=lambda strip: (strip.batch_index or 0, strip.queries.start))
+    before = {strip.batch_index: (0, 0) for strip in found}
+    for strip in found:
         queries, (keys,) = strip.queries, strip.spans
         if (queries.start, keys.start) != before[strip.batch_index] or not queries.step == keys.step == 1:
             return None
-        before[strip.batch_index] = queries.stop, keys.stop
-    return single if set(before.values()) == {lengths} else None
+        further = (strip.times - 1) * strip.step
+        before[strip.batch_index] = queries.stop + further, keys.stop + further
+    return found if set(before.values()) == {lengths} else None
+
+
+def _without_gaps(strip: Strip) -> list[Strip]:
+    """The strips that it stands for, as one batch if each begins where the one before it ends."""
+    if strip.times == 1 or strip.step == len(strip.queries) == strip.keys:
+        return [strip]
+    return [_nth(strip, number) for number in range(strip.times)]
 
 
 def _nth(strip: Strip, number: int) -> Strip:
     """One of the equal strips that it stands for."""
-    if strip.times == 1:
-        return strip
     queries, span = (
         range(part.start + number * strip.step, part.stop + number * strip.step, part.step)
         for part in (strip.queries, strip.spans[0])

@@ -19,23 +19,10 @@ class Strips(torch.autograd.Function):
     """Attention by strips, as a differentiable function."""
 
     @staticmethod
-    def forward(
-        scoring: Scoring,
-        dropout: Dropout | None,
-        plan: StripPlan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        *learned: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return engine.forward(query, key, value, sink, scoring, dropout, plan)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.fixed = inputs[:3]
-        ctx.save_for_backward(*output, *inputs[3:])
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*inputs)
+        _keep(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -46,9 +33,37 @@ class Strips(torch.autograd.Function):
         way = Gradients.apply if again else Gradients.forward  # another node takes time
         return None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
 
+
+class Transformed(Strips):
+    """The same in transforms of torch.func, in the form that they ask for: torch would read its signature in every
+    call, which takes longer than a short text."""
+
+    forward = staticmethod(lambda *inputs: _forward(*inputs))  # type: ignore[assignment]
+    setup_context = staticmethod(lambda ctx, inputs, output: _keep(ctx, inputs, output))
+
     @staticmethod
     def vmap(*arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(Strips, *arguments)
+        return _one_by_one(Transformed, *arguments)
+
+
+def _forward(
+    scoring: Scoring,
+    dropout: Dropout | None,
+    plan: StripPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    *learned: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return engine.forward(query, key, value, sink, scoring, dropout, plan)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """For the gradients."""
+    ctx.fixed = inputs[:3]
+    ctx.save_for_backward(*output, *inputs[3:])
+    ctx.set_materialize_grads(False)
 
 
 class Gradients(torch.autograd.Function):

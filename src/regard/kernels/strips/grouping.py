@@ -65,7 +65,7 @@ class StripPlan:
     def apart(self) -> Apart | None:
         """The strips, if they are several that have neither queries nor keys in common, and every query sees a key."""
         strips = one_by_one(self._strips or (), (self._grid.query_len, self._grid.key_len))
-        if strips is None or len(strips) < 2:
+        if strips is None or sum(strip.times for strip in strips) < 2:
             return None
         hidden = [self.hidden(strip) for strip in strips]
         return None if any(one is not None and one.queries is not None for one in hidden) else Apart(strips, hidden)

@@ -18,7 +18,7 @@ from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.strips import engine, options, products
 from regard.kernels.strips.added import is_by_distance
-from regard.kernels.strips.autograd import Strips
+from regard.kernels.strips.autograd import Strips, Transformed
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
@@ -135,10 +135,11 @@ class Planned:
             key, value = (tensor.narrow(2, self.span.start, len(self.span)) for tensor in (key, value))
             return fused.full_attention(query, key, value, scale=scoring.scale), None
         three = _in_precision((query, key, value), scoring, self.dropout, self.wants_lse)
-        if self.learns or torch._C._are_functorch_transforms_active():
+        transformed = torch._C._are_functorch_transforms_active()
+        if self.learns or transformed:
             scoring = scoring.with_sink(sink)
             rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
-            output, lse = Strips.apply(*rest)  # type: ignore[no-untyped-call]
+            output, lse = (Transformed if transformed else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         with torch.no_grad():

@@ -462,11 +462,13 @@ def is_strided(mask: Mask, query_len: int) -> bool:
 
 def _segments(breaks: list[int], length: int, by: PlanOptions) -> Iterator[range]:
     """The queries between breaks; short segments are joined, while the scores of each with the keys of the other, which
-    are computed in vain, cost less than a strip."""
+    are computed in vain, cost less than a strip. Equal ones are not, if they are computed as one batch."""
     start = end = 0
     for at in (*breaks, length):
         in_vain, high = 2 * (end - start) * (at - end), at - start > tuning.MAX_STRIP_QUERIES
-        if end > start and (high or end - start >= tuning.MIN_STRIP_QUERIES or in_vain > by.scores_per_call):
+        alone = by.together and at - end == end - start
+        alone = alone or high or end - start >= tuning.MIN_STRIP_QUERIES or in_vain > by.scores_per_call
+        if end > start and alone:
             yield range(start, end)
             start = end
         end = max(end, at)
