@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from cases import ON_A_CPU
-from comparing import assert_close
+from comparing import assert_close, assert_within_budget
 from regard import Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
-from regard.kernels import direct, fused, hidden, known
+from regard.kernels import direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
@@ -313,7 +313,9 @@ def test_calls_of_one_thread_share_the_memory_of_their_scores_and_results_keep_t
     def found(seed):
         draw = torch.Generator().manual_seed(seed)
         three = torch.randn(3, 1, 4, 64, 8, generator=draw)
-        return attention_with_lse(*three, mask=Causal(), kernel="direct"), scratch(three, 1).data_ptr()
+        return attention_with_lse(*three, mask=Causal(), kernel="direct"), scratch(three, torch.float32, (1,))[
+            0
+        ].data_ptr()
 
     elsewhere = []
     first, place = found(0)
@@ -330,8 +332,41 @@ def test_calls_of_one_thread_share_the_memory_of_their_scores_and_results_keep_t
 def test_scores_that_are_many_or_no_float32_have_memory_of_their_own():
     few = torch.zeros(1)
     with torch.inference_mode():
-        place = scratch(few, 3)
+        (place,) = scratch(few, torch.float32, (3,))
     assert not place.is_inference()
-    assert scratch(few, 2).data_ptr() == place.data_ptr()
-    assert scratch(few, 2, MAX_NUMBERS).data_ptr() != place.data_ptr()
-    assert scratch(few.double(), 3).dtype == torch.float64
+    assert scratch(few, torch.float32, (2,))[0].data_ptr() == place.data_ptr()
+    assert scratch(few, torch.float32, (2, MAX_NUMBERS))[0].data_ptr() != place.data_ptr()
+    assert scratch(few, torch.float64, (3,))[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", ["bias", "bias of each text", "padding", "sink and lse", "dropout"])
+def test_many_texts_are_computed_a_few_at_a_time_in_memory_that_is_kept(dtype, more, monkeypatch):
+    asked = []
+    kept = stacked.scratch
+    monkeypatch.setattr(stacked, "MAX_NUMBERS", 5000)
+    monkeypatch.setattr(stacked, "scratch", lambda *given: (asked.append(given[2:]), kept(*given))[1])
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(7, n, heads, 8, generator=draw).to(dtype).transpose(1, 2) for heads, n in SIZES)
+    rows = 7 if more == "bias of each text" else 1
+    given = {
+        "mask": Padding(torch.arange(29) < torch.arange(20, 27)[:, None]) if more == "padding" else Causal(),
+        "bias": torch.randn(rows, 6, 13, 29, generator=draw) if "bias" in more else None,
+        "sink": torch.randn(6, generator=draw) if "sink" in more else None,
+        "dropout": 0.5 if more == "dropout" else 0.0,
+    }
+
+    def found(kernel, dtype):
+        three, seed = (tensor.to(dtype) for tensor in (query, key, value)), torch.Generator().manual_seed(3)
+        return attention_with_lse(*three, **given, generator=seed, kernel=kernel)
+
+    results = found("direct", dtype)
+    texts = [sizes[0][0] // 3 for sizes in asked]
+    assert len(texts) > 1
+    assert sum(texts) == 7
+    assert all(sum(map(math.prod, sizes)) <= 5000 for sizes in asked)
+    for three in zip(results, found("reference", torch.float64), found("reference", dtype), strict=True):
+        assert_within_budget(*three)
+
+
+SIZES = (6, 13), (3, 29), (3, 29)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from regard import processor
 from regard.graphs import exporting, tracing
 from regard.matmul import baddbmm, bmm
 
@@ -26,6 +27,13 @@ def upcast(tensor: Tensor) -> Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """float32, or the dtype itself if it is wider: that of `upcast`."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def in_one_dtype(first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The factors of a product in one dtype: bfloat16 if they are given in it and the processor is fast at it."""
+    if processor.BFLOAT16 and others[0].dtype == torch.bfloat16:
+        return (first.bfloat16(), *others)
+    return (first, *map(upcast, others))
 
 
 def grouped_matmul(

@@ -20,7 +20,7 @@ from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
-from regard.kernels.stacked import Fixed, Stacked, added_by, attend, shaped
+from regard.kernels.stacked import Fixed, Stacked, added_by, attend
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
@@ -176,7 +176,7 @@ def _attended(
     if fixed.keeps:
         output, lse = Stacked.apply(fixed, query, key, value, sink, biases)  # type: ignore[no-untyped-call]
     else:
-        output, lse = shaped(attend(fixed, query, key, value, sink, biases), fixed, query.dtype)
+        output, lse = attend(fixed, query, key, value, sink, biases)
     hidden = fixed.hidden
     if hidden is not None and hidden.queries is not None:  # fully masked queries attend to the sink alone, if any
         output = output.masked_fill(~hidden.queries[..., None], 0.0)

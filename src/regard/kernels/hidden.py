@@ -177,16 +177,16 @@ def harmless(*tensors: Tensor) -> bool:
 def fold(numbers: Tensor, batch: int, heads: int, kv_heads: int, query_len: int) -> Tensor:
     """Numbers for the scores of a call in which query heads that share a kv head are stacked along the queries.
 
-    Shapes: [1 or batch, 1 or heads, 1 or query_len, columns] -> [1 or batch * kv_heads, 1 or heads // kv_heads *
-    query_len, columns].
+    Shapes: [1 or batch, 1 or heads, 1 or query_len, columns] -> [1 or kv_heads or batch * kv_heads, 1 or
+    heads // kv_heads * query_len, columns].
     """
     rows, columns = numbers.shape[2:]
     if numbers.shape[1] == 1 and (rows == 1 or heads == kv_heads):
         if numbers.shape[0] == 1:
             return numbers[0]
         return numbers.expand(batch, kv_heads, rows, columns).reshape(batch * kv_heads, rows, columns)
-    numbers = numbers.expand(batch, heads, query_len, columns)
-    return numbers.reshape(batch * kv_heads, heads // kv_heads * query_len, columns)
+    numbers = numbers.expand(-1, heads, query_len, columns)
+    return numbers.reshape(len(numbers) * kv_heads, heads // kv_heads * query_len, columns)
 
 
 def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:

@@ -6,12 +6,17 @@ page by page: 0.5 ms for 2 MiB, as long as it takes to compute the 2^19 scores t
 
 import math
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 MAX_NUMBERS = 1 << 20
 """Numbers that are kept for each thread of the caller: 4 MiB in float32."""
+
+
+LINE = 16
+"""Numbers in a line of a cache, at which each of several tensors begins."""
 
 
 class _Kept(threading.local):
@@ -21,13 +26,19 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def scratch(like: Tensor, *shape: int) -> Tensor:
-    """A tensor that holds anything, until the next call of this function by the same thread."""
-    size = math.prod(shape)
-    if size > MAX_NUMBERS or like.dtype != torch.float32 or like.device.type != "cpu":
-        return like.new_empty(shape)
+def scratch(like: Tensor, dtype: torch.dtype, *shapes: Sequence[int]) -> list[Tensor]:
+    """Tensors that hold anything, until the next call of this function by the same thread.
+
+    Args:
+        like: what lies on the same device.
+    """
+    sizes = [-(-math.prod(shape) // LINE) * LINE for shape in shapes]
+    size = sum(sizes)
+    if size > MAX_NUMBERS or dtype != torch.float32 or like.device.type != "cpu":
+        return [like.new_empty(shape, dtype=dtype) for shape in shapes]
     numbers = _kept.numbers
     if numbers is None or len(numbers) < size:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
-            numbers = _kept.numbers = torch.empty(size, dtype=like.dtype, device=like.device)
-    return numbers[:size].view(shape)
+            numbers = _kept.numbers = torch.empty(size, dtype=dtype, device=like.device)
+    parts = numbers.narrow(0, 0, size).split(sizes)
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden, fold
-from regard.kernels.scratch import scratch
+from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.matmul import baddbmm, bmm
-from regard.numerics import upcast
+from regard.numerics import in_one_dtype, wide
 from regard.scores import Scoring
 
 
@@ -62,19 +62,87 @@ class Result(NamedTuple):
 
 def attend(
     fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None = None
-) -> Result:
-    """Output and log-sum-exp, by operators of which each has a gradient.
+) -> tuple[Tensor, Tensor | None]:
+    """Output [batch, heads, rows, value_dim] in the dtype of the query, and lse [batch, heads, rows].
 
     Args:
         biases: those that learn, broadcastable to the scores.
     """
-    scoring, kv_heads = fixed.scoring, key.shape[1]
-    query, key, value = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
-    added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, query.dtype)
-    softcap, capped = scoring.softcap, None
     graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
-    by_autograd = graph or torch._C._are_functorch_transforms_active()  # which want new tensors
-    space = None if by_autograd else scratch(query, *query.shape[:2], key.shape[1])
+    if graph or query.device.type != "cpu" or torch._C._are_functorch_transforms_active():
+        return _shaped(_in_full(fixed, query, key, value, sink, biases), fixed.scoring.grid[:3], query.dtype)
+    return _piece_by_piece(fixed, query, key, value, sink)
+
+
+def _in_full(
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
+) -> Result:
+    """All scores at once, in float32 or wider, by operators of which each has a gradient."""
+    scoring, kv_heads = fixed.scoring, key.shape[1]
+    q, k, v = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
+    added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, q.dtype)
+    graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
+    new = graph or torch._C._are_functorch_transforms_active()  # which want new tensors
+    space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
+    return _result(fixed, q, k, v, sink, _rows_of(added, kv_heads, slice(0, scoring.grid.batch)), fixed.kept, space)
+
+
+def _piece_by_piece(
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """A few batch indices at a time, in memory that is kept: what a piece needs stays in the cache."""
+    (batch, heads, rows, size), (kv_heads, keys), dtype = query.shape, key.shape[1:3], wide(query.dtype)
+    widened = query.dtype != dtype
+    numbers = heads * rows * keys + widened * (heads * rows + kv_heads * keys) * size
+    together = max(1, MAX_NUMBERS // max(1, numbers))
+    if batch <= together:
+        return _piece(fixed, query, key, value, sink, slice(0, batch))
+    output = query.new_empty(batch, heads, rows, value.shape[3])
+    lse = query.new_empty(batch, heads, rows, dtype=dtype) if fixed.wants_lse else None
+    together = -(-batch // -(-batch // together))  # in pieces of one size
+    for start in range(0, batch, together):
+        part = slice(start, min(start + together, batch))
+        output[part], of_part = _piece(fixed, query[part], key[part], value[part], sink, part)
+        if lse is not None and of_part is not None:
+            lse[part] = of_part
+    return output, lse
+
+
+def _piece(
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, part: slice
+) -> tuple[Tensor, Tensor | None]:
+    """Output and lse of some batch indices. What is in half precision is widened to compute the scores, and weights are
+    rounded to it where the processor multiplies faster then."""
+    (batch, heads, rows, _), kv_heads, dtype = query.shape, key.shape[1], wide(query.dtype)
+    widened = (query, key) if query.dtype != dtype else ()
+    sizes = (batch * kv_heads, heads // kv_heads * rows, key.shape[2]), *(tensor.shape for tensor in widened)
+    space, *copies = scratch(query, dtype, *sizes)
+    q, k = (copy.copy_(tensor) for copy, tensor in zip(copies, widened, strict=True)) if widened else (query, key)
+    q, k, v = (tensor.reshape(batch * kv_heads, -1, tensor.shape[3]) for tensor in (q, k, value))
+    added, kept = (_rows_of(numbers, kv_heads, part) for numbers in (fixed.added, fixed.kept))
+    return _shaped(_result(fixed, q, k, v, sink, added, kept, space), (batch, heads, rows), query.dtype)
+
+
+def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
+    """The part of some batch indices of numbers in the layout of `fold`, for each matrix of their stack."""
+    if numbers is None or len(numbers) == 1:
+        return numbers
+    batch = part.stop - part.start
+    if len(numbers) == kv_heads:  # the same for all batch indices
+        return numbers if batch == 1 else numbers.repeat(batch, 1, 1)
+    return numbers[part.start * kv_heads : part.stop * kv_heads]
+
+
+def _result(
+    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None,
+    kept: Tensor | None, space: Tensor | None,
+) -> Result:  # fmt: skip
+    """What is computed of stacks of queries, keys and values.
+
+    Args:
+        added, kept: as in `Fixed`, for these stacks. space: where scores are written; None for new tensors.
+    """
+    scoring, softcap, capped = fixed.scoring, fixed.scoring.softcap, None
     if softcap is None and added is not None:
         scores = baddbmm(added, query, key.mT, alpha=scoring.scale, out=space)
     else:
@@ -87,25 +155,24 @@ def attend(
         if added is not None:
             scores = scores + added
     top = scores.amax(-1, keepdim=True) if (sink is not None or fixed.wants_lse) and scores.shape[2] else None
-    weights = torch.softmax(scores, -1, out=None if by_autograd or fixed.keeps else scores)
-    output = bmm(weights if fixed.kept is None else weights * fixed.kept, value)
+    weights = torch.softmax(scores, -1, out=None if space is None or fixed.keeps else scores)
+    output = bmm(*in_one_dtype(weights if kept is None else weights * kept, value))
     if sink is None and not fixed.wants_lse:
         return Result(output, None, weights, None, capped)
     # the largest weight is exp(top - lse); torch.logsumexp takes four times as long
     lse = scores.sum(-1, keepdim=True).sub(math.inf) if top is None else top - weights.amax(-1, keepdim=True).log()
     if sink is None:
         return Result(output, lse, weights, None, capped)
-    batch, heads, rows = scoring.grid[:3]
-    logit = sink.to(lse.dtype).view(1, heads, 1).expand(batch, heads, rows).reshape(lse.shape)
+    heads, rows = scoring.grid[1:3]
+    logit = sink.to(lse.dtype).view(1, heads, 1).expand(lse.numel() // (heads * rows), heads, rows).reshape(lse.shape)
     share = torch.sigmoid(lse - logit)
     return Result(output * share, torch.logaddexp(lse, logit) if fixed.wants_lse else None, weights, share, capped)
 
 
-def shaped(result: Result, fixed: Fixed, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Output [batch, heads, rows, value_dim] in the dtype of the query, and lse [batch, heads, rows]."""
-    sizes = fixed.scoring.grid[:3]
+def _shaped(result: Result, sizes: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Output [batch, heads, rows, value_dim] and lse [batch, heads, rows], of these sizes."""
     output = result.output.view(*sizes, result.output.shape[2]).to(dtype)
-    return output, None if result.lse is None else result.lse.view(sizes)
+    return output, None if result.lse is None else result.lse.view(*sizes)
 
 
 def added_by(
@@ -122,17 +189,17 @@ def added_by(
 
 
 class Stacked(torch.autograd.Function):
-    """`attend`, with its gradients by hand."""
+    """All scores at once, with their gradients by hand."""
 
     @staticmethod
     def forward(
         ctx: Any, fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, biases: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        result = attend(fixed, query, key, value, sink, biases)
+        result = _in_full(fixed, query, key, value, sink, biases)
         ctx.fixed = fixed
         ctx.save_for_backward(query, key, value, sink, biases, result.output, *result[2:])
         ctx.set_materialize_grads(False)
-        return shaped(result, fixed, query.dtype)
+        return _shaped(result, fixed.scoring.grid[:3], query.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -160,7 +227,7 @@ def _by_hand(
     if needed[2]:
         dropped = weights if fixed.kept is None else weights * fixed.kept
         grads[2] = bmm(dropped.mT, grad).view(value.shape).to(value.dtype)
-    space = None if needed[4] else scratch(grad, *weights.shape)
+    space = None if needed[4] else scratch(grad, grad.dtype, weights.shape)[0]
     if fixed.kept is None:
         grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0, out=space).mul_(weights)
     else:
@@ -184,7 +251,7 @@ def _by_autograd(
     """The same, with a graph of their own."""
     # views: one tensor may be several of the inputs
     inputs: list[Any] = [None if tensor is None else tensor.view_as(tensor) for tensor in saved[:5]]
-    results = shaped(attend(fixed, *inputs), fixed, saved[0].dtype)
+    results = _shaped(_in_full(fixed, *inputs), fixed.scoring.grid[:3], saved[0].dtype)
     pairs = [pair for pair in zip(results, (grad_output, grad_lse), strict=True) if pair[1] is not None]
     learning = [tensor for tensor, asked in zip(inputs, needed, strict=True) if asked]
     outputs, given = zip(*pairs, strict=True)
@@ -196,4 +263,6 @@ def _stacked(tensor: Tensor, kv_heads: int) -> Tensor:
     """Query heads that share a kv head one below the other: [batch, heads, rows, size] -> [batch * kv_heads, heads //
     kv_heads * rows, size], in float32 or wider."""
     batch, heads, rows, size = tensor.shape
-    return upcast(tensor).reshape(batch * kv_heads, heads // kv_heads * rows, size)
+    if tensor.dtype != wide(tensor.dtype):  # one copy for both
+        tensor = tensor.to(wide(tensor.dtype), memory_format=torch.contiguous_format)
+    return tensor.reshape(batch * kv_heads, heads // kv_heads * rows, size)

@@ -34,7 +34,7 @@ from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, Space, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
 from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
-from regard.numerics import LOG2_E, upcast, wide
+from regard.numerics import LOG2_E, in_one_dtype, upcast, wide
 from regard.scores import Additive
 
 
@@ -159,7 +159,7 @@ def attend(
         if formula.dropped is not None:
             weights[:, :rows, : piece.keys].mul_(formula.dropped.factors(piece))
         # copied only now, since keys and values together are more than a core caches
-        weights, v = _factors(weights, _side_by_side(piece.value, piece.columns, value[0].dtype))
+        weights, v = in_one_dtype(weights, _side_by_side(piece.value, piece.columns, value[0].dtype))
         in_place = into.is_contiguous() and into.dtype == v.dtype and weights.shape[1] == rows
         result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)[:, :rows]
         if empty is not None:
@@ -218,7 +218,7 @@ def gradients(
             grad_scores = grad_weights.sub_(inner).mul_(weights)
             if factors is not None:
                 weights[..., : piece.keys].mul_(factors)
-        weights, grad_out = _factors(weights, grad_out)
+        weights, grad_out = in_one_dtype(weights, grad_out)
         to_value += bmm(weights.mT, grad_out)[:, : piece.keys]
         if formula.added is not None and formula.added.call.wanted:
             heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
@@ -231,7 +231,7 @@ def gradients(
         if similarity is not None:
             similarity.pull(grad_scores.mul_(factor), into, to_key, formula.added)
             continue
-        grad_scores, q, k = _factors(grad_scores, q.flatten(1, 2), k)
+        grad_scores, q, k = in_one_dtype(grad_scores, q.flatten(1, 2), k)
         into.add_(bmm(grad_scores, k).view_as(into), alpha=factor)
         to_key.add_(bmm(grad_scores.mT, q)[:, : piece.keys], alpha=factor)
 
@@ -377,10 +377,3 @@ class Similarity:
         total = None if added is None else added.call.grad_of_v
         if total is not None:
             total[self._heads] += of_v
-
-
-def _factors(first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The factors of a product in one dtype: bfloat16 if they are given in it and the processor is fast at it."""
-    if processor.BFLOAT16 and others[0].dtype == torch.bfloat16:
-        return (first.bfloat16(), *others)
-    return (first, *map(upcast, others))
