@@ -35,7 +35,7 @@ from regard import (
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, fused
-from regard.kernels.strips import engine, grouping, products, tuning
+from regard.kernels.strips import engine, grouping, products, residues, tuning
 from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
 from regard.kernels.strips.added import AddedToStrip
@@ -183,6 +183,22 @@ def test_neighbours_with_the_same_keys_are_one_strip_where_the_numbers_to_add_ex
     assert len({keys for _, keys in below}) == len(below) > 3  # each sees other keys
     monkeypatch.setattr(tuning, "MAX_TILE_SCORES", 2 * tuning.MAX_STRIP_QUERIES * length)
     assert len(strips_of(length, mask=Dense(half.clone()))) == 2
+
+
+def test_strips_with_numbers_of_their_own_are_as_high_for_long_texts_where_a_window_leaves_few_keys():
+    """How many numbers a strip holds depends on the keys it sees, and not on those that there are."""
+    window, near = Causal() & Window(64), Where(lambda batch, head, query, key: query // 64 == key // 64)
+    for mask, bias in ((window, torch.zeros(1, 1, 1, 1)), (near & window, None)):
+        short, long = (
+            {
+                high
+                for high, _ in strips_of(
+                    length, heads=64, mask=mask, bias=None if bias is None else bias.expand(1, 1, length, length)
+                )
+            }
+            for length in (512, 1 << 14)
+        )
+        assert short == long, mask
 
 
 def test_strips_are_low_where_that_computes_fewer_scores_whatever_mask_and_bias_are():
@@ -497,7 +513,7 @@ def test_strips_that_are_not_quite_alike_stay_apart(small, operator, mask):
 def test_a_band_on_every_third_query_and_key_is_a_band(band, offset):
     mask = Band(*band, offset=offset).bind(Grid(1, 1, 40, 50))
     for queries, keys in ((range(0, 40, 3), range(1, 50, 3)), (range(2, 40, 3), range(0, 50, 3))):
-        found = plans._thinned(mask, queries, keys).bind(Grid(1, 1, len(queries), len(keys)))
+        found = residues._thinned(mask, queries, keys).bind(Grid(1, 1, len(queries), len(keys)))
         right = mask.allowed(range(40), range(50))[..., queries.start :: 3, keys.start :: 3]
         assert torch.equal(found.allowed(range(len(queries)), range(len(keys))), right)
 
@@ -629,7 +645,7 @@ def test_a_strided_mask_costs_the_share_of_the_keys_that_it_allows(step, offset)
 def test_short_documents_share_a_strip_while_what_they_compute_in_vain_costs_less_than_one(small, lengths):
     length, cost = sum(lengths), 40.0
     mask = (Causal() & Document.from_lengths(lengths)).bind(Grid(1, 1, length, length))
-    found = [*plans.cut(mask, length, length, by=PlanOptions(16, scores_per_call=cost))]
+    found = [*plans.cut(mask, length, length, by=PlanOptions(scores_per_call=cost))]
     ends = [*accumulate(lengths)]
     documents = [
         [n for n, end in enumerate(ends) if end - lengths[n] < s.queries.stop and end > s.queries.start] for s in found
@@ -1114,7 +1130,7 @@ def test_a_mask_that_hides_keys_here_and_there_is_planned_with_few_questions(res
 
     monkeypatch.setattr(Mask, "tile", counted)
     grid = Grid(1, 8, 8000, 8000)
-    options = PlanOptions(tuning.MAX_STRIP_QUERIES, tuning.SHORT_STRIP_QUERIES, 1024.0, together=True)
+    options = PlanOptions(tuning.SHORT_STRIP_QUERIES, 1024.0, together=True)
     strips = StripPlan((Causal() & rest).bind(grid), grid, options).strips
     assert len(asked) < 8000  # of some 50,000 rectangles of a strip and 32 keys
     assert sum(strip.keys * len(strip.queries) for strip in strips) < 0.53 * 8000**2

@@ -17,7 +17,8 @@ from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
 from regard.kernels.strips.apart import Apart, one_by_one
-from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, cut_by_residue, is_strided, joined
+from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
+from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import by_batch
 from regard.shapes import Grid

@@ -67,10 +67,9 @@ def options(call: Call) -> PlanOptions:
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
     if not holds and call.dropout is None:
         of_call = tuning.SCORES_PER_CALL / heads
-        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, of_call, together=True, causal=not by_distance)
+        return PlanOptions(short, of_call, together=True, causal=not by_distance)
     by_itself = tuning.SCORES_PER_STRIP / heads
     if not holds:  # which weights are dropped is asked strip by strip
-        return PlanOptions(tuning.MAX_STRIP_QUERIES, short, by_itself)
-    at_a_time = tuning.MAX_TILE_SCORES // (heads * max(1, grid.key_len))
-    high = min(max(at_a_time, tuning.MIN_STRIP_QUERIES // 4), tuning.MAX_STRIP_QUERIES)
-    return PlanOptions(high, short, by_itself, causal=False, holds=True, joins=is_given(call))
+        return PlanOptions(short, by_itself)
+    most_scores = tuning.MAX_TILE_SCORES // heads
+    return PlanOptions(short, by_itself, causal=False, most_scores=most_scores, joins=is_given(call))

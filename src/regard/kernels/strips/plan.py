@@ -24,15 +24,14 @@ from enum import Enum
 from functools import reduce
 from itertools import chain, islice, repeat
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.indexing import hull, merged
 from regard.kernels.strips import tuning
-from regard.masks import EVERYTHING, Band, Mask, Prefix, Strided, Tile
-from regard.masks.algebra import Verdict
+from regard.masks import Band, Mask, Prefix, Tile
 from regard.masks.planning import common_keys, factors, product_of, visible
 
 MAX_PARTS = 1 << 20
@@ -85,8 +84,6 @@ class PlanOptions(NamedTuple):
     of smaller matrices. Higher strips are fewer, but contain more masked scores under a window.
     """
 
-    max_queries: int
-    """Most queries in a strip."""
     short: float | None = None
     """None: strips are as high as allowed."""
     scores_per_call: float = 0.0
@@ -95,10 +92,17 @@ class PlanOptions(NamedTuple):
     """Whether equal strips are computed as one batch."""
     causal: bool = True
     """Whether a causal square is one strip."""
-    holds: bool = False
-    """Whether a number is held for every score of a strip, so that no strip may be higher than `max_queries`."""
+    most_scores: int | None = None
+    """Most scores of one head in a strip, where a number is held for every score; None for any number."""
     joins: bool = False
     """Whether neighbours with the same keys become one strip, since the numbers added to their scores exist already."""
+
+    def max_queries(self, keys: int) -> int:
+        """Most queries in a strip with so many keys: a power of two, for few different shapes."""
+        if self.most_scores is None:
+            return tuning.MAX_STRIP_QUERIES
+        most = max(self.most_scores // max(1, keys), tuning.MIN_STRIP_QUERIES // 4)
+        return min(1 << most.bit_length() - 1, tuning.MAX_STRIP_QUERIES)
 
     def cost(self, queries: int, keys: float, *, copied: bool = False) -> float:
         """Of a strip, in scores of one head, for the mean number of keys with which each query is compared. Keys of
@@ -110,7 +114,7 @@ def cut(
     mask: Mask, query_len: int, key_len: int, batch_index: int | None = None, *, by: PlanOptions | None = None
 ) -> Iterator[Strip]:
     """The strips of a bound mask, for one batch index or all."""
-    by = PlanOptions(tuning.MAX_STRIP_QUERIES) if by is None else by
+    by = PlanOptions() if by is None else by
     if not mask.closed_form:
         yield from _cut_by_looking(mask, query_len, key_len, batch_index, by)
         return
@@ -134,7 +138,8 @@ def cut(
             are_joined = len(segment) <= tuning.MAX_STRIP_QUERIES and not breaks.isdisjoint(segment[1:])
             yield from (_tight(mask, strip, key_len - query_len) if are_joined else strip for strip in next(cut_up))
         else:
-            for queries in _split(segment, by.max_queries) if by.holds else (segment,):
+            high = len(segment) if by.most_scores is None else by.max_queries(len(shared))
+            for queries in _split(segment, high):
                 yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
 
 
@@ -243,10 +248,16 @@ def _cut_by_looking(
     """The strips of a mask without closed form: the mask is evaluated for a whole strip at a time."""
     closed = product_of(part for part in factors(mask) if part.closed_form)
     breaks = sorted(at for at in mask.breaks(query_len) if 0 < at < query_len)
-    blocks = [part for segment in _segments(breaks, query_len, by) for part in _split(segment, by.max_queries)]
+    high = tuning.MAX_STRIP_QUERIES
+    blocks = [part for segment in _segments(breaks, query_len, by) for part in _split(segment, high)]
     near = visible(closed, [(queries, range(key_len)) for queries in blocks], tuning.KEY_STEP)
-    for queries, parts in zip(blocks, near, strict=True):
-        keys = hull([columns for columns, _ in parts] or [range(0)])
+    hulls = (hull([columns for columns, _ in parts] or [range(0)]) for parts in near)
+    rectangles = (
+        (part, keys)
+        for block, keys in zip(blocks, hulls, strict=True)
+        for part in _split(block, by.max_queries(len(keys)))
+    )
+    for queries, keys in rectangles:
         allowed = mask.allowed(queries, keys)
         if allowed.is_meta or not allowed.numel():
             yield Strip(batch_index, queries, (keys,), Kind.MASKED)
@@ -364,100 +375,41 @@ def _diagonal(mask: Mask | Tile) -> int | None:
 
 def _heights(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOptions) -> list[int]:
     """The cheapest strip height for each segment, estimated at its middle."""
-    heights = [by.max_queries >> n for n in range(by.max_queries.bit_length())]
-    heights = [height for height in heights if height == heights[0] or height >= tuning.KEY_STEP]
-
-    def middle(segment: range, height: int) -> range:
-        start = segment.start + len(segment) // 2 // height * height
-        return range(start, min(start + height, segment.stop))
-
-    def cost(queries: range, height: int, parts: Sequence[tuple[range, Tile]]) -> float:
+    highest = _highest(mask, segments, key_len, by)
+    asked = [
+        (number, high >> n)
+        for number, (segment, high) in enumerate(zip(segments, highest, strict=True))
+        if by.short is not None and len(segment) > tuning.MIN_STRIP_QUERIES
+        for n in range(high.bit_length())
+        if n == 0 or high >> n >= tuning.KEY_STEP
+    ]
+    middles = [_middle(segments[number], height) for number, height in asked]
+    found = visible(mask, [(queries, range(key_len)) for queries in middles], tuning.KEY_STEP)
+    cheapest = [(math.inf, high) for high in highest]
+    for (number, height), queries, parts in zip(asked, middles, found, strict=True):
         spans, _ = _spans_of(parts)
         copied = by.together and not _exactly(mask, queries, spans)[1]
-        return by.cost(height, sum(map(len, spans)), copied=copied) / height
-
-    estimated = [part for part in segments if by.short is not None and len(part) > tuning.MIN_STRIP_QUERIES]
-    asked = [(middle(part, height), height) for part in estimated for height in heights]
-    found = visible(mask, [(queries, range(key_len)) for queries, _ in asked], tuning.KEY_STEP)
-    costs = [cost(*one, parts) for one, parts in zip(asked, found, strict=True)]
-    cheapest = {}
-    for number, part in enumerate(estimated):
-        of_part = costs[number * len(heights) : (number + 1) * len(heights)]
-        cheapest[part] = heights[of_part.index(min(of_part))]
-    return [cheapest.get(part, by.max_queries) for part in segments]
+        cost = by.cost(height, sum(map(len, spans)), copied=copied) / height
+        if cost < cheapest[number][0]:
+            cheapest[number] = cost, height
+    return [height for _, height in cheapest]
 
 
-def cut_by_residue(
-    mask: Mask, query_len: int, key_len: int, batch_index: int | None, by: PlanOptions
-) -> Iterator[Strip]:
-    """The strips of a strided mask: queries with the same residue modulo the step see the same keys."""
-    (strided,) = (part for part in factors(mask) if isinstance(part, Strided))
-    rest = product_of(part for part in factors(mask) if part is not strided)
-    step, offset = strided.step, strided.offset
-    assert isinstance(offset, int)  # checked by `is_strided`
-    known: dict[tuple[Mask, int, int], list[Strip]] = {}
-    for first in range(min(step, query_len)):
-        queries, keys = range(first, query_len, step), range((first + offset) % step, key_len, step)
-        thinned = _thinned(rest, queries, keys), len(queries), len(keys)
-        if thinned not in known:  # most residues see the same
-            known[thinned] = [*cut(*thinned, batch_index, by=by)]
-        for strip in known[thinned]:
-            spans = tuple(keys[span.start : span.stop] for span in strip.spans)
-            yield replace(strip, queries=queries[strip.queries.start : strip.queries.stop], spans=spans)
+def _highest(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOptions) -> list[int]:
+    """The highest strips that each segment may have, by the keys seen at either end and in its middle."""
+    high = tuning.MAX_STRIP_QUERIES
+    if by.most_scores is None:
+        return [high] * len(segments)
+    places = [part for segment in segments for part in (segment[:high], _middle(segment, high), segment[-high:])]
+    found = visible(mask, [(queries, range(key_len)) for queries in places], tuning.KEY_STEP)
+    keys = [sum(map(len, _spans_of(parts)[0])) for parts in found]
+    return [by.max_queries(max(keys[at : at + 3])) for at in range(0, len(keys), 3)]
 
 
-def _thinned(mask: Mask, queries: range, keys: range) -> Mask:
-    """A mask on every step-th query and key, as a mask on their consecutive numbers."""
-    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
-        return mask if mask is EVERYTHING else _Thinned(mask, queries, keys)
-    # query m and key n are (ahead + (m - n) step) apart
-    ahead, step = queries.start + mask.offset - keys.start, queries.step
-    before, after = mask.before, mask.after
-    return Band(
-        None if before is None else (before - ahead) // step,
-        None if after is None else (after + ahead) // step,
-        offset=0,
-    )
-
-
-class _Thinned(Mask):
-    """`_thinned` for masks other than bands."""
-
-    def __init__(self, mask: Mask, queries: range, keys: range) -> None:
-        self.mask, self.queries, self.keys = mask, queries, keys
-
-    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        query, key = (side.start + at * side.step for side, at in ((self.queries, query), (self.keys, key)))
-        return self.mask.rule(batch, head, query, key)
-
-    @property
-    def closed_form(self) -> bool:
-        return self.mask.closed_form
-
-    def breaks(self, query_len: int) -> set[int]:
-        first, step = self.queries.start, self.queries.step
-        return {-((first - at) // step) for at in self.mask.breaks(first + query_len * step)}
-
-    def coverage(self, rows: range, columns: range) -> Tile:
-        queries, keys = self.queries[rows.start : rows.stop], self.keys[columns.start : columns.stop]
-        return self.mask.tile(range(queries[0], queries[-1] + 1), range(keys[0], keys[-1] + 1))
-
-    def verdict(self, top: Any, bottom: Any, left: Any, right: Any) -> Verdict | None:
-        (top, bottom), (left, right) = (
-            (side.start + first * side.step, side.start + last * side.step)
-            for side, first, last in ((self.queries, top, bottom), (self.keys, left, right))
-        )
-        return self.mask.verdict(top, bottom, left, right)
-
-
-def is_strided(mask: Mask, query_len: int) -> bool:
-    """Whether exactly one factor of the mask is strided, with enough queries per residue."""
-    strided = [part for part in factors(mask) if isinstance(part, Strided)]
-    return (
-        len(strided) == 1
-        and isinstance(strided[0].offset, int)
-        and 1 < strided[0].step <= query_len // tuning.MIN_QUERIES_PER_RESIDUE
-    )
+def _middle(segment: range, height: int) -> range:
+    """A strip of this height in the middle of a segment."""
+    start = segment.start + len(segment) // 2 // height * height
+    return range(start, min(start + height, segment.stop))
 
 
 def _segments(breaks: list[int], length: int, by: PlanOptions) -> Iterator[range]:
