@@ -84,7 +84,9 @@ def _in_full(
     graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
     new = graph or torch._C._are_functorch_transforms_active()  # which want new tensors
     space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
-    return _result(fixed, q, k, v, sink, _rows_of(added, kv_heads, slice(0, scoring.grid.batch)), fixed.kept, space)
+    return _result(
+        fixed, kv_heads, q, k, v, sink, _rows_of(added, kv_heads, slice(0, scoring.grid.batch)), fixed.kept, space
+    )
 
 
 def _piece_by_piece(
@@ -118,9 +120,9 @@ def _piece(
     sizes = (batch * kv_heads, heads // kv_heads * rows, key.shape[2]), *(tensor.shape for tensor in widened)
     space, *copies = scratch(query, dtype, *sizes)
     q, k = (copy.copy_(tensor) for copy, tensor in zip(copies, widened, strict=True)) if widened else (query, key)
-    q, k, v = (tensor.reshape(batch * kv_heads, -1, tensor.shape[3]) for tensor in (q, k, value))
+    q, k, v = (_stack_of(tensor, kv_heads) for tensor in (q, k, value))
     added, kept = (_rows_of(numbers, kv_heads, part) for numbers in (fixed.added, fixed.kept))
-    return _shaped(_result(fixed, q, k, v, sink, added, kept, space), (batch, heads, rows), query.dtype)
+    return _shaped(_result(fixed, kv_heads, q, k, v, sink, added, kept, space), (batch, heads, rows), query.dtype)
 
 
 def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
@@ -134,7 +136,7 @@ def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | Non
 
 
 def _result(
-    fixed: Fixed, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None,
+    fixed: Fixed, kv_heads: int, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None,
     kept: Tensor | None, space: Tensor | None,
 ) -> Result:  # fmt: skip
     """What is computed of stacks of queries, keys and values.
@@ -164,7 +166,8 @@ def _result(
     if sink is None:
         return Result(output, lse, weights, None, capped)
     heads, rows = scoring.grid[1:3]
-    logit = sink.to(lse.dtype).view(1, heads, 1).expand(lse.numel() // (heads * rows), heads, rows).reshape(lse.shape)
+    logit = sink.to(lse.dtype)[:, None].expand(heads, rows).reshape(kv_heads, *lse.shape[1:])
+    logit = logit.repeat(len(lse) // kv_heads, 1, 1)
     share = torch.sigmoid(lse - logit)
     return Result(output * share, torch.logaddexp(lse, logit) if fixed.wants_lse else None, weights, share, capped)
 
@@ -262,7 +265,12 @@ def _by_autograd(
 def _stacked(tensor: Tensor, kv_heads: int) -> Tensor:
     """Query heads that share a kv head one below the other: [batch, heads, rows, size] -> [batch * kv_heads, heads //
     kv_heads * rows, size], in float32 or wider."""
-    batch, heads, rows, size = tensor.shape
     if tensor.dtype != wide(tensor.dtype):  # one copy for both
         tensor = tensor.to(wide(tensor.dtype), memory_format=torch.contiguous_format)
+    return _stack_of(tensor, kv_heads)
+
+
+def _stack_of(tensor: Tensor, kv_heads: int) -> Tensor:
+    """The same in its own dtype."""
+    batch, heads, rows, size = tensor.shape
     return tensor.reshape(batch * kv_heads, heads // kv_heads * rows, size)
