@@ -924,3 +924,16 @@ def test_a_mask_or_bias_that_knows_heads_is_asked_for_the_head_that_is_shown():
     shown = observation.head(3).scoring
     assert (repr(shown.mask), repr(shown.bias)) == (repr(observation.scoring.mask), repr(observation.scoring.bias))
     assert shown.mask.tile(range(3), range(2)) is observation.scoring.mask.tile(range(3), range(2))
+
+
+@pytest.mark.parametrize("lse_known", [False, True], ids=["lse unknown", "lse known"])
+def test_a_bias_as_low_as_the_least_number_hides_like_minus_infinity(lse_known):
+    query, key = torch.randn(2, 1, 2, 30, 8)
+    bias = torch.zeros(1, 1, 30, 30)
+    bias[..., 5] = torch.finfo(torch.float32).min
+    lse = observe(query, key, bias=bias).lse if lse_known else None
+    lowest = observe(query, key, bias=bias, lse=lse).gather(Entropy(), Received(), Top(3))
+    hidden = observe(query, key, bias=bias.clamp(min=-1e4)).gather(Entropy(), Received(), Top(3))
+    assert_close(lowest[0], hidden[0])
+    assert_close(lowest[1], hidden[1])
+    assert_close(lowest[2].weights, hidden[2].weights)

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.numerics import LOG2_E
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import PerQuery, Statistic
-from regard.observation.tile import LOG2_OF_ZERO, ScoreTile
+from regard.observation.tile import HIDDEN, ScoreTile
 from regard.shapes import ShapeError, kind
 
 
@@ -61,7 +61,7 @@ class Compare(Statistic[Comparison]):
         there = self.parts[first].tile(tile.queries, tile.keys)
         p, q = tile.weights, there.weights
         middle = (p + q) / 2
-        inside = p * tile.log2.clamp(min=LOG2_OF_ZERO) + q * there.log2.clamp(min=LOG2_OF_ZERO)
+        inside = p * tile.log2.clamp(min=HIDDEN) + q * there.log2.clamp(min=HIDDEN)
         # log2 of the smallest normal number and not of 0, which is slow, and has no gradient
         inside = inside / 2 - middle * middle.clamp(min=torch.finfo(p.dtype).tiny).log2()
         parts = (inside, (p - q).abs(), p * q, p * p, q * q)

@@ -1,8 +1,10 @@
 """What the mask hides in a tile: looked up only in the columns in which it hides anything."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from regard.kernels.hidden import Hidden
@@ -25,24 +27,34 @@ class Hiding:
         parts: the columns in which anything is hidden, and what.
     """
 
+    _known: dict[tuple[int, torch.dtype, float], Tensor]
+
     def __init__(self, mask: Mask | None, queries: range, keys: range) -> None:
         self.parts = [] if mask is None else [
             Part(slice(part.start - keys.start, part.stop - keys.start), Hidden(mask.allowed(queries, part)))
             for part in _not_full(mask, queries, keys)
         ]  # fmt: skip
+        self._known = {}
 
-    def hide(self, scores: Tensor, harmless: bool) -> Tensor:
-        """Scores with -inf where hidden, in place.
+    def hide(self, scores: Tensor, harmless: bool, least: float = -math.inf) -> Tensor:
+        """Scores with `least` where hidden, in place.
 
         Args:
-            harmless: whether every score is finite, so that adding -inf hides it. That is several times faster.
+            harmless: whether every score is so small that adding `least` hides it. That is several times faster.
         """
         for columns, hidden in self.parts:
             if harmless:
-                scores[..., columns].add_(hidden.numbers(scores.dtype))
+                scores[..., columns].add_(self._numbers(hidden, scores.dtype, least))
             else:
-                scores[..., columns].masked_fill_(~hidden.allowed, float("-inf"))
+                scores[..., columns].masked_fill_(~hidden.allowed, least)
         return scores
+
+    def _numbers(self, hidden: Hidden, dtype: torch.dtype, least: float) -> Tensor:
+        """0 where allowed, `least` elsewhere."""
+        key = id(hidden), dtype, least
+        if key not in self._known:
+            self._known[key] = hidden.numbers(dtype).clamp(min=least)
+        return self._known[key]
 
 
 def _not_full(mask: Mask, queries: range, keys: range) -> Iterator[range]:

@@ -9,6 +9,8 @@ gives their lse.
 If scores come from products of query and key, the scale is a factor of the product (2 scale / c with a softcap c). If
 scores are nothing else and lse is known, -log2(e) lse plus the product with the factor log2(e) scale gives exponents at
 once: weights cost one matrix product and one exp2.
+
+Exponents are finite: where nothing is seen, `HIDDEN`, so that a power times its exponent is 0 there and not NaN.
 """
 
 import math
@@ -27,8 +29,9 @@ from regard.observation.magnitude import UNKNOWN, Magnitude
 from regard.observation.products import product
 from regard.scores import Scoring
 
-LOG2_OF_ZERO = -1e4
-"""Replaces log2 of a weight of 0 in a product with that weight: 2^-10,000 is 0 in every dtype."""
+HIDDEN = -(2.0**80)
+"""The exponent of a hidden weight, and the least of all: larger than any harmless score, but small enough that its
+product with a gradient is finite."""
 
 BUFFERS = 3
 """Buffers of a tile's size that a tile uses: for scores or exponents, for powers, and for their product."""
@@ -195,15 +198,7 @@ class ScoreTile(ABC):
 
     def _powers_times(self, exponents: Tensor) -> Tensor:
         """The sum of powers times exponents of each query."""
-        powers, out = self.powers, self._buffer(2)
-        if out is None:
-            finite = exponents.clamp(min=LOG2_OF_ZERO) if self._columns_with_hidden else exponents
-            return (powers * finite).sum(-1)
-        torch.mul(powers, exponents, out=out)
-        for columns in self._columns_with_hidden:  # where 0 * -inf was NaN
-            finite = torch.clamp(exponents[..., columns], min=LOG2_OF_ZERO, out=out[..., columns])
-            finite.mul_(powers[..., columns])
-        return out.sum(-1)
+        return torch.mul(self.powers, exponents, out=self._buffer(2)).sum(-1)
 
     @cached_property
     def _scores(self) -> Tensor:
@@ -228,12 +223,19 @@ class ScoreTile(ABC):
         added = None if added is None else added[..., None]
         return product(*self._shown(), factor * self._scoring.scale, added, out=self._buffer(0))
 
-    def _hide(self, scores: Tensor) -> Tensor:
-        """Scores, or exponents, with -inf where hidden, in place."""
+    def _hide(self, scores: Tensor, least: float = -math.inf) -> Tensor:
+        """Scores, or exponents, with `least` where hidden, in place."""
         if self._bias_hides and not self._magnitude.is_finite:
             assert self.allowed is not None
-            return scores.masked_fill_(~self.allowed, -math.inf)
-        return self._hiding.hide(scores, self._magnitude.is_finite)
+            return scores.masked_fill_(~self.allowed, least)
+        return self._hiding.hide(scores, self._magnitude.is_finite, least)
+
+    def _with_infinities(self, numbers: Tensor) -> Tensor:
+        """Numbers made from exponents with -inf where they were `HIDDEN`, in place."""
+        for columns in self._columns_with_hidden:
+            part = numbers[..., columns]
+            part.masked_fill_(part < HIDDEN / 2, -math.inf)
+        return numbers
 
     @cached_property
     def _biases(self) -> Tensor:
@@ -250,11 +252,15 @@ class ScoreTile(ABC):
 
     @property
     def _columns_with_hidden(self) -> list[slice]:
-        """The columns in which anything may be hidden."""
-        return [slice(None)] if self._bias_hides else [part.columns for part in self._hiding.parts]
+        """The columns in which anything may be hidden, or a bias may be as low as what hides."""
+        has_bias = self._scoring.bias is not None
+        return [slice(None)] if has_bias else [part.columns for part in self._hiding.parts]
 
     def _exponents(self, shift: Tensor) -> Tensor:
-        return torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._buffer(0))
+        exponents = torch.add(-LOG2_E * shift[..., None], self._scores, alpha=LOG2_E, out=self._buffer(0))
+        for columns in self._columns_with_hidden:
+            exponents[..., columns].clamp_(min=HIDDEN)
+        return exponents
 
     def _buffer(self, number: int) -> Tensor | None:
         """One of the buffers, in the tile's shape; None if there are none."""
@@ -281,19 +287,23 @@ class TileWithLse(ScoreTile):
         self._lse = lse
 
     def _scores_now(self) -> Tensor:
-        if self._is_product or "log2" in vars(self):
-            return self.log2 / LOG2_E + self._lse[..., None]
+        if self._is_product or "_log2" in vars(self):
+            return self._with_infinities(self._log2 / LOG2_E + self._lse[..., None])
         return self._scores
 
-    @cached_property
+    @property
     def log2(self) -> Tensor:
+        return self._with_infinities(self._log2.clone())
+
+    @cached_property
+    def _log2(self) -> Tensor:
         if self._is_product:
-            return self._hide(self._product(LOG2_E, -LOG2_E * self._lse))
+            return self._hide(self._product(LOG2_E, -LOG2_E * self._lse), HIDDEN)
         return self._exponents(self._lse)
 
     @cached_property
     def weights(self) -> Tensor:
-        return torch.exp2(self.log2, out=self._buffer(1))
+        return torch.exp2(self._log2, out=self._buffer(1))
 
     @property
     def powers(self) -> Tensor:
@@ -304,7 +314,7 @@ class TileWithLse(ScoreTile):
         return None
 
     def negentropy(self) -> Tensor:
-        return self._powers_times(self.log2)
+        return self._powers_times(self._log2)
 
 
 class _Softmax(NamedTuple):
@@ -333,7 +343,7 @@ class TileWithoutLse(ScoreTile):
         if self._magnitude.is_moderate:  # no number of that size needs a shift
             shift = self._query.new_zeros(self.shape[:-1])
             product_alone = self._is_product and "_scores" not in vars(self)
-            exponents = self._hide(self._product(LOG2_E)) if product_alone else self._exponents(shift)
+            exponents = self._hide(self._product(LOG2_E), HIDDEN) if product_alone else self._exponents(shift)
         else:
             shift = self._scores.amax(-1)
             if sink is not None:
@@ -352,7 +362,7 @@ class TileWithoutLse(ScoreTile):
             return self._scores
         known = self._softmax
         shift = known.shift + known.total.log() if self._are_weights else known.shift
-        return known.exponents / LOG2_E + shift[..., None]
+        return self._with_infinities(known.exponents / LOG2_E + shift[..., None])
 
     @property
     def powers(self) -> Tensor:
@@ -365,7 +375,7 @@ class TileWithoutLse(ScoreTile):
     @property
     def log2(self) -> Tensor:
         self._normalise()
-        return self._softmax.exponents
+        return self._with_infinities(self._softmax.exponents.clone())
 
     @property
     def weights(self) -> Tensor:
