@@ -21,7 +21,8 @@ from torch import Tensor
 
 from regard.graphs import tracing, whole
 from regard.kernels.known import Kept, cached_by_mask
-from regard.masks import EVERYTHING, Mask
+from regard.masks import EVERYTHING, Mask, Tile
+from regard.masks.algebra import coverage_of
 from regard.numerics import zero_empty_queries, zero_unseen
 from regard.rules import contents, settled
 from regard.scores import Scoring
@@ -71,7 +72,8 @@ class Hidden:
             if self._ask and self.allowed.shape[axis] == 1:  # then what is hidden from one is hidden from all
                 self._seeing[axis] = self.allowed.squeeze(axis) if self.hides else None
             else:
-                some = self.allowed.any(axis)
+                # any() of bools takes 20 times as long
+                some = self.allowed.view(torch.uint8).amax(axis).bool() if self._ask else self.allowed.any(axis)
                 self._seeing[axis] = None if self._ask and bool(some.all()) else some
         return self._seeing[axis]
 
@@ -79,7 +81,7 @@ class Hidden:
     def hides(self) -> bool:
         """Whether anything is hidden; True if this is not known without a device sync."""
         if self._hides is None:
-            self._hides = not self._ask or not bool(self.allowed.all())
+            self._hides = not self._ask or coverage_of(self.allowed) is not Tile.FULL
         return self._hides
 
     @cached_property
