@@ -58,40 +58,41 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
-    return _checked(call, *_prepared(call)) if call.inspectable else _with_zeros(call)
+    return _alone(call)(*call[:3], call.scoring.sink) if call.inspectable else _with_zeros(call)
 
 
 def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where that may change unnoticed."""
     if not call.concrete or call.dropout is not None:
         return None
-    scoring, wants_lse = call.scoring.with_sink(None), call.wants_lse
     if not call.learns:
-        hidden, added = _prepared(call)
-        fixed, sees_all = Fixed(scoring, hidden, added, None, wants_lse, keeps=False), _sees_all(call, hidden)
-
-        def attend_alone(
-            query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
-        ) -> tuple[Tensor, Tensor | None]:
-            results = _attended(fixed, query, key, value, sink, None)
-            if sees_all or not _has_nan(*results):
-                return results
-            return _with_zeros(Call(query, key, value, scoring.with_sink(sink), None, wants_lse))
-
-        return attend_alone
+        return _alone(call)
     hidden, added, _ = _in_full(call)
-    if scoring.bias is not None and not isinstance(hidden, Table):
+    if call.scoring.bias is not None and not isinstance(hidden, Table):
         return None
-    fixed = Fixed(scoring, hidden, added, None, wants_lse, keeps=True)
+    fixed = Fixed(call.scoring.with_sink(None), hidden, added, None, call.wants_lse, keeps=True)
 
     def attend_and_learn(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        if hidden is not None:
-            query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-        return _attended(fixed, query, key, value, sink, None)
+        return _attended(fixed, *_zeroed(hidden, query, key, value), sink, None)
 
     return attend_and_learn
+
+
+def _alone(call: Call) -> Prepared:
+    """A call without gradients, for other tensors: hidden keys are zeroed only if the result is NaN."""
+    hidden, added = _prepared(call)
+    scoring, dropout, wants_lse = call.scoring.with_sink(None), call.dropout, call.wants_lse
+    fixed, sees_all = Fixed(scoring, hidden, added, _kept(call), wants_lse, keeps=False), _sees_all(call, hidden)
+
+    def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        results = _attended(fixed, query, key, value, sink, None)
+        if sees_all or not _has_nan(*results):
+            return results
+        return _with_zeros(Call(query, key, value, scoring.with_sink(sink), dropout, wants_lse))
+
+    return attend_alone
 
 
 def single(call: Call) -> Single | None:
@@ -135,11 +136,6 @@ def _table(call: Call) -> Table | None:
     return None if look_up is None else look_up()
 
 
-def _checked(call: Call, hidden: Hidden | None, added: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    results = _attend(call, hidden, added)
-    return results if _sees_all(call, hidden) or not _has_nan(*results) else _with_zeros(call)
-
-
 def _sees_all(call: Call, hidden: Hidden | None) -> bool:
     """Whether it is known that no key is hidden from all queries."""
     known = isinstance(hidden, Table) or call.scoring.bias is None
@@ -153,13 +149,14 @@ def _has_nan(output: Tensor, lse: Tensor | None) -> bool:
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
     hidden, *more = _in_full(call)
-    return _attend(_zeroed(call, hidden), hidden, *more)
+    query, key, value = _zeroed(hidden, *call[:3])
+    return _attend(call._replace(query=query, key=key, value=value), hidden, *more)
 
 
-def _zeroed(call: Call, hidden: Hidden | None) -> Call:
+def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if hidden is None:
-        return call
-    return call._replace(query=hidden.seeing(call.query), key=hidden.seen(call.key), value=hidden.seen(call.value))
+        return query, key, value
+    return hidden.seeing(query), hidden.seen(key), hidden.seen(value)
 
 
 def _attend(

@@ -176,8 +176,13 @@ def with_whole_features(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     back to computing all scores."""
     if query.stride(3) == key.stride(3) == value.stride(3) == 1:
         return query, key, value
-    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    query, key, value = map(whole_features, (query, key, value))
     return query, key, value
+
+
+def whole_features(tensor: Tensor) -> Tensor:
+    """The same of one tensor."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def causal_scores(query_len: int, key_len: int) -> int:

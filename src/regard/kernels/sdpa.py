@@ -134,7 +134,7 @@ def prepare(call: Call) -> Prepared | None:
         if not safe:
             if hidden is not None:
                 query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-            elif scoring.bias is not None and not harmless(query, key, value):
+            elif added is not None and not harmless(query, key, value):  # what is hidden is not known
                 return _with_zeros(Call(query, key, value, scoring)), None
         if tabled:
             return Tabled.apply(scoring, added, *with_whole_features(query, key, value)), None  # type: ignore[no-untyped-call]

@@ -331,7 +331,7 @@ def _padded(tensor: Tensor, width: int) -> Tensor:
     """Padded with zeros to `width` features and with contiguous features, as torch's operator needs it."""
     if tensor.shape[3] < width:
         return F.pad(tensor, (0, width - tensor.shape[3]))
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    return fused.whole_features(tensor)
 
 
 def _for_flash(query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad_output: Tensor, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
