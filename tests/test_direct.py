@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from cases import ON_A_CPU
 from comparing import assert_close, assert_within_budget
-from regard import Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
+from regard import Alibi, Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
 from regard.kernels import direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.masks import EVERYTHING, Mask
@@ -91,9 +91,9 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
     for name, value in {"MKL": True, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
 
-    def kernel(mask, heads, length, learns=False, **parts):
-        tensors = torch.zeros(3, 1, heads, length, 64, requires_grad=learns)
-        return regard.plan(*tensors, mask=mask, **parts).kernel
+    def kernel(mask, heads, length, learns=False, queries=None, **parts):
+        query, key = (torch.zeros(1, heads, rows, 64, requires_grad=learns) for rows in (queries or length, length))
+        return regard.plan(query, key, key, mask=mask, **parts).kernel
 
     window, documents = Causal() & Window(100), Causal() & Document.from_lengths([64] * 6)
     monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
@@ -108,6 +108,14 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
     assert kernel(Causal(), heads=7, length=383, learns=True) != "direct"  # oneDNN compiles each length anew
     assert kernel(documents, heads=7, length=384, learns=True) == "strips"  # which leave out five sixths
     assert kernel(Causal(), heads=8, length=512) != "direct"
+    few = {"mask": Causal(), "heads": 8, "bias": Alibi(8)}  # few queries: their keys are read, and little else is done
+    for onednn in (False, True):
+        monkeypatch.setattr(direct, "onednn_is_faster", lambda onednn=onednn: onednn)
+        for queries, length in ((16, 1024), (32, 512), (16, 2048)):
+            assert kernel(queries=queries, length=length, **few) != "direct"
+        assert kernel(queries=128, length=128, **few) == "direct"
+        assert kernel(queries=16, length=256, learns=True, **few) == "sdpa"
+        assert kernel(queries=32, length=512, learns=True, **few) == "direct"
 
 
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):

@@ -35,8 +35,10 @@ kept for the gradients has 16 MiB at most. Rows of 128 to 512 tokens in features
 
 MIN_SCORES_BY_MKL = 1 << 15
 MIN_SCORES_THAT_LEARN = 1 << 14
-MIN_ROWS, MIN_HEADS = 64, 4
-"""The same with products by MKL, beside torch's operator with a table, whose one call is shorter if there are fewer."""
+MIN_SCORES_THAT_LEARN_WITH_A_BIAS = 1 << 17
+MIN_ROWS, MIN_HEADS = 128, 4
+"""The same with products by MKL, beside torch's operator with a table, whose one call is shorter if there are fewer.
+Row "16 queries, ALiBi, causal" of features.py."""
 
 MAX_NUMBERS_THAT_LEARN = 1 << 20
 """Most numbers in the keys of few queries in half precision of which float32 copies are made, as of the values, where
@@ -218,19 +220,20 @@ def pays(call: Call) -> bool:
     if half and processor.AMX:
         return False
     rows = grid.query_len * (grid.heads // call.key.shape[1])
-    if half and _has_few_rows(call):
+    if _has_few_rows(call) and (half or not call.learns):
         return call.learns and call.key.numel() <= MAX_NUMBERS_THAT_LEARN
     if _by_onednn(call) or (half and call.learns):
         return True
     if plain(call.scoring):
         return False  # nothing lies around torch's own function here
     if call.learns:
-        return scores > MIN_SCORES_THAT_LEARN
+        return scores >= (MIN_SCORES_THAT_LEARN if call.scoring.bias is None else MIN_SCORES_THAT_LEARN_WITH_A_BIAS)
     return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
 
 
 def _has_few_rows(call: Call) -> bool:
-    """Whether keys and values, of which half precision needs float32 copies, are more numbers than there are scores."""
+    """Whether keys and values are more numbers than there are scores: to read them takes longest, and in half precision
+    to copy them to float32."""
     grid = call.scoring.grid
     return grid.query_len * (grid.heads // call.key.shape[1]) * (1 + call.learns) < call.query.shape[3]
 
