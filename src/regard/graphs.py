@@ -29,6 +29,11 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._is_tracing()  # what torch.jit.is_tracing asks, at half the cost
 
 
+def concrete(device: torch.device) -> bool:
+    """Whether numbers on this device can be looked at where they are: a CPU's, neither traced nor transformed."""
+    return device.type == "cpu" and not (tracing() or torch._C._are_functorch_transforms_active())
+
+
 def whole(length: int, device: torch.device) -> range | Tensor:
     """All queries or keys of a call; in a graph, as a tensor computed when it runs."""
     return torch.arange(length, device=device) if tracing() else range(length)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.graphs import tracing
+from regard.graphs import concrete, tracing
 from regard.numerics import without_autocast
 from regard.scores import Scoring
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     @property
     def concrete(self) -> bool:
         """Whether numbers can be looked at where they are: on a CPU, neither traced nor transformed."""
-        return self.query.device.type == "cpu" and not tracing() and not torch._C._are_functorch_transforms_active()
+        return concrete(self.query.device)
 
 
 def learns(tensor: Tensor | None) -> bool:

@@ -90,7 +90,7 @@ def _alone(call: Call) -> Prepared:
 
     def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
         results = _attended(fixed, query, key, value, sink, None)
-        if sees_all or not _has_nan(*results):
+        if sees_all or not has_nan(*results):
             return results
         return _with_zeros(Call(query, key, value, scoring.with_sink(sink), dropout, wants_lse))
 
@@ -142,10 +142,6 @@ def _sees_all(call: Call, hidden: Hidden | None) -> bool:
     """Whether it is known that no key is hidden from all queries."""
     known = isinstance(hidden, Table) or call.scoring.bias is None
     return known and (hidden is None or hidden.keys is None)
-
-
-def _has_nan(output: Tensor, lse: Tensor | None) -> bool:
-    return has_nan(output) or (lse is not None and has_nan(lse.clamp(min=0.0)))
 
 
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:

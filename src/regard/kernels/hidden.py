@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing, whole
+from regard.graphs import concrete, tracing, whole
 from regard.kernels.known import Kept, cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.algebra import coverage_of
@@ -156,15 +156,17 @@ class Table(Hidden):
         return self.added.to(dtype)
 
 
-def has_nan(result: Tensor) -> bool:
-    """Whether there is NaN in it, or inf of both signs: then something hidden may have contributed."""
-    return math.isnan(result.sum().item())
+def has_nan(output: Tensor, lse: Tensor | None = None) -> bool:
+    """Whether there is NaN in a result, or inf of both signs: then something hidden may have contributed."""
+    if math.isnan(output.sum().item()):
+        return True
+    return lse is not None and math.isnan(lse.clamp(min=0.0).sum().item())  # -inf belongs to a fully masked query
 
 
 def harmless(*tensors: Tensor) -> bool:
     """Whether a weight of 0 cancels every number in these tensors; False if finding out needs a device sync."""
     for tensor in tensors:
-        if tensor.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+        if not concrete(tensor.device):
             return False
         if tensor.numel():
             tensor = tensor.detach()
@@ -217,7 +219,7 @@ def hidden_in_call(scoring: Scoring, biases: Tensor | None) -> Hidden | None:
 
 def _hides_nothing(biases: Tensor) -> bool:
     """Whether it is known that none of them is -inf; False if finding out needs a device sync."""
-    if biases.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+    if not concrete(biases.device):
         return False
     return biases.numel() > 0 and biases.detach().amin().item() > -math.inf  # false for NaN
 
@@ -231,7 +233,7 @@ def table_key(scoring: Scoring, dtype: torch.dtype) -> Hashable | None:
     bias, mask, grid = scoring.bias, scoring.mask_or_everything, scoring.grid
     if bias is None or not 0 < grid.query_len * grid.key_len <= MAX_TABLE_NUMBERS:
         return None
-    if grid.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+    if not concrete(grid.device):
         return None
     of_bias, of_mask = contents(bias), mask.structure()
     if of_bias is None or of_mask is None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import concrete
 from regard.scores import Scoring
 
 MODERATE = 16.0
@@ -33,7 +33,7 @@ UNKNOWN = Magnitude(False, False)
 
 def magnitude_of(query: Tensor, key: Tensor, scoring: Scoring) -> Magnitude:
     """Of a call whose scores come from products; unknown if finding out needs a device sync."""
-    if query.device.type != "cpu" or tracing() or torch._C._are_functorch_transforms_active():
+    if not concrete(query.device):
         return UNKNOWN
     product = _longest(query) * _longest(key)
     sink = 0.0 if scoring.sink is None else scoring.sink.detach().abs().amax().item()

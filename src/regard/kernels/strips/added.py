@@ -14,6 +14,7 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.diagonals import diagonal_tile, scattered_tile, sum_diagonals
+from regard.graphs import concrete
 from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
@@ -66,8 +67,7 @@ class Added:
         numbers = [numbers for numbers, _ in self._given] + ([] if self._row is None else [self._row])
         batch, heads, queries, keys = self.scoring.grid[:4]
         few = 2 * sum(map(Tensor.numel, numbers)) <= batch * heads * queries * keys
-        on_cpu = self.scoring.grid.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
-        if self._others or not (few and on_cpu):
+        if self._others or not (few and concrete(self.scoring.grid.device)):
             return bool(self._others or numbers)
         return not all(bool(some.amin() > -math.inf) for some in numbers if some.numel())  # nor NaN, which hides -inf
 

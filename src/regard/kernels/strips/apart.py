@@ -6,7 +6,7 @@ would take as long again. Row "documents of 20 to 200" of features.py. Equal doc
 batch of one call: row "8 documents, causal".
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels import fused
-from regard.kernels.hidden import Hidden, has_nan
+from regard.kernels.hidden import Hidden
 from regard.kernels.strips.plan import Kind, Strip
 
 
@@ -25,30 +25,32 @@ class Apart:
     Args:
         strips: as from `one_by_one`.
         hidden: what the mask hides in each; None for nothing, and for a causal square.
-
-    Attributes:
-        by_torch: for which calls torch's operator is the fastest way, as far as that is known.
     """
 
     def __init__(self, strips: Sequence[Strip], hidden: Sequence[Hidden | None]) -> None:
         self.strips, self._hidden = strips, hidden
-        self._hides = any(one is not None for one in hidden)
-        self.by_torch: dict[Hashable, bool] = {}
+        self._pays: dict[Hashable, bool] = {}
         self._queries: dict[int | None, list[int]] = {}
         self._keys: dict[int | None, list[int]] = {}
         for strip in strips:
             self._queries.setdefault(strip.batch_index, []).append(strip.times * len(strip.queries))
             self._keys.setdefault(strip.batch_index, []).append(strip.times * strip.keys)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exp; None if NaN in something hidden contributed."""
+    def pays(self, call: Hashable, find_out: Callable[[], bool]) -> bool:
+        """Whether this is the fastest way for a call; found out once for all that are equal."""
+        if call not in self._pays:
+            self._pays[call] = find_out()
+        return self._pays[call]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
         tensors = zip(self._of_query(query), self._of_key(key), self._of_key(value), strict=True)
         results = [
             fused.flash(*three, scale=scale, **how)
             for three, how in zip(tensors, self._masks(query.dtype), strict=True)
         ]
         output, lse = (self._side_by_side(parts, self._queries) for parts in zip(*results, strict=True))
-        return None if self._hides and has_nan(output) else (output, lse)
+        return output, lse
 
     def gradients(
         self, grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *,

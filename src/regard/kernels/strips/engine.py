@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.dropout import Dropout
+from regard.graphs import concrete
 from regard.kernels import fused
-from regard.kernels.hidden import Hidden, harmless
+from regard.kernels.hidden import Hidden, harmless, has_nan
 from regard.kernels.strips import products
 from regard.kernels.strips.added import Added
 from regard.kernels.strips.apart import Apart
@@ -109,24 +110,28 @@ def forward(
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
-    one_by_one = _one_by_one(plan, scoring, query, key) if by_flash else None
-    found = None if one_by_one is None else one_by_one.attend(query, key, value, scoring.scale)
-    if found is None:
-        needs_lse = wants_lse or sink is not None or plan.merges
-        found = _attend(query, key, value, scoring, dropout, plan, by_flash, needs_lse)
-    output, lse = found
+    added = Added(scoring, plan, wide(query.dtype))
+    needs_lse = wants_lse or sink is not None or plan.merges
+    given = query, key, value, added, dropout, by_flash, needs_lse
+    hides, inspects = plan.hides or added.hides, concrete(query.device)
+    apart = _apart(plan, scoring, query, key) if by_flash else None
+    if apart is not None:
+        output, lse = apart.attend(query, key, value, scoring.scale)
+    else:
+        output, lse = _attend(*given, careful=hides and not inspects)
+    if hides and inspects and has_nan(output, lse if needs_lse else None):
+        output, lse = _attend(*given, careful=True)
     if sink is not None:
         output, lse = add_sink(output, lse, sink)
     return output[..., :size], lse
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, dropout: Dropout | None, plan: StripPlan,
-    by_flash: bool, needs_lse: bool,
+    query: Tensor, key: Tensor, value: Tensor, added: Added, dropout: Dropout | None, by_flash: bool, needs_lse: bool,
+    *, careful: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp without the sink, each strip written or merged into its place."""
-    added = Added(scoring, plan, wide(query.dtype))
-    careful = _may_leak(added, plan, query, key, value)
+    plan = added.plan
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
     output = empty(*query.shape[:3], value.shape[3])
@@ -176,13 +181,13 @@ def backward(
     finite = finite_lse(lse)
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
     added = Added(scoring, plan, lse.dtype, learned)
-    careful = _may_leak(added, plan, query, key, value)
-    one_by_one = None
+    careful = (plan.hides or added.hides) and not harmless(query, key, value)
+    apart = None
     if by_flash and not careful and grads is None:
-        one_by_one = _one_by_one(plan, scoring, query, key, backward=True)
-    if one_by_one is not None:
+        apart = _apart(plan, scoring, query, key, backward=True)
+    if apart is not None:
         grad, q, k, v, out = widen()
-        found = one_by_one.gradients(grad, q, k, v, out, finite, scale=scoring.scale)
+        found = apart.gradients(grad, q, k, v, out, finite, scale=scoring.scale)
         three = (grad[..., : t.shape[3]] for grad, t in zip(found, (query, key, value), strict=True))
         grad_sink = None if sink is None else gradient_of_sink(sink, lse, _delta(output, grad_output, grad_lse))
         return (*three, grad_sink, *(None for _ in learned))
@@ -267,34 +272,25 @@ def flash_can(query: Tensor, scoring: Scoring, dropout: Dropout | None) -> bool:
     return plain and fused.FLASH and query.device.type == "cpu"
 
 
-def _may_leak(added: Added, plan: StripPlan, *tensors: Tensor) -> bool:
-    """Whether what is hidden could reach a result: something is hidden, and not every number is harmless."""
-    return (plan.hides or added.hides) and not harmless(*tensors)
-
-
 def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
     """The strips that have anything to compute."""
     return (strip for strip in plan.strips if strip.keys and all(query.shape[:3]))
 
 
-def _one_by_one(
-    plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False
-) -> Apart | None:
+def _apart(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False) -> Apart | None:
     """The strips, if they lie apart, nothing but a mask is added, and most of their scores are those of torch's
     operator."""
     if scoring.bias is not None or torch._C._are_functorch_transforms_active() or not query.numel():
         return None
-    found = plan.apart
-    if found is None:
-        return None
-    known = query.dtype, query.shape[1], key.shape[1], backward, products.by_onednn(query.dtype)
-    if known not in found.by_torch:
-        scores = [0, 0]
+
+    def pays() -> bool:
+        scores = {True: 0, False: 0}
         for strip in plan.strips:
-            of_strip = len(strip.queries) * strip.keys * strip.times
-            scores[products_pay(strip, query, key, backward=backward)] += of_strip
-        found.by_torch[known] = scores[True] < scores[False]
-    return found if found.by_torch[known] else None
+            scores[products_pay(strip, query, key, backward=backward)] += len(strip.queries) * strip.keys * strip.times
+        return scores[True] < scores[False]
+
+    call = query.dtype, query.shape[1], key.shape[1], backward, products.by_onednn(query.dtype)
+    return plan.apart if plan.apart is not None and plan.apart.pays(call, pays) else None
 
 
 def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = False) -> bool:

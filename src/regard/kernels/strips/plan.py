@@ -138,7 +138,7 @@ def cut(
             are_joined = len(segment) <= tuning.MAX_STRIP_QUERIES and not breaks.isdisjoint(segment[1:])
             yield from (_tight(mask, strip, key_len - query_len) if are_joined else strip for strip in next(cut_up))
         else:
-            high = len(segment) if by.most_scores is None else by.max_queries(len(shared))
+            high = max(1, len(segment)) if by.most_scores is None else by.max_queries(len(shared))
             for queries in _split(segment, high):
                 yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
 
