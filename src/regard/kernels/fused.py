@@ -6,6 +6,7 @@ keys are only part of that row.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.graphs import tracing
-from regard.kernels.call import learns
+from regard.kernels.call import Call, learns
 
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
 """From which query_len on the operator takes how many queries together."""
@@ -169,6 +170,20 @@ def full_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=rows.grouped
         )
     return rows.back(F.scaled_dot_product_attention(rows.given(query), key, value, rows.mask, 0.0, False, scale=scale))
+
+
+def prepared(call: Call, *, is_causal: bool = False) -> Callable[..., Tensor]:
+    """`full_attention` for query, key, value and attn_mask of calls of the same form, with the same scale."""
+    scale, rows = call.scoring.scale, Rows(call.query, call.key, None, is_causal)
+    as_they_are = rows.as_they_are and not rows.grouped
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        if not as_they_are:
+            return full_attention(query, key, value, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
+        three = with_whole_features(query, key, value)
+        return F.scaled_dot_product_attention(*three, attn_mask, 0.0, is_causal, scale=scale)
+
+    return attend
 
 
 def with_whole_features(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, with_whole_features
+from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared, with_whole_features
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
     Hidden,
@@ -60,9 +60,9 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
-    prepared = prepare(call)
-    if prepared is not None:
-        return prepared(call.query, call.key, call.value, None)
+    at_once = prepare(call)
+    if at_once is not None:
+        return at_once(call.query, call.key, call.value, None)
     if call.inspectable:
         output = full_attention(*call[:3], scale=call.scoring.scale, attn_mask=_in_full(call)[1])
         if not has_nan(output):
@@ -98,18 +98,20 @@ def _with_zeros(call: Call) -> Tensor:
 
 def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is known once, and what they hide is zeroed only where it matters."""
-    scoring, scale = call.scoring, call.scoring.scale
+    scoring = call.scoring
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
+        attend = prepared(call, is_causal=True)
 
         def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
             if key.shape[2] > seen:
                 key, value = key[:, :, :seen], value[:, :, :seen]
-            return full_attention(query, key, value, scale=scale, is_causal=True), None
+            return attend(query, key, value), None
 
         return attend_causal
+    attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
-        return lambda query, key, value, sink: (full_attention(query, key, value, scale=scale), None)
+        return lambda query, key, value, sink: (attend(query, key, value), None)
     if not call.concrete or _bias_learns(call):
         return None
     look_up = _known(call)
@@ -120,7 +122,7 @@ def prepare(call: Call) -> Prepared | None:
 
     def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         _, added = look_up()
-        output = full_attention(query, key, value, scale=scale, attn_mask=added)
+        output = attend(query, key, value, added)
         if not safe and added is not None and has_nan(output):
             output = _with_zeros(Call(query, key, value, scoring))
         return output, None
@@ -138,7 +140,7 @@ def prepare(call: Call) -> Prepared | None:
                 return _with_zeros(Call(query, key, value, scoring)), None
         if tabled:
             return Tabled.apply(scoring, added, *with_whole_features(query, key, value)), None  # type: ignore[no-untyped-call]
-        return full_attention(query, key, value, scale=scale, attn_mask=added), None
+        return attend(query, key, value, added), None
 
     return attend_and_learn
 
