@@ -84,9 +84,7 @@ def _in_full(
     graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
     new = graph or torch._C._are_functorch_transforms_active()  # which want new tensors
     space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
-    return _result(
-        fixed, kv_heads, q, k, v, sink, _rows_of(added, kv_heads, slice(0, scoring.grid.batch)), fixed.kept, space
-    )
+    return _result(fixed, kv_heads, q, k, v, sink, added, fixed.kept, space)
 
 
 def _piece_by_piece(
@@ -126,12 +124,9 @@ def _piece(
 
 
 def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
-    """The part of some batch indices of numbers in the layout of `fold`, for each matrix of their stack."""
-    if numbers is None or len(numbers) == 1:
+    """The part of some batch indices of numbers in the layout of `fold`."""
+    if numbers is None or len(numbers) in (1, kv_heads):  # the same for all of them
         return numbers
-    batch = part.stop - part.start
-    if len(numbers) == kv_heads:  # the same for all batch indices
-        return numbers if batch == 1 else numbers.repeat(batch, 1, 1)
     return numbers[part.start * kv_heads : part.stop * kv_heads]
 
 
@@ -145,6 +140,11 @@ def _result(
         added, kept: as in `Fixed`, for these stacks. space: where scores are written; None for new tensors.
     """
     scoring, softcap, capped = fixed.scoring, fixed.scoring.softcap, None
+    if added is not None and len(added) not in (1, len(query)):  # the same for all batch indices
+        if space is None or softcap is not None:
+            added = added.repeat(len(query) // kv_heads, 1, 1)
+        else:
+            added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
     if softcap is None and added is not None:
         scores = baddbmm(added, query, key.mT, alpha=scoring.scale, out=space)
     else:
@@ -166,8 +166,7 @@ def _result(
     if sink is None:
         return Result(output, lse, weights, None, capped)
     heads, rows = scoring.grid[1:3]
-    logit = sink.to(lse.dtype)[:, None].expand(heads, rows).reshape(kv_heads, *lse.shape[1:])
-    logit = logit.repeat(len(lse) // kv_heads, 1, 1)
+    logit = sink.to(lse.dtype)[:, None].expand(len(lse) // kv_heads, heads, rows).reshape(lse.shape)
     share = torch.sigmoid(lse - logit)
     return Result(output * share, torch.logaddexp(lse, logit) if fixed.wants_lse else None, weights, share, capped)
 
