@@ -114,6 +114,8 @@ class Document(Mask):
         if self._ordered:
             return super().coverage(rows, columns)
         queries, keys = self.query_ids[:, rows[0] : rows[-1] + 1], self.key_ids[:, columns[0] : columns[-1] + 1]
+        if coverage_of(queries[:, :1] == keys) is Tile.PARTIAL:  # to one query, and so to all together
+            return Tile.PARTIAL
         (query_low, query_high), (key_low, key_high) = queries.aminmax(dim=1), keys.aminmax(dim=1)
         if bool(((query_low == query_high) & (key_low == key_high) & (query_low == key_low)).all()):
             return Tile.FULL
