@@ -57,7 +57,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if not backward and _fills(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
         return True
     if by_onednn(dtype):
-        odd = not (is_regular(rows) and is_regular(keys))  # what is padded, and what is left to MKL, weighs more
+        # what is padded, and what is left to MKL, weighs more; in a causal square less than what is left out
+        odd = not causal and not (is_regular(rows) and is_regular(keys))
         if odd and keys < tuning.SHORT_ODD_KEYS:
             return scores >= tuning.MIN_SCORES_BY_ONEDNN << 4
         if scores >= tuning.MIN_SCORES_BY_ONEDNN << odd:

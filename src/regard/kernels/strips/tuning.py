@@ -64,8 +64,9 @@ MAX_PIECE_THREADS = 16
 """Threads for which a piece has scores of their own; with more of them it would take too much memory."""
 
 SHORT_ODD_KEYS = 256
-"""Keys below which a length that is not regular is left to torch's operator, unless there is much to compute or it is
-filled up, in half precision: pieces of few rows remain. Row "ViT reads 8 images" of models.py."""
+"""Keys below which a length that is not regular is left to torch's operator, unless there is much to compute, it is a
+causal square's, or it is filled up, in half precision: pieces of few rows remain. Row "ViT reads 8 images" of
+models.py."""
 
 PIECE_QUERIES = 64
 """Fewest queries of each head in a piece, and all of a causal square, which computes more masked scores the more it
