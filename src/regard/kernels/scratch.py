@@ -14,7 +14,6 @@ from torch import Tensor
 MAX_NUMBERS = 1 << 20
 """Numbers that are kept for each thread of the caller: 4 MiB in float32."""
 
-
 LINE = 16
 """Numbers in a line of a cache, at which each of several tensors begins."""
 
@@ -40,5 +39,8 @@ def scratch(like: Tensor, dtype: torch.dtype, *shapes: Sequence[int]) -> list[Te
     if numbers is None or len(numbers) < size:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
             numbers = _kept.numbers = torch.empty(size, dtype=dtype, device=like.device)
-    parts = numbers.narrow(0, 0, size).split(sizes)
-    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    found, start = [], 0
+    for shape, length in zip(shapes, sizes, strict=True):
+        found.append(numbers.narrow(0, start, math.prod(shape)).view(shape))
+        start += length
+    return found

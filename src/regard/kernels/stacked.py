@@ -113,14 +113,16 @@ def _piece(
 ) -> tuple[Tensor, Tensor | None]:
     """Output and lse of some batch indices. What is in half precision is widened to compute the scores, and weights are
     rounded to it where the processor multiplies faster then."""
-    (batch, heads, rows, _), kv_heads, dtype = query.shape, key.shape[1], wide(query.dtype)
-    widened = (query, key) if query.dtype != dtype else ()
-    sizes = (batch * kv_heads, heads // kv_heads * rows, key.shape[2]), *(tensor.shape for tensor in widened)
-    space, *copies = scratch(query, dtype, *sizes)
-    q, k = (copy.copy_(tensor) for copy, tensor in zip(copies, widened, strict=True)) if widened else (query, key)
-    q, k, v = (_stack_of(tensor, kv_heads) for tensor in (q, k, value))
-    added, kept = (_rows_of(numbers, kv_heads, part) for numbers in (fixed.added, fixed.kept))
-    return _shaped(_result(fixed, kv_heads, q, k, v, sink, added, kept, space), (batch, heads, rows), query.dtype)
+    (batch, heads, rows, _), (kv_heads, keys), dtype = query.shape, key.shape[1:3], wide(query.dtype)
+    scores = batch * kv_heads, heads // kv_heads * rows, keys
+    if query.dtype == dtype:
+        (space,) = scratch(query, dtype, scores)
+    else:
+        space, *copies = scratch(query, dtype, scores, query.shape, key.shape)
+        query, key = (copy.copy_(tensor) for copy, tensor in zip(copies, (query, key), strict=True))
+    stacks = _stack_of(query, kv_heads), _stack_of(key, kv_heads), _stack_of(value, kv_heads)
+    added, kept = _rows_of(fixed.added, kv_heads, part), _rows_of(fixed.kept, kv_heads, part)
+    return _shaped(_result(fixed, kv_heads, *stacks, sink, added, kept, space), (batch, heads, rows), value.dtype)
 
 
 def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
