@@ -263,6 +263,49 @@ def test_the_tiles_of_a_plan_have_a_size(size):
 # --- dropout ------------------------------------------------------------------------------------------------------
 
 
+DIFFERENTIATED = {
+    "nothing": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Causal() & Window(5)},
+    "a table": {"bias": torch.linspace(-1, 1, 400, dtype=torch.float64).view(20, 20)},
+    "ALiBi, causal": {"mask": Causal(), "bias": Alibi(2)},
+    "softcap": {"softcap": 3.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("length", [20, 160])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (8, 2)], ids=str)
+def test_a_gradient_has_a_gradient_whatever_the_kernel(name, length, heads):
+    given = DIFFERENTIATED[name]
+    if ("bias" in given and heads != (2, 2)) or (name == "a table" and length != 20):
+        pytest.skip("a bias of 2 heads, a table of 20 tokens")
+    tensors = [
+        torch.randn(1, n, length, 4, dtype=torch.float64, requires_grad=True) for n in (heads[0], *heads[1:] * 2)
+    ]
+
+    def second(kernel):
+        output = attention(*tensors, kernel=kernel, **given)
+        firsts = torch.autograd.grad(output.sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(first.square().sum() for first in firsts), tensors)
+
+    for found, right in zip(second("auto"), second("reference"), strict=True):
+        assert_close(found, right)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_torch_func_takes_derivatives_of_any_kind(name):
+    given, (key, point) = DIFFERENTIATED[name], torch.randn(2, 1, 2, 20, 3, dtype=torch.float64)
+
+    def of(kernel):
+        return lambda x: attention(x, key, key, kernel=kernel, **given).sin().sum()
+
+    for transform in (torch.func.hessian, lambda f: torch.func.jacrev(torch.func.grad(f))):
+        assert_close(transform(of("auto"))(point), transform(of("reference"))(point))
+
+
 def test_dropout_is_reproducible_from_a_generator_and_from_torchs_seed():
     def drop(seed):
         return attention(QUERY, KEY, VALUE, dropout=0.4, generator=torch.Generator().manual_seed(seed))

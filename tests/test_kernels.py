@@ -662,9 +662,9 @@ def test_dense_tells_of_every_square_that_torch_is_given_or_makes(name, same_dim
         seen["mask"] = held(attn_mask)
         return torch_sdpa(query, key, value, attn_mask, dropout, causal, **options)
 
-    def spy_on_operator(*three, scale, attn_mask):
+    def spy_on_operator(*three, attn_mask, **more):
         seen["scores"], seen["mask"] = 0, held(attn_mask)
-        return flash(*three, scale=scale, attn_mask=attn_mask)
+        return flash(*three, attn_mask=attn_mask, **more)
 
     def held(mask):  # what an expanded mask holds is what it was before it was expanded
         return (

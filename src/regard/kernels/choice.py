@@ -71,7 +71,16 @@ def _holds_little(call: Call) -> bool:
     return (needs_no_table or lengths <= FEW_NUMBERS) and sdpa.quadratic_numbers(call) <= FEW_NUMBERS
 
 
+def _is_transformed(call: Call) -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
 PREFERENCES = (
+    Preference(
+        direct.KERNEL,
+        "torch.func may take derivatives of any kind and order, which plain operators have",
+        lambda call: _is_transformed(call) and all_scores(call) <= direct.MAX_SCORES,
+    ),
     Preference(
         direct.KERNEL,
         "there are so few scores that computing all of them at once is fastest",
@@ -99,7 +108,7 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function supports the whole call",
-        lambda call: exporting() or (_holds_little(call) and not _hides_most(call)),
+        lambda call: exporting() or (_holds_little(call) and not _hides_most(call) and not _is_transformed(call)),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
     Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),

@@ -34,8 +34,7 @@ at a time, or where the scores of one head of one batch index, 768 KiB, stay in 
 kept for the gradients has 16 MiB at most. Rows of 128 to 512 tokens in features.py."""
 
 MIN_SCORES_BY_MKL = 1 << 15
-MIN_SCORES_THAT_LEARN = 1 << 14
-MIN_SCORES_THAT_LEARN_WITH_A_BIAS = 1 << 17
+MIN_SCORES_THAT_LEARN = 1 << 17
 MIN_ROWS, MIN_HEADS = 128, 4
 """The same with products by MKL, beside torch's operator with a table, whose one call is shorter if there are fewer.
 Row "16 queries, ALiBi, causal" of features.py."""
@@ -223,7 +222,7 @@ def pays(call: Call) -> bool:
     if plain(call.scoring):
         return False  # nothing lies around torch's own function here
     if call.learns:
-        return scores >= (MIN_SCORES_THAT_LEARN if call.scoring.bias is None else MIN_SCORES_THAT_LEARN_WITH_A_BIAS)
+        return scores >= MIN_SCORES_THAT_LEARN
     return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
 
 

@@ -8,12 +8,14 @@ bias is never rounded to a lower precision. A bias that is a finished table is r
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
+from regard.kernels.autograd import Fused
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared, with_whole_features
 from regard.kernels.hidden import (
@@ -26,7 +28,6 @@ from regard.kernels.hidden import (
     known_table,
     table_key,
 )
-from regard.kernels.tabled import Tabled
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.numerics import wide
@@ -86,11 +87,11 @@ def _in_full(call: Call) -> tuple[Hidden | None, Tensor | None]:
 
 def _with_zeros(call: Call) -> Tensor:
     """The result, with zeros in place of hidden queries, keys and values."""
-    scoring, (query, key, value) = call.scoring, call[:3]
+    query, key, value = call[:3]
     hidden, added = _in_full(call)
     if hidden is not None:
         query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-    output = full_attention(query, key, value, scale=scoring.scale, attn_mask=added)
+    output = _operator(call)(query, key, value, added)
     if exporting() and hidden is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
         output = output.masked_fill(~hidden.allowed.any(dim=-1)[..., None], 0.0)
     return output
@@ -101,7 +102,8 @@ def prepare(call: Call) -> Prepared | None:
     scoring = call.scoring
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
-        attend = prepared(call, is_causal=True)
+        alone = replace(scoring, grid=scoring.grid._replace(key_len=seen))
+        attend = _operator(call._replace(scoring=alone), is_causal=True)
 
         def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
             if key.shape[2] > seen:
@@ -109,7 +111,7 @@ def prepare(call: Call) -> Prepared | None:
             return attend(query, key, value), None
 
         return attend_causal
-    attend = prepared(call)
+    attend = _operator(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
         return lambda query, key, value, sink: (attend(query, key, value), None)
     if not call.concrete or _bias_learns(call):
@@ -129,7 +131,6 @@ def prepare(call: Call) -> Prepared | None:
 
     if not call.learns:
         return attend_alone
-    tabled = scoring.bias is not None and _by_flash(call)
 
     def attend_and_learn(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
         hidden, added = look_up()
@@ -138,9 +139,20 @@ def prepare(call: Call) -> Prepared | None:
                 query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
             elif added is not None and not harmless(query, key, value):  # what is hidden is not known
                 return _with_zeros(Call(query, key, value, scoring)), None
-        if tabled:
-            return Tabled.apply(scoring, added, *with_whole_features(query, key, value)), None  # type: ignore[no-untyped-call]
         return attend(query, key, value, added), None
+
+    return attend_and_learn
+
+
+def _operator(call: Call, *, is_causal: bool = False) -> Callable[..., Tensor]:
+    """torch's function for query, key, value and what is added, of calls of this form."""
+    if not (call.learns and _by_flash(call)):
+        return prepared(call, is_causal=is_causal)
+    scoring = call.scoring
+
+    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
+        three = with_whole_features(query, key, value)
+        return Fused.apply(scoring, is_causal, added, *three)  # type: ignore[no-any-return, no-untyped-call]
 
     return attend_and_learn
 
