@@ -294,6 +294,16 @@ def test_a_gradient_has_a_gradient_whatever_the_kernel(name, length, heads):
         assert_close(found, right)
 
 
+@pytest.mark.parametrize("sizes", [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal(), Causal(0)], ids=repr)
+def test_a_call_with_an_axis_of_size_0_has_gradients(sizes, mask):
+    batch, queries, keys = sizes
+    tensors = [torch.randn(batch, 4, length, 8, requires_grad=True) for length in (queries, keys, keys)]
+    attention(*tensors, mask=mask).sum().backward()
+    for tensor in tensors:
+        assert_close(tensor.grad, torch.zeros_like(tensor))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_torch_func_takes_derivatives_of_any_kind(name):

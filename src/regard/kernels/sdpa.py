@@ -194,8 +194,11 @@ def _bias_learns(call: Call) -> bool:
 
 
 def _by_flash(call: Call) -> bool:
-    """Whether torch's fused operator computes it, which adds float32 numbers to the scores of half precision too."""
-    return call.concrete and FLASH and call.query.shape[3] == call.value.shape[3] and not _bias_learns(call)
+    """Whether torch's fused operator computes it, which adds float32 numbers to the scores of half precision too, and
+    needs some query and key."""
+    if not (call.concrete and FLASH and call.query.numel() and call.key.numel()):
+        return False
+    return call.query.shape[3] == call.value.shape[3] and not _bias_learns(call)
 
 
 def _dtype_of_bias(call: Call) -> torch.dtype:
