@@ -324,14 +324,16 @@ def test_a_tile_and_the_sums_along_its_diagonals_are_the_gradients_of_each_other
     assert torch.autograd.gradgradcheck(lambda x: turned_tile(x, 3, 5).sin(), [row])
 
 
-def test_keys_are_not_looked_at_beside_a_shared_bias_that_hides_nothing(monkeypatch):
+def test_keys_are_looked_at_in_the_backward_pass_alone_and_only_beside_a_bias_that_hides_something(monkeypatch):
     looked = []
     monkeypatch.setattr(engine, "harmless", lambda *tensors: looked.append(tensors) or False)
-    query, bias = torch.randn(3, 2, 40, 8), torch.randn(1, 2, 40, 40)
-    attention(query, query, query, bias=bias, kernel="strips")
+    query, bias = torch.randn(3, 2, 40, 8, requires_grad=True), torch.randn(1, 2, 40, 40)
+    attention(query, query, query, bias=bias, kernel="strips").sum().backward()
     assert not looked
     bias[0, 1, 3, 5] = -math.inf
-    attention(query, query, query, bias=bias, kernel="strips")
+    output = attention(query, query, query, bias=bias, kernel="strips")
+    assert not looked  # the result is looked at instead
+    output.sum().backward()
     assert looked
 
 
