@@ -15,6 +15,26 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
 
 
+def _forward(
+    scoring: Scoring,
+    dropout: Dropout | None,
+    plan: StripPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    *learned: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return engine.forward(query, key, value, sink, scoring, dropout, plan)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """For the gradients."""
+    ctx.fixed = inputs[:3]
+    ctx.save_for_backward(*output, *inputs[3:])
+    ctx.set_materialize_grads(False)
+
+
 class Strips(torch.autograd.Function):
     """Attention by strips, as a differentiable function."""
 
@@ -38,32 +58,12 @@ class Transformed(Strips):
     """The same in transforms of torch.func, in the form that they ask for: torch would read its signature in every
     call, which takes longer than a short text."""
 
-    forward = staticmethod(lambda *inputs: _forward(*inputs))  # type: ignore[assignment]
-    setup_context = staticmethod(lambda ctx, inputs, output: _keep(ctx, inputs, output))
+    forward = staticmethod(_forward)  # type: ignore[assignment]
+    setup_context = staticmethod(_keep)
 
     @staticmethod
     def vmap(*arguments: Any) -> tuple[Any, Any]:
         return _one_by_one(Transformed, *arguments)
-
-
-def _forward(
-    scoring: Scoring,
-    dropout: Dropout | None,
-    plan: StripPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    *learned: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return engine.forward(query, key, value, sink, scoring, dropout, plan)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """For the gradients."""
-    ctx.fixed = inputs[:3]
-    ctx.save_for_backward(*output, *inputs[3:])
-    ctx.set_materialize_grads(False)
 
 
 class Gradients(torch.autograd.Function):

@@ -138,8 +138,8 @@ def cut(
             are_joined = len(segment) <= tuning.MAX_STRIP_QUERIES and not breaks.isdisjoint(segment[1:])
             yield from (_tight(mask, strip, key_len - query_len) if are_joined else strip for strip in next(cut_up))
         else:
-            high = max(1, len(segment)) if by.most_scores is None else by.max_queries(len(shared))
-            for queries in _split(segment, high):
+            whole = by.most_scores is None
+            for queries in (segment,) if whole else _split(segment, by.max_queries(len(shared))):
                 yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
 
 
