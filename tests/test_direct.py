@@ -11,7 +11,8 @@ import regard
 from cases import ON_A_CPU
 from comparing import assert_close, assert_within_budget
 from regard import Alibi, Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
-from regard.kernels import direct, fused, hidden, known, stacked
+from regard.functional import check_call
+from regard.kernels import choice, direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
@@ -119,6 +120,43 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
         assert kernel(queries=128, length=128, **few) == "direct"
         assert kernel(queries=16, length=256, learns=True, **few) == "sdpa"
         assert kernel(queries=32, length=512, learns=True, **few) == "direct"
+
+
+def test_what_torchs_operator_cannot_do_is_computed_at_once_whatever_the_library_of_its_products(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", False)
+    few, many = (torch.zeros(1, 8, length, 64) for length in (128, 2048))
+    assert regard.plan(few, few, few, mask=Causal(), softcap=5.0).kernel == "direct"
+    assert regard.plan(many, many, many, mask=Causal(), softcap=5.0).kernel == "strips"
+    assert regard.plan(few, few, few, mask=Window(100)).kernel == "sdpa"
+
+
+def test_one_query_that_learns_is_left_to_torch_while_its_keys_stay_in_the_cache(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+    for keys, kernel in ((1024, "sdpa"), (8192, "direct")):
+        query, key = torch.zeros(1, 8, 1, 64, requires_grad=True), torch.zeros(1, 8, keys, 64)
+        assert regard.plan(query, key, key).kernel == kernel
+        assert regard.plan(query, key, key, bias=torch.zeros(keys)).kernel == kernel
+        assert_close(attention(query, key, key), attention(query, key, key, kernel="reference"))
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_strips_have_to_leave_out_more_where_all_scores_are_multiplied_faster(onednn, monkeypatch):
+    monkeypatch.setattr(choice, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query = torch.zeros(1, 8, 512, 64)
+
+    def hides_most(keys):
+        scoring = {"bias": None, "scale": None, "softcap": None, "sink": None, "additive": None}
+        mask = Padding([keys])
+        return choice._hides_most(
+            check_call("here", query, query, query, mask=mask, **scoring, dropout=0.0, generator=None, wants_lse=False),
+            direct.KERNEL,
+        )
+
+    threads = 2
+    assert [hides_most(keys) for keys in (200, 320, 480)] == [True, not onednn, False]
+    threads = 64  # which compute all scores before strips have begun
+    assert not hides_most(200)
 
 
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):

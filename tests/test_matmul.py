@@ -235,11 +235,20 @@ def test_a_ratio_is_measured_once_and_kept_for_this_processor_and_torch(kept, mo
     assert ran == ["one", "other"] * (1 + measured.ROUNDS)
     assert measured.ratio("a / b", *turns.values()) == first
     assert len(ran) == 2 * (1 + measured.ROUNDS)
-    assert json.loads(kept.read_text()) == {f"{processor.name()}, torch {torch.__version__}": {"a / b": first}}
+    assert json.loads(kept.read_text()) == {f"{processor.model()}, torch {torch.__version__}": {"a / b": first}}
     assert list(kept.parent.iterdir()) == [kept]
     monkeypatch.setattr(processor, "name", lambda: "another processor")
     measured.ratio("a / b", *turns.values())
     assert len(ran) == 4 * (1 + measured.ROUNDS)
+    assert len(json.loads(kept.read_text())) == 2
+
+
+def test_processors_of_one_name_are_measured_one_by_one(kept, monkeypatch):
+    told = {"model name": "a rented machine", "cpu family": "25"}
+    monkeypatch.setattr(processor, "_told", told.get)
+    for told["model"] in ("17", "2"):
+        measured.ratio("a / b", lambda: None, lambda: None)
+    assert processor.name() == "a rented machine"
     assert len(json.loads(kept.read_text())) == 2
 
 

@@ -28,7 +28,7 @@ def ratio(name: str, one: Callable[[], object], other: Callable[[], object]) -> 
     """
     if os.environ.get("REGARD_MEASURE") == "0":
         return 1.0
-    machine = f"{processor.name()}, torch {torch.__version__}"
+    machine = f"{processor.model()}, torch {torch.__version__}"
     found = _read().get(machine, {}).get(name)
     if not isinstance(found, int | float):
         found = round(_ratio(one, other), 3)

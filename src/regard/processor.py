@@ -18,9 +18,19 @@ AMX = bool(_ABLE.get("amx_tile"))
 
 def name() -> str:
     """What the processor calls itself."""
+    return _told("model name") or platform.processor() or platform.machine()
+
+
+def model() -> str:
+    """Its name, with the numbers of its family and model: those who rent out machines give many processors one name."""
+    return ", ".join([name(), *(f"{what} {found}" for what in ("cpu family", "model") if (found := _told(what)))])
+
+
+def _told(what: str) -> str | None:
+    """What Linux says of the processor."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            found = re.search(r"model name\s*:\s*(.+)", file.read())
+            found = re.search(rf"^{what}\s*:\s*(.+)", file.read(), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        return None
+    return found[1].strip() if found else None

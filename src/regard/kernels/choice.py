@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from regard import processor
 from regard.graphs import exporting, tracing
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import kernel as strips_kernel
+from regard.matmul import onednn_is_faster
 from regard.reference import reference
 
 REFERENCE = Kernel(
@@ -30,14 +30,16 @@ FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
-FEW_TO_PLAN = 1 << 18
-"""Scores of batch and heads up to which planning what to leave out takes longer than computing them."""
+SCORES_TO_BEGIN = 1 << 15
+"""Scores that a thread computes in the time that strips take to begin. A new mask has to be planned as well, which
+takes several times as long."""
 
-
-WORTH_LEAVING_OUT = 0.55
+WORTH_LEAVING_OUT = 0.75
+WORTH_LEAVING_OUT_BY_ONEDNN = 0.6
 WORTH_LEAVING_OUT_IN_HALF_PRECISION = 0.3
-"""Strips are faster than products of everything if they cost less than this share of it. The second is that of the
-gradients, which torch's operator takes several times as long for in short strips. Row "8 documents, causal"."""
+"""Strips are faster than all scores at once if they cost less than this share of them. Where oneDNN multiplies faster
+than MKL, so are all scores multiplied, but not the strips of torch's operator, least of all their gradients in half
+precision. Row "8 documents, causal"."""
 
 
 class Preference(NamedTuple):
@@ -53,14 +55,19 @@ def _in_process(condition: Callable[[Call], bool]) -> Callable[[Call], bool]:
     return lambda call: not exporting() and condition(call)
 
 
-def _hides_most(call: Call) -> bool:
-    """Whether strips would leave out most of the work, the price of every strip included."""
+def _hides_most(call: Call, kernel: Kernel) -> bool:
+    """Whether strips would leave out most of the work of another kernel, the price of every strip included."""
     mask = call.scoring.mask
-    if not call.concrete or mask is None or all_scores(call) <= FEW_TO_PLAN or mask.structure() is None:
+    if not call.concrete or mask is None:
         return False
-    in_half = call.query.dtype in fused.HALF and call.learns and not processor.AMX
-    share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT
-    return strips_kernel.cost(call) < share * all_scores(call)
+    scores, begin = kernel.num_scores(call), SCORES_TO_BEGIN * torch.get_num_threads()
+    if scores <= 4 * begin or mask.structure() is None:
+        return False
+    share = WORTH_LEAVING_OUT
+    if onednn_is_faster():
+        in_half = call.query.dtype in fused.HALF and call.learns
+        share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT_BY_ONEDNN
+    return begin + strips_kernel.cost(call) < share * scores
 
 
 def _holds_little(call: Call) -> bool:
@@ -84,7 +91,7 @@ PREFERENCES = (
     Preference(
         direct.KERNEL,
         "there are so few scores that computing all of them at once is fastest",
-        _in_process(lambda call: direct.pays(call) and not _hides_most(call)),
+        _in_process(lambda call: direct.pays(call) and not _hides_most(call, direct.KERNEL)),
     ),
     Preference(
         sdpa.KERNEL,
@@ -96,7 +103,9 @@ PREFERENCES = (
         "torch's own function is given what mask and bias add as one table, which is small enough to be kept",
         _in_process(
             lambda call: (
-                sdpa.keeps_a_table(call) and not strips_kernel.products_pay_in_full(call) and not _hides_most(call)
+                sdpa.keeps_a_table(call)
+                and not strips_kernel.products_pay_in_full(call)
+                and not _hides_most(call, sdpa.KERNEL)
             )
         ),
     ),
@@ -108,7 +117,9 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function supports the whole call",
-        lambda call: exporting() or (_holds_little(call) and not _hides_most(call) and not _is_transformed(call)),
+        lambda call: (
+            exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not _is_transformed(call))
+        ),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
     Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),

@@ -46,6 +46,10 @@ torch's gradients are slow."""
 MAX_NUMBERS_OF_ONE = 1 << 18
 """The same of one query without gradients: strips take longer to begin."""
 
+MIN_NUMBERS_THAT_LEARN = 1 << 21
+"""Fewest numbers in the keys of one query of which torch's operator takes longer for the gradients: 8 MiB, which have
+to be fetched from farther away than a core's cache."""
+
 MIN_STACK = 16
 """Fewest matrices of one row at which torch's operator is slow in half precision."""
 
@@ -203,8 +207,8 @@ def _added(call: Call, hidden: Hidden | None, biases: Tensor | None) -> Tensor |
 
 def pays(call: Call) -> bool:
     """Whether this is faster than the other kernels, if a mask hides little."""
-    if not (call.concrete and processor.MKL):
-        return False
+    if not call.concrete or (not processor.MKL and _torch_can(call)):
+        return False  # what torch's operator cannot do, strips multiply by the same library, whichever it is
     grid, half = call.scoring.grid, call.query.dtype in HALF
     if grid.query_len == 1:
         return _pays_for_one(call)
@@ -244,7 +248,7 @@ def _pays_for_one(call: Call) -> bool:
         return numbers <= MAX_NUMBERS_OF_ONE and (single or not torch_can)
     if not torch_can:
         return True
-    slow = _by_onednn(call) or (half and not processor.AMX) or not plain(call.scoring)
+    slow = not processor.AMX if half else numbers >= MIN_NUMBERS_THAT_LEARN
     return call.learns and slow
 
 
