@@ -14,6 +14,7 @@ from regard import Alibi, Causal, Document, Padding, Where, Window, attention, a
 from regard.functional import check_call
 from regard.kernels import choice, direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
+from regard.kernels.strips import products
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
@@ -157,6 +158,27 @@ def test_strips_have_to_leave_out_more_where_all_scores_are_multiplied_faster(on
     assert [hides_most(keys) for keys in (200, 320, 480)] == [True, not onednn, False]
     threads = 64  # which compute all scores before strips have begun
     assert not hides_most(200)
+
+
+def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monkeypatch):
+    for name, value in {"MKL": True, "AMX": False, "BFLOAT16": True}.items():
+        monkeypatch.setattr(processor, name, value)
+
+    def kernel(onednn, batch=8, length=197, dtype=torch.bfloat16, **parts):
+        for module in (direct, products):
+            monkeypatch.setattr(module, "onednn_is_faster", lambda: onednn)
+        query = torch.zeros(batch, 6, length, 64, dtype=dtype)
+        return regard.plan(query, query, query, **parts).kernel
+
+    assert kernel(False) == kernel(False, batch=1, length=128, mask=Causal()) == "direct"
+    assert kernel(True) == "strips"  # which fill odd lengths up
+    assert kernel(False, dtype=torch.float32) == "sdpa"
+    assert kernel(False, batch=1, length=64) == "sdpa"  # one operator for few scores
+    finished = torch.zeros(1, 6, 512, 512, dtype=torch.bfloat16)
+    assert kernel(False, batch=4, length=512, bias=finished) == "sdpa"  # which reads the table in place
+    assert kernel(True, batch=4, length=512, bias=finished) == "strips"
+    monkeypatch.setattr(processor, "BFLOAT16", False)
+    assert kernel(False) == "sdpa"
 
 
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):

@@ -1403,6 +1403,27 @@ def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):
     assert len(asked) - first <= first // 2
 
 
+def test_a_position_bias_of_zeros_is_none(monkeypatch):
+    biases = []
+    check = functional.check_call
+    for module in (functional, masks):
+        monkeypatch.setattr(module, "check_call", lambda *given: (biases.append(given[5]), check(*given))[1])
+    query, key, value = given = tuple(torch.randn(2, 4, length, 8) for length in (5, 7, 7))
+    right = regard.attention(query, key, value)
+    biases.clear()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(computed(given, is_causal=False, position_bias=torch.zeros(1, 4, 5, 7, dtype=dtype)), right)
+    assert biases in ([], [None], [None, None])
+    last, learned = torch.zeros(1, 4, 5, 7), torch.zeros(1, 4, 5, 7, requires_grad=True)
+    last[..., -1, -1] = -math.inf
+    for bias in (last, learned, torch.zeros(1, 4, 7, 5).mT):  # the last is not asked: it lies otherwise in memory
+        biases.clear()
+        assert_close(computed(given, is_causal=False, position_bias=bias), regard.attention(*given, bias=bias))
+        assert biases[0] is bias
+    with pytest.raises(ShapeError):
+        computed(given, is_causal=False, position_bias=torch.zeros(1, 4, 5, 8))
+
+
 def test_one_query_that_sees_every_key_has_no_mask_where_transformers_allows_it():
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 

@@ -16,6 +16,7 @@ from regard.huggingface.masks import LazyMask
 from regard.huggingface.single import LayerCall, attend_one
 from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
+from regard.numerics import all_zero
 from regard.reference import all_weights
 
 HARMLESS = {
@@ -79,6 +80,8 @@ def attend(
         raise ValueError(
             "regard: continuous batching (a paged cache) is not supported; use generate(), with padding or packing"
         )
+    if position_bias is not None and _adds_nothing(position_bias, query.shape[2], key.shape[2]):
+        position_bias = None
     one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
     if (one or isinstance(attention_mask, LazyMask)) and _alone(others, dropout and module.training):
         layer = LayerCall(query, key, value, scaling, softcap, s_aux, position_bias)
@@ -110,6 +113,12 @@ def attend(
     if asked_for:  # a graph cannot compute them on demand, so it computes all
         weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _adds_nothing(bias: Tensor, query_len: int, key_len: int) -> bool:
+    """Whether a bias is known to be 0, as that of T5's cross attention, which every layer would add to its scores. Of
+    one query, to add it takes no longer than to ask."""
+    return query_len > 1 and tuple(bias.shape[2:]) == (query_len, key_len) and all_zero(bias)
 
 
 def _alone(others: Mapping[str, Any], dropout: float) -> bool:

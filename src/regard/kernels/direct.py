@@ -223,11 +223,17 @@ def pays(call: Call) -> bool:
         return call.learns and call.key.numel() <= MAX_NUMBERS_THAT_LEARN
     if _by_onednn(call) or (half and call.learns):
         return True
-    if plain(call.scoring):
-        return False  # nothing lies around torch's own function here
+    if plain(call.scoring):  # nothing lies around torch's own function here, but it multiplies slowly
+        return _rounds_weights(call) and scores >= MIN_SCORES_BY_MKL
     if call.learns:
         return scores >= MIN_SCORES_THAT_LEARN
     return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
+
+
+def _rounds_weights(call: Call) -> bool:
+    """Whether weights are multiplied in bfloat16, for which torch's operator takes longer, and scores by MKL, which
+    takes odd lengths as they are; oneDNN wants them filled up, as strips do. Row "ViT reads 8 images" of models.py."""
+    return call.query.dtype == torch.bfloat16 and processor.BFLOAT16 and not onednn_is_faster()
 
 
 def _has_few_rows(call: Call) -> bool:

@@ -149,10 +149,12 @@ def _result(
             added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
     if softcap is None and added is not None:
         scores = baddbmm(added, query, key.mT, alpha=scoring.scale, out=space)
+    elif softcap is None and space is not None:  # without another pass over the scores
+        scores = baddbmm(space, query, key.mT, beta=0.0, alpha=scoring.scale, out=space)
     else:
         scores = bmm(query, key.mT, out=space)
         if softcap is None:
-            scores = scores * scoring.scale if space is None else scores.mul_(scoring.scale)
+            scores = scores * scoring.scale
         else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
             capped = torch.sigmoid(scores * (2.0 * scoring.scale / softcap))
             scores = capped * (2.0 * softcap) - softcap

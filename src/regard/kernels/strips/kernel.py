@@ -161,6 +161,9 @@ def products_pay_alone(call: Call) -> bool:
     """Whether plain products are faster than one call of torch's function that would do the same."""
     if not _is_one_call_of_torchs(call):
         return False
+    widens = call.query.dtype in fused.HALF and not (call.learns or products.by_onednn(call.query.dtype))
+    if call.scoring.bias is not None and widens:
+        return False  # a table is copied to float32 for every text, which torch's operator reads in place
     causal, (batch, kv_heads), grid = _is_causal(call), call.key.shape[:2], call.scoring.grid
     rows = grid.query_len * (grid.heads // kv_heads)
     given = call.query.dtype, batch * kv_heads, rows, grid.key_len
