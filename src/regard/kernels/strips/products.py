@@ -52,7 +52,9 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         return False
     group = max(1, rows // max(1, keys))
     scores = stack * keys * (min(rows, rows_of_square(keys, group) * group) if causal else rows)
-    if dtype == torch.float16 and not processor.FLOAT16:
+    if (dtype == torch.float16 and not processor.FLOAT16) or (
+        dtype == torch.bfloat16 and not processor.BFLOAT16 and backward
+    ):
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
     if not backward and _fills(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
         return True
