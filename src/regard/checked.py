@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.dropout import Dropout, drawn
-from regard.graphs import tracing
+from regard.graphs import tracing, transformed
 from regard.kernels import Call, Kernel, all_scores
 from regard.masks import Mask
 from regard.rules import known, serialise, settled
@@ -113,7 +113,7 @@ def kinds_of(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> Form | None:
     """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known."""
-    if tracing() or torch._C._are_functorch_transforms_active():
+    if tracing() or transformed():
         return None
     if not (type(query) is type(key) is type(value) is Tensor):
         return None

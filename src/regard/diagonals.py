@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import tracing, transformed
 
 
 def turned_tile(row: Tensor, rows: int, columns: int) -> Tensor:
@@ -20,7 +20,7 @@ def turned_tile(row: Tensor, rows: int, columns: int) -> Tensor:
     [[1, 2, 3], [0, 1, 2]]
     """
     learns = row.requires_grad and torch.is_grad_enabled()
-    if learns and not tracing() and not torch._C._are_functorch_transforms_active():
+    if learns and not tracing() and not transformed():
         tile: Tensor = _Tile.apply(row, rows, columns)  # type: ignore[no-untyped-call]
         return tile
     return row.unfold(-1, columns, 1).flip(-2)

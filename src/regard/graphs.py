@@ -1,10 +1,11 @@
 """Whether a call is being computed, or traced into a graph that will compute it later.
 
     compiled  torch.compile: the graph runs in this process, and may contain regard's own operators
-    exported  torch.export, torch.onnx.export, torch.jit.trace: the graph leaves the process, so it may contain only
-              torch's operators; it is for any lengths, so no length may be treated as a constant
+    exported  torch.export, torch.onnx.export, torch.jit.trace, make_fx, FakeTensorMode: the graph leaves the process,
+              so it may contain only torch's operators; it is for any lengths, so no length may be treated as a constant
 
-In both, no branch may depend on the contents of a tensor.
+In both, no branch may depend on the contents of a tensor. In transforms of torch.func tensors have contents, but those
+that are made there must not be kept.
 """
 
 import sys
@@ -18,20 +19,35 @@ from torch import Tensor
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
+_STANDING_IN = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+
 
 def exporting() -> bool:
     """Whether a graph is being traced that will leave this process."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined, no-untyped-call]
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() or _watched()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def tracing() -> bool:
     """Whether a graph is being traced, of either kind: no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing()  # what torch.jit.is_tracing asks, at half the cost
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or _watched()
+
+
+def _watched() -> bool:
+    """Whether a mode stands in for every operator, to write it down (`make_fx`) or to compute its shape alone
+    (`FakeTensorMode`); not those that only count or print."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in _STANDING_IN)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def concrete(device: torch.device) -> bool:
     """Whether numbers on this device can be looked at where they are: a CPU's, neither traced nor transformed."""
-    return device.type == "cpu" and not (tracing() or torch._C._are_functorch_transforms_active())
+    return device.type == "cpu" and not (tracing() or transformed())
 
 
 def whole(length: int, device: torch.device) -> range | Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import processor
-from regard.graphs import tracing
+from regard.graphs import tracing, transformed
 
 FEW_ROWS = 16
 """Rows up to which a batch of blocks is faster; with one thread, `TURNED_ROWS`."""
@@ -67,7 +67,7 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.is_contiguous()
         and not tracing()
         and not torch._C._is_any_autocast_enabled()
-        and not torch._C._are_functorch_transforms_active()
+        and not transformed()
     )
 
 

@@ -10,11 +10,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from regard import processor
+
+Found = TypeVar("Found")
 
 ROUNDS = 5
 """How often both are timed, in turns; the shortest times are compared, since other programs only add to them."""
@@ -34,6 +38,13 @@ def ratio(name: str, one: Callable[[], object], other: Callable[[], object]) -> 
         found = round(_ratio(one, other), 3)
         _keep(machine, name, found)
     return float(found)
+
+
+def alone(find_out: Callable[[], Found]) -> Found:
+    """What a function returns in a thread of its own, without the modes and transforms of the caller, in which tensors
+    may have no numbers, and operators take other times."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(find_out).result()
 
 
 def file() -> Path:

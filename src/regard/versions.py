@@ -6,6 +6,8 @@ from ctypes import string_at
 import torch
 from torch import Tensor, nn
 
+from regard.graphs import transformed
+
 MAX_COMPARED_NUMBERS = 1 << 20
 """Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
 
@@ -44,4 +46,4 @@ def is_few(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
         return False
     readable = type(tensor) in _READABLE and tensor.is_cpu
-    return readable and not torch._C._are_functorch_transforms_active()
+    return readable and not transformed()

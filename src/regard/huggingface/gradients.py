@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.dropout import Dropout
 from regard.functional import check_call, run, run_perhaps_with_lse
+from regard.graphs import transformed
 from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
 from regard.huggingface.weights import LazyWeights, is_checkpointed, is_differentiable, weights_of
@@ -39,7 +40,7 @@ class ComputeByWeights(Compute):
     def __call__(self, heads: Heads, scoring: ScoringArguments) -> Result:
         call = check_call("attention", *heads, **scoring, dropout=self.dropout)
         differentiable = is_differentiable(call.query, call.key, call.scoring)
-        if differentiable and not is_checkpointed() and not torch._C._are_functorch_transforms_active():
+        if differentiable and not is_checkpointed() and not transformed():
             weights, lse = weights_of(call.query, call.key, call.scoring), None
             output = _Output.apply(weights, call.value, call)  # type: ignore[no-untyped-call]
         else:

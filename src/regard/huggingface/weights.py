@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.functional import check_call
+from regard.graphs import transformed
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.parts import Frame, LazyGradient, LazyParts, OfPlace, Place, Sum
 from regard.indexing import hull
@@ -83,7 +84,7 @@ def weights_of(
     Args:
         aside: as in `LazyParts`.
     """
-    if torch._C._are_functorch_transforms_active():
+    if transformed():
         return all_weights(query, key, scoring).to(query.dtype)
     differentiable = is_differentiable(query, key, scoring)
     parts = WeightsOfCall(query, key, scoring, lse, differentiable)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from regard.graphs import exporting, tracing
+from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import kernel as strips_kernel
@@ -78,15 +78,11 @@ def _holds_little(call: Call) -> bool:
     return (needs_no_table or lengths <= FEW_NUMBERS) and sdpa.quadratic_numbers(call) <= FEW_NUMBERS
 
 
-def _is_transformed(call: Call) -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
 PREFERENCES = (
     Preference(
         direct.KERNEL,
         "torch.func may take derivatives of any kind and order, which plain operators have",
-        lambda call: _is_transformed(call) and all_scores(call) <= direct.MAX_SCORES,
+        lambda call: transformed() and all_scores(call) <= direct.MAX_SCORES,
     ),
     Preference(
         direct.KERNEL,
@@ -117,9 +113,7 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function supports the whole call",
-        lambda call: (
-            exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not _is_transformed(call))
-        ),
+        lambda call: exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not transformed()),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
     Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),

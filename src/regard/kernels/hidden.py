@@ -13,7 +13,7 @@ What is hidden depends on mask and bias alone. It is cached by their structure, 
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -36,6 +36,13 @@ MAX_KEPT_SCORES = 1 << 20
 
 MAX_TABLE_NUMBERS = 1 << 21
 """Most numbers of a table that is cached: 8 heads of 512 tokens, 8 MiB in float32."""
+
+_ENDS = {
+    dtype: (torch.tensor(0.0, dtype=dtype, device="cpu"), torch.tensor(-math.inf, dtype=dtype, device="cpu"))
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
+"""0 and -inf: from tensors, `where` is faster than from numbers. Made here, since what is made in a transform of
+torch.func must not be kept."""
 
 MAX_ALL_NUMBERS = 1 << 23
 """Most numbers of all tables that are cached."""
@@ -109,7 +116,7 @@ class Hidden:
         if dtype not in self._numbers:
             with torch.inference_mode(False):
                 if self._ask:
-                    self._numbers[dtype] = torch.where(self.allowed, *_ends(dtype))
+                    self._numbers[dtype] = torch.where(self.allowed, *_ENDS[dtype])
                 else:  # 1 - 1/1 = 0 and 1 - 1/0 = -inf: faster than masked_fill
                     self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
@@ -127,13 +134,6 @@ class Hidden:
             with torch.inference_mode(False):
                 self._folded[key] = fold(numbers, batch, heads, kv_heads, query_len)
         return self._folded[key]
-
-
-@cache
-def _ends(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """0 and -inf: from tensors, `where` is faster than from numbers."""
-    zero = torch.zeros((), dtype=dtype, device="cpu")
-    return zero, zero - math.inf
 
 
 class Table(Hidden):
@@ -262,7 +262,7 @@ def _made(scoring: Scoring, dtype: torch.dtype) -> Table:
     biases = scoring.biases(queries, keys, dtype)
     allowed = scoring.allowed(queries, keys, biases)
     if allowed is None:
-        return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool), biases)
+        return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=biases.device), biases)
     return Table(allowed, torch.where(allowed, biases, -math.inf))
 
 

@@ -68,7 +68,8 @@ class _Selected(Rule):
         return self._again({**self.arguments(), self.fields[0]: one, "rows": None})
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        result: Tensor = self.part.rule(batch + self.first, lookup(torch.tensor(self.heads), head), query, key)
+        heads = torch.tensor(self.heads, device=head.device)
+        result: Tensor = self.part.rule(batch + self.first, lookup(heads, head), query, key)
         return result
 
     def narrowed(self, cells: Tensor) -> Tensor:

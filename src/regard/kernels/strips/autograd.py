@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
+from regard.graphs import transformed
 from regard.kernels.second import second_gradients
 from regard.kernels.strips import engine
 from regard.kernels.strips.grouping import StripPlan
@@ -49,7 +50,7 @@ class Strips(torch.autograd.Function):
         saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
         if grad_output is None:
             grad_output = torch.zeros_like(saved[0])
-        again = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+        again = torch.is_grad_enabled() or transformed()
         way = Gradients.apply if again else Gradients.forward  # another node takes time
         return None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.graphs import concrete
+from regard.graphs import concrete, transformed
 from regard.kernels import fused
 from regard.kernels.hidden import Hidden, harmless, has_nan
 from regard.kernels.strips import products
@@ -280,7 +280,7 @@ def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
 def _apart(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False) -> Apart | None:
     """The strips, if they lie apart, nothing but a mask is added, and most of their scores are those of torch's
     operator."""
-    if scoring.bias is not None or torch._C._are_functorch_transforms_active() or not query.numel():
+    if scoring.bias is not None or transformed() or not query.numel():
         return None
 
     def pays() -> bool:

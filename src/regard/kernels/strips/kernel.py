@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.biases import Given
 from regard.dropout import Dropout
-from regard.graphs import exporting, tracing
+from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.strips import engine, options, products
@@ -135,11 +135,10 @@ class Planned:
             key, value = (tensor.narrow(2, self.span.start, len(self.span)) for tensor in (key, value))
             return fused.full_attention(query, key, value, scale=scoring.scale), None
         three = _in_precision((query, key, value), scoring, self.dropout, self.wants_lse)
-        transformed = torch._C._are_functorch_transforms_active()
-        if self.learns or transformed:
+        if self.learns or transformed():
             scoring = scoring.with_sink(sink)
             rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
-            output, lse = (Transformed if transformed else Strips).apply(*rest)  # type: ignore[no-untyped-call]
+            output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         with torch.no_grad():
