@@ -3,9 +3,11 @@
 import inspect
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import regard.functional
 from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DIM, biases, tensors
@@ -292,6 +294,36 @@ def test_a_gradient_has_a_gradient_whatever_the_kernel(name, length, heads):
 
     for found, right in zip(second("auto"), second("reference"), strict=True):
         assert_close(found, right)
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "key and value"])
+@pytest.mark.parametrize("kernel", ["sdpa", "strips", "direct"])
+def test_a_gradient_has_a_gradient_where_others_are_not_wanted_and_under_activation_checkpointing(wanted, kernel):
+    names = ("query", "key", "value")
+    tensors = [torch.randn(1, 2, 20, 4, dtype=torch.float64, requires_grad=name in wanted) for name in names]
+    learning = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def thirds(kernel, run):
+        output = run(lambda *three: attention(*three, mask=Causal(), kernel=kernel), *(t.sin() for t in tensors))
+        for _ in range(2):
+            firsts = torch.autograd.grad(output.sin().sum(), learning, create_graph=True)
+            output = sum(first.square().sum() for first in firsts)
+        return torch.autograd.grad(output, learning)
+
+    right = thirds("reference", lambda function, *three: function(*three))
+    for run in (lambda function, *three: function(*three), partial(checkpoint, use_reentrant=False)):
+        for found, expected in zip(thirds(kernel, run), right, strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+def test_third_derivatives_by_strips_beside_a_bias_that_learns_are_refused():
+    query, table = (torch.randn(*sizes, dtype=torch.float64, requires_grad=True) for sizes in ((1, 2, 5, 4), (2, 5, 5)))
+    output = attention(query + table[..., :4], query, query, bias=table, kernel="strips")
+    (first,) = torch.autograd.grad(output.sin().sum(), query, create_graph=True)
+    with pytest.raises(KernelError, match=r"third derivatives.*\n  hint: kernel='reference'"):
+        torch.autograd.grad(first.square().sum(), query, create_graph=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)], ids=str)

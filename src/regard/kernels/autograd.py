@@ -1,6 +1,7 @@
-"""torch's fused operator as a `torch.autograd.Function`, whose gradients have gradients.
+"""Gradients of gradients for torch's fused operator, whose backward pass has none of its own.
 
-The backward pass of torch's own function has none. Here a gradient of a gradient is computed by the reference.
+torch computes the gradients. Only where those are to be differentiated too (``create_graph=True``), they are replaced
+by the same numbers with a backward pass, that of the reference, so that nothing else pays for it.
 """
 
 from typing import Any
@@ -8,52 +9,70 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.kernels import fused
+from regard.biases import Given
 from regard.kernels.second import second_gradients
+from regard.masks import Causal
 from regard.scores import Scoring
+from regard.shapes import Grid
+
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+"""What autograd calls the backward pass of torch's fused operator for the CPU. All else that its function may run is
+made of operators whose gradients have gradients."""
 
 
-class Fused(torch.autograd.Function):
-    """Attention with a causal mask, or with a table of numbers to add, which itself does not learn."""
+def differentiable_twice(output: Tensor) -> Tensor:
+    """The output of torch's function, which learns, as it is; its gradients will have gradients."""
+    assert output.grad_fn is not None
+    output.grad_fn.register_hook(_differentiable)
+    return output
 
-    @staticmethod
-    def forward(
-        ctx: Any, scoring: Scoring, is_causal: bool, table: Tensor | None, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        output, lse = fused.flash(query, key, value, scale=scoring.scale, is_causal=is_causal, attn_mask=table)
-        ctx.fixed = scoring, is_causal
-        ctx.save_for_backward(table, output, lse, query, key, value)
-        return output
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
-        if torch.is_grad_enabled():
-            return None, None, None, *Gradients.apply(*ctx.fixed, grad_output, *saved)  # type: ignore[no-untyped-call]
-        return None, None, None, *_gradients(*ctx.fixed, grad_output, *saved)
+def _differentiable(grads: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor, ...]) -> tuple[Any, ...] | None:
+    """The gradients of query, key and value with a backward pass, if one is wanted."""
+    if not torch.is_grad_enabled():
+        return None
+    node = torch._C._current_autograd_node()
+    if node.name() != NODE:
+        return None
+    query, key, value, mask, is_causal, scale = _saved(node)
+    grid = Grid(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    scoring = Scoring(
+        grid,
+        scale,
+        bias=None if mask is None else Given(mask).bind(grid),
+        mask=Causal(0).bind(grid) if is_causal else None,
+    )
+    return Gradients.apply(scoring, grads, grad_outputs[0], query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _saved(node: Any) -> list[Any]:
+    """Query, key, value, mask, whether it is causal, and scale, as the operator got them.
+
+    They are read in a backward pass of their own, since activation checkpointing hands out once in each what it
+    recomputes, and torch has read them in this one.
+    """
+    found: list[Any] = []
+    names = "query", "key", "value", "attn_mask", "is_causal", "scale"
+    pass_of_its_own = torch.zeros((), requires_grad=True)
+    pass_of_its_own.register_hook(lambda _: found.extend(getattr(node, f"_saved_{name}") for name in names))
+    pass_of_its_own.backward()
+    return found
 
 
 class Gradients(torch.autograd.Function):
-    """The backward pass of `Fused`, itself differentiable."""
+    """The gradients of query, key and value that torch has computed, with a backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, scoring: Scoring, is_causal: bool, grad_output: Tensor, table: Tensor | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, scoring: Scoring, grads: tuple[Tensor | None, ...], grad_output: Tensor, *three: Tensor
+    ) -> tuple[Tensor | None, ...]:
         ctx.scoring = scoring
-        ctx.save_for_backward(grad_output, *tensors[2:])
-        return _gradients(scoring, is_causal, grad_output, table, *tensors)
+        ctx.save_for_backward(grad_output, *three)
+        return tuple(None if grad is None else grad.detach() for grad in grads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_output, *three = ctx.saved_tensors
-        of_output, _, *rest = second_gradients(ctx.scoring, None, (grad_output, None, *three), grads)
-        return (None, None, of_output, None, None, None, *rest)
-
-
-def _gradients(
-    scoring: Scoring, is_causal: bool, grad_output: Tensor, table: Tensor | None, output: Tensor, lse: Tensor,
-    *three: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    tensors = grad_output, *three, output, lse
-    return fused.flash_backward(*tensors, scale=scoring.scale, is_causal=is_causal, attn_mask=table)
+        given = grad_output, None, *three, None
+        of_output, _, *rest, _ = second_gradients(ctx.scoring, None, given, (*grads, None))
+        return (None, None, of_output, *rest)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import concrete, tracing
+from regard.kernels.autograd import differentiable_twice
 from regard.kernels.call import Call, learns
 
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
@@ -156,7 +157,7 @@ def full_attention(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> Tensor:
-    """torch's function, with grouped heads too.
+    """torch's function, with grouped heads too, and with gradients of gradients.
 
     Args:
         attn_mask: as torch takes it, broadcastable to [batch, heads, query_len, key_len].
@@ -165,23 +166,24 @@ def full_attention(
     if torch.is_grad_enabled() and any(map(learns, (query, key, value))) and adds_rounded(query, key):
         key, value = (for_each_head(tensor, query.shape[1]) for tensor in (key, value))
     rows = Rows(query, key, attn_mask, is_causal)
-    if rows.as_they_are:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=rows.grouped
-        )
-    return rows.back(F.scaled_dot_product_attention(rows.given(query), key, value, rows.mask, 0.0, False, scale=scale))
+    given, gqa = query if rows.as_they_are else rows.given(query), rows.grouped and rows.as_they_are
+    output = F.scaled_dot_product_attention(given, key, value, rows.mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    if output.requires_grad and concrete(output.device):
+        output = differentiable_twice(output)
+    return output if rows.as_they_are else rows.back(output)
 
 
 def prepared(call: Call, *, is_causal: bool = False) -> Callable[..., Tensor]:
     """`full_attention` for query, key, value and attn_mask of calls of the same form, with the same scale."""
     scale, rows = call.scoring.scale, Rows(call.query, call.key, None, is_causal)
-    as_they_are = rows.as_they_are and not rows.grouped
+    as_they_are, learning = rows.as_they_are and not rows.grouped, call.learns and call.concrete
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if not as_they_are:
             return full_attention(query, key, value, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
         three = with_whole_features(query, key, value)
-        return F.scaled_dot_product_attention(*three, attn_mask, 0.0, is_causal, scale=scale)
+        output = F.scaled_dot_product_attention(*three, attn_mask, 0.0, is_causal, scale=scale)
+        return differentiable_twice(output) if learning else output
 
     return attend
 

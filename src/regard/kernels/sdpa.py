@@ -15,9 +15,8 @@ from torch import Tensor
 
 from regard.biases import Given
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.autograd import Fused
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared, with_whole_features
+from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
     Hidden,
@@ -91,7 +90,7 @@ def _with_zeros(call: Call) -> Tensor:
     hidden, added = _in_full(call)
     if hidden is not None:
         query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-    output = _operator(call)(query, key, value, added)
+    output = prepared(call)(query, key, value, added)
     if exporting() and hidden is not None:  # a fully masked row is NaN where the graph will run, but 0 in regard
         output = output.masked_fill(~hidden.allowed.any(dim=-1)[..., None], 0.0)
     return output
@@ -103,7 +102,7 @@ def prepare(call: Call) -> Prepared | None:
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
         alone = replace(scoring, grid=scoring.grid._replace(key_len=seen))
-        attend = _operator(call._replace(scoring=alone), is_causal=True)
+        attend = prepared(call._replace(scoring=alone), is_causal=True)
 
         def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
             if key.shape[2] > seen:
@@ -111,7 +110,7 @@ def prepare(call: Call) -> Prepared | None:
             return attend(query, key, value), None
 
         return attend_causal
-    attend = _operator(call)
+    attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
         return lambda query, key, value, sink: (attend(query, key, value), None)
     if not call.concrete or _bias_learns(call):
@@ -140,19 +139,6 @@ def prepare(call: Call) -> Prepared | None:
             elif added is not None and not harmless(query, key, value):  # what is hidden is not known
                 return _with_zeros(Call(query, key, value, scoring)), None
         return attend(query, key, value, added), None
-
-    return attend_and_learn
-
-
-def _operator(call: Call, *, is_causal: bool = False) -> Callable[..., Tensor]:
-    """torch's function for query, key, value and what is added, of calls of this form."""
-    if not (call.learns and _by_flash(call)):
-        return prepared(call, is_causal=is_causal)
-    scoring = call.scoring
-
-    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
-        three = with_whole_features(query, key, value)
-        return Fused.apply(scoring, is_causal, added, *three)  # type: ignore[no-any-return, no-untyped-call]
 
     return attend_and_learn
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.kernels.call import learns
+from regard.kernels.call import KernelError, learns
 from regard.reference import reference
 from regard.scores import Scoring
 
@@ -18,23 +18,34 @@ def second_gradients(
     """The gradients of what a backward pass was given.
 
     Args:
-        inputs: the gradients of output and lse, then query, key, value and all else that may learn.
-        grads: those of what it returned: the gradients of query, key, value and all else.
+        inputs: the gradients of output and lse, then query, key, value, sink and all else that may learn.
+        grads: those of what it returned: the gradients of query, key, value, sink and all else.
+
+    Raises:
+        KernelError: the result shall be differentiated again, and there are biases that learn.
     """
     warnings.warn(
         "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score", stacklevel=3
     )
     third = torch.is_grad_enabled()
-    if not third:  # what these were computed from is left for those who go back through it next
-        apart = (None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs[:5])
-        inputs = [*apart, *inputs[5:]]
-    grad_output, grad_lse, *tensors = inputs
+    if third and any(map(learns, inputs[6:])):  # the query may depend on them: they would be counted twice
+        raise KernelError(
+            "attention: third derivatives are not computed where a bias learns\n"
+            "  hint: kernel='reference' computes derivatives of any order"
+        )
     with torch.enable_grad():
-        query, key, value, *_ = tensors
+        # views, so that each is alone: the gradient of the output depends on the output, which depends on the query;
+        # detached from what they were computed from, which is left for those who go back through it next
+        grad_output, grad_lse, query, key, value, sink = (
+            None if t is None else t.view_as(t) if third else t.detach().requires_grad_(t.requires_grad)
+            for t in inputs[:6]
+        )
+        tensors = query, key, value, sink, *inputs[6:]
+        inputs = grad_output, grad_lse, *tensors
         assert query is not None
         assert key is not None
         assert value is not None
-        results = reference(query, key, value, scoring, dropout)
+        results = reference(query, key, value, scoring.with_sink(sink), dropout)
         outputs, given = zip(
             *((r, g) for r, g in zip(results, (grad_output, grad_lse), strict=True) if g is not None), strict=True
         )
