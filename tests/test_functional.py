@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import regard.functional
 from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DIM, biases, tensors
 from comparing import assert_close
-from regard.biases import Alibi, RelativeBias
+from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
 from regard.kernels import KERNELS, KernelError, choice
 from regard.masks import Causal, Dense, Document, Mask, Padding, Prefix, Tile, Where, Window
@@ -324,6 +324,18 @@ def test_third_derivatives_by_strips_beside_a_bias_that_learns_are_refused():
     (first,) = torch.autograd.grad(output.sin().sum(), query, create_graph=True)
     with pytest.raises(KernelError, match=r"third derivatives.*\n  hint: kernel='reference'"):
         torch.autograd.grad(first.square().sum(), query, create_graph=True)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "direct", "strips"])
+def test_what_learns_in_a_bias_need_have_no_part_in_its_numbers(kernel):
+    class Flat(Bias):
+        def __init__(self):
+            self.unused = torch.zeros(3, requires_grad=True)
+
+        def rule(self, batch, head, query, key):
+            return 0.0 * (query + key)
+
+    assert_close(attention(QUERY, KEY, VALUE, bias=Flat(), kernel=kernel), attention(QUERY, KEY, VALUE))
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)], ids=str)

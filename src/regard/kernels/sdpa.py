@@ -29,6 +29,7 @@ from regard.kernels.hidden import (
 )
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
+from regard.matmul import onednn_is_faster
 from regard.numerics import wide
 
 MAX_MASKED_KEYS = 256
@@ -216,16 +217,20 @@ def keeps_a_table(call: Call) -> bool:
         return False
     if grid.query_len == 1 and not call.learns:
         return True
-    most = MAX_MASKED_KEYS
-    if grid.batch * call.key.shape[1] < MIN_STACK:
-        most *= 4
-    elif call.query.dtype in HALF and call.learns:  # few queries at a time: see fused.QUERIES_AT_A_TIME
-        most *= 2
-    if min(grid.query_len, grid.key_len) > most and mask is not EVERYTHING:
+    if onednn_is_faster() and min(grid.query_len, grid.key_len) > _most_rows(call) and mask is not EVERYTHING:
         return False
     if scoring.bias is None:
         return grid.batch * grid.query_len * grid.key_len <= MAX_KEPT_SCORES and mask.structure() is not None
     return table_key(scoring, _dtype_of_bias(call)) is not None
+
+
+def _most_rows(call: Call) -> int:
+    """Queries or keys up to which torch's operator with a table is faster than strips that oneDNN multiplies."""
+    if call.scoring.grid.batch * call.key.shape[1] < MIN_STACK:
+        return 4 * MAX_MASKED_KEYS
+    if call.query.dtype in HALF and call.learns:  # few queries at a time: see fused.QUERIES_AT_A_TIME
+        return 2 * MAX_MASKED_KEYS
+    return MAX_MASKED_KEYS
 
 
 def num_scores(call: Call) -> int:
