@@ -19,10 +19,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kinds
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,7 +34,6 @@ from regard.bench import in_turn, machine
 from regard.shapes import Grid
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "features.json"
 PAGE = ROOT / "docs" / "cost-per-score.md"
 HEADS, HEAD_DIM = 8, 64
 LENGTHS = [128, 512, 2048, 8192]
@@ -268,14 +268,14 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     return found
 
 
-def report(data: dict[str, Any]) -> str:
+def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
     """docs/cost-per-score.md."""
-    about = data["machine"]
     lines = [
         "# Cost per allowed score",
         "",
-        "Written by `python benchmarks/features.py --report` from `benchmarks/results/features.json`; `make bench`",
-        "measures anew. Each row is one call with 8 heads of 64.",
+        "Written by `python benchmarks/features.py --report` from `benchmarks/results/features-*.json`; `make bench`",
+        "measures anew. Each row is one call with 8 heads of 64. Which of torch's two libraries multiplies faster",
+        "depends on the processor, and there is a part for each kind.",
         "",
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
         "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",
@@ -284,15 +284,20 @@ def report(data: dict[str, Any]) -> str:
         "  the formula rounds scores and weights to bfloat16, and is less exact: regard's scores are float32.",
         "",
         "The first number is forward, the second forward and backward.",
-        "",
-        f"{about.get('processor', '')}, {about.get('threads', '')} threads, torch {about.get('torch', '')}.",
     ]
+    for data in kinds_of_processors:
+        lines += [*kinds.heading(data["machine"]), *_tables(data)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(data: dict[str, Any]) -> list[str]:
+    lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
         for length in dict.fromkeys(row["length"] for row in data["rows"]):
             rows = [row for row in data["rows"] if (row["dtype"], row["length"]) == (dtype, length)]
             if not rows:
                 continue
-            lines += ["", f"## {dtype}, {length:,} tokens", "", "| feature | ms | per score | against torch |"]
+            lines += ["", f"### {dtype}, {length:,} tokens", "", "| feature | ms | per score | against torch |"]
             lines += ["| --- | ---: | ---: | ---: |"]
             for row in rows:
                 ways = row["forward"], row["backward"]
@@ -300,7 +305,7 @@ def report(data: dict[str, Any]) -> str:
                 ms = " / ".join(f"{way['ms']:.3g}" for way in ways)
                 each = " / ".join(f"{way['per_score']:.2f}" for way in ways)
                 lines.append(f"| {row['row']} | {ms} | {each} | {against} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
@@ -313,11 +318,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the page from the results, and measure nothing")
     chosen = parser.parse_args()
     if chosen.report:
-        PAGE.write_text(report(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+        PAGE.write_text(report(kinds.every("features")), encoding="utf-8")
         return
     whole = chosen.rows == "*" and chosen.lengths == LENGTHS and len(chosen.dtypes) == 2
-    output = chosen.output or (RESULTS if whole else None)
     data: dict[str, Any] = {"machine": machine(), "rows": []}
+    output = chosen.output or (kinds.file("features", data["machine"]) if whole else None)
     for dtype in chosen.dtypes:
         for length in chosen.lengths:
             for row in ROWS:

@@ -16,10 +16,11 @@ import fnmatch
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kinds
 import torch
 import transformers
 from torch import Tensor
@@ -28,7 +29,6 @@ import regard.huggingface
 from regard.bench import in_turn, machine
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "whole-models.md"
 NAMES = ("regard", "sdpa", "eager")
 VOCAB, DIM, HEADS, LAYERS = 5000, 384, 6, 6
@@ -202,28 +202,33 @@ def measure(
     }
 
 
-def report(data: dict[str, Any]) -> str:
+def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
     """docs/whole-models.md."""
-    about = data["machine"]
+    versions = " and ".join(dict.fromkeys(data["machine"]["transformers"] for data in kinds_of_processors))
     lines = [
         "# Whole models",
         "",
-        "Written by `python benchmarks/models.py --report` from `benchmarks/results/models.json`; `make bench`",
-        f"measures anew. Models of transformers {about['transformers']} with random weights, {LAYERS} layers of {DIM}",
+        "Written by `python benchmarks/models.py --report` from `benchmarks/results/models-*.json`; `make bench`",
+        f"measures anew. Models of transformers {versions} with random weights, {LAYERS} layers of {DIM}",
         f'features in {HEADS} heads, under regard and under transformers\' own "sdpa" and "eager". Generation writes',
         f"{NEW} tokens after {PROMPT}; learning is a forward and a backward pass, with dropout as the model has it.",
         "Above 1, regard takes less time.",
-        "",
-        f"{about.get('processor', '')}, {about.get('threads', '')} threads, torch {about.get('torch', '')}.",
     ]
+    for data in kinds_of_processors:
+        lines += [*kinds.heading(data["machine"]), *_tables(data)]
+    return "\n".join(lines) + "\n"
+
+
+def _tables(data: dict[str, Any]) -> list[str]:
+    lines = []
     for dtype in dict.fromkeys(row["dtype"] for row in data["rows"]):
-        lines += ["", f"## {dtype}", "", "| model and task | regard, ms | sdpa / regard | eager / regard |"]
+        lines += ["", f"### {dtype}", "", "| model and task | regard, ms | sdpa / regard | eager / regard |"]
         lines += ["| --- | ---: | ---: | ---: |"]
         for row in data["rows"]:
             if row["dtype"] == dtype:
                 ratios = " | ".join(f"{row['ratio'][n]:.2f}" if n in row["ratio"] else "" for n in NAMES[1:])
                 lines.append(f"| {row['task']} | {row['ms']['regard']:,.0f} | {ratios} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
@@ -235,13 +240,13 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the page from the results, and measure nothing")
     options = parser.parse_args()
     if options.report:
-        PAGE.write_text(report(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+        PAGE.write_text(report(kinds.every("models")), encoding="utf-8")
         return
     regard.huggingface.register()
     transformers.logging.set_verbosity_error()
     whole = options.rows == "*" and len(options.dtypes) == 2
-    output = options.output or (RESULTS if whole else None)
     about = {**machine(), "transformers": transformers.__version__}
+    output = options.output or (kinds.file("models", about) if whole else None)
     data: dict[str, Any] = {"machine": about, "repeats": options.repeats, "rows": []}
     for dtype in options.dtypes:
         for row in (row for row in ROWS if fnmatch.fnmatch(row.name, options.rows)):

@@ -442,7 +442,8 @@ def test_whole_models_are_timed_only_where_all_agree(monkeypatch: pytest.MonkeyP
     assert given[0].all()
     assert not given[3, :15].any()
     assert given[:, 40:].all()
-    page = models.report({"machine": {"transformers": "5"}, "rows": found})
+    told = {"processor": "Abacus 7", "threads": 3, "torch": "9.9", "products": "MKL", "transformers": "5"}
+    page = models.report([{"machine": told, "rows": found}])
     assert all(f"| {one['task']} |" in page for one in found)
     monkeypatch.setattr(models, "task", lambda *rest: lambda name, surely=False: torch.tensor(float(name == "regard")))
     with pytest.raises(AssertionError):

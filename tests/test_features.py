@@ -1,6 +1,5 @@
 """What features cost: every row is one call on which regard and torch agree, and the page says what was measured."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from comparing import assert_close
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import features
+import kinds
 
 EXACT = [row for row in features.ROWS if "dropout" not in row.name]
 
@@ -31,8 +31,10 @@ def test_torch_is_given_the_same_work(row: features.Row) -> None:
 def test_the_page_says_what_was_measured() -> None:
     row = features.measure(features.ROWS[0], 16, torch.float32, repeats=1)
     row["forward"] |= {"ms": 12.345, "per_score": 1.25, "against_torch": 0.75}
-    page = features.report({"machine": {"processor": "Abacus 7", "threads": 3, "torch": "9.9"}, "rows": [row]})
-    assert "## float32, 16 tokens" in page
+    told = {"processor": "Abacus 7", "threads": 3, "torch": "9.9", "products": "MKL"}
+    page = features.report([{"machine": told, "rows": [row]}, {"machine": told | {"products": "oneDNN"}, "rows": []}])
+    assert "### float32, 16 tokens" in page
+    assert page.index("## Where MKL multiplies") < page.index("| causal | ") < page.index("## Where oneDNN multiplies")
     assert "| causal | 12.3 / " in page
     assert " | 1.25 / " in page
     assert " | 0.75 / " in page
@@ -40,7 +42,6 @@ def test_the_page_says_what_was_measured() -> None:
 
 
 def test_the_page_is_that_of_the_committed_results() -> None:
-    data = json.loads(features.RESULTS.read_text(encoding="utf-8"))
-    assert features.report(data) == features.PAGE.read_text(encoding="utf-8"), (
+    assert features.report(kinds.every("features")) == features.PAGE.read_text(encoding="utf-8"), (
         "run: python benchmarks/features.py --report"
     )

@@ -36,7 +36,7 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
 
         versions["x-transformers"] = version("x-transformers")
     return {
-        "processor": processor.name(),
+        "processor": processor.model(),
         "threads": torch.get_num_threads(),
         "products": "oneDNN" if matmul.onednn_is_faster() else "MKL",
         "python": platform.python_version(),

@@ -34,10 +34,9 @@ at a time, or where the scores of one head of one batch index, 768 KiB, stay in 
 kept for the gradients has 16 MiB at most. Rows of 128 to 512 tokens in features.py."""
 
 MIN_SCORES_BY_MKL = 1 << 15
-MIN_SCORES_THAT_LEARN = 1 << 17
 MIN_ROWS, MIN_HEADS = 128, 4
-"""The same with products by MKL, beside torch's operator with a table, whose one call is shorter if there are fewer.
-Row "16 queries, ALiBi, causal" of features.py."""
+"""The same with products by MKL and without gradients, beside torch's operator with a table, whose one call is shorter
+if there are fewer. Row "16 queries, ALiBi, causal" of features.py."""
 
 MAX_NUMBERS_THAT_LEARN = 1 << 20
 """Most numbers in the keys of few queries in half precision of which float32 copies are made, as of the values, where
@@ -225,8 +224,8 @@ def pays(call: Call) -> bool:
         return True
     if plain(call.scoring):  # nothing lies around torch's own function here, but it multiplies slowly
         return _rounds_weights(call) and scores >= MIN_SCORES_BY_MKL
-    if call.learns:
-        return scores >= MIN_SCORES_THAT_LEARN
+    if call.learns:  # torch's operator keeps no weights for the gradients, for which the system has to hand out memory
+        return False
     return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
 
 

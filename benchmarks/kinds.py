@@ -1,0 +1,27 @@
+"""Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, and where MKL does.
+
+Which of the two is faster decides most of the choices in `regard.kernels`, so a page that shows one kind alone says
+little about the other. A run writes the file of the kind of processor that it runs on.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def file(benchmark: str, machine: dict[str, Any]) -> Path:
+    """Where the results of this machine go: benchmarks/results/features-mkl.json."""
+    return RESULTS / f"{benchmark}-{machine['products'].lower()}.json"
+
+
+def every(benchmark: str) -> list[dict[str, Any]]:
+    """The committed results, of each kind."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob(f"{benchmark}-*.json"))]
+
+
+def heading(machine: dict[str, Any]) -> list[str]:
+    """The beginning of a page's part for one kind, in Markdown."""
+    told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}."
+    return ["", f"## Where {machine['products']} multiplies", "", told]
