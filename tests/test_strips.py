@@ -363,7 +363,7 @@ def test_a_bias_that_is_one_number_for_all_keys_or_queries_is_added_to_every_sco
         assert_close(ours, theirs)
 
 
-def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
+def test_keys_that_all_see_are_a_strip_of_their_own_which_joins(monkeypatch):
     query = torch.zeros(1, 12, 4096, 8)
 
     def found(mask, key_len=4096):
@@ -385,10 +385,15 @@ def test_keys_that_all_see_are_a_strip_of_their_own_which_joins():
     assert {strip.spans for strip in joining} == {(range(100),)}
     assert sum(len(strip.queries) for strip in joining) > 3500
     assert len(streaming) < 30
-    few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the other keys of each strip
+    monkeypatch.setattr(grouping, "onednn_is_faster", lambda: True)
+    few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the other keys of each strip, as oneDNN wants them
     assert not any(strip.merges for strip in few)
     assert {strip.spans[0] for strip in few if strip.times > 1} == {range(4)}
     assert len(few) < 20
+    monkeypatch.setattr(grouping, "onednn_is_faster", lambda: False)
+    few = found(Causal() & (Window(256) | Prefix(5)))  # which are read where they are
+    assert {strip.spans for strip in few if strip.merges} == {(range(5),)}
+    assert {len(strip.spans) for strip in few if strip.times > 1} == {1}
     strided = found(Causal() & Strided(8))
     assert [(strip.times, strip.step, strip.queries.step, strip.kind is Kind.CAUSAL) for strip in strided] == [
         (8, 1, 8, True)

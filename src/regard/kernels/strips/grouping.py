@@ -21,6 +21,7 @@ from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import by_batch
+from regard.matmul import onednn_is_faster
 from regard.shapes import Grid
 
 
@@ -91,7 +92,8 @@ class StripPlan:
         """The strips, with equal ones at equal distances joined into a batch of views.
 
         Keys that all of them see, such as a prefix, are copied beside those of each strip if they are few; many become
-        a separate strip, whose result is merged.
+        a separate strip, whose result is merged. Alone, the keys of a strip can be read where they are by torch's
+        operator and by MKL; beside others they are copied as well.
         """
         alike: dict[Hashable, list[Strip]] = {}
         for strip in self._cut():
@@ -103,10 +105,10 @@ class StripPlan:
                 first, times = strips[0], 1
                 *shared, moving = first.spans
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
-                merges = sum(map(len, shared)) * tuning.SCORES_PER_COPIED_KEY > (
-                    len(first.queries) * tuning.SCORES_PER_RESULT
-                )
-                if merges and step != len(first.queries):  # the queries in between see other keys
+                apart = step != len(first.queries)  # the queries in between see other keys
+                copied = sum(map(len, shared if apart or onednn_is_faster() else first.spans)) if shared else 0
+                merges = copied * tuning.SCORES_PER_COPIED_KEY > len(first.queries) * tuning.SCORES_PER_RESULT
+                if merges and apart:
                     most = 1
                 while (
                     times < min(most, len(strips))
