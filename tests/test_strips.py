@@ -386,7 +386,7 @@ def test_keys_that_all_see_are_a_strip_of_their_own_which_joins(monkeypatch):
     assert sum(len(strip.queries) for strip in joining) > 3500
     assert len(streaming) < 30
     monkeypatch.setattr(grouping, "onednn_is_faster", lambda: True)
-    few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the other keys of each strip, as oneDNN wants them
+    few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the others, as oneDNN wants them
     assert not any(strip.merges for strip in few)
     assert {strip.spans[0] for strip in few if strip.times > 1} == {range(4)}
     assert len(few) < 20
