@@ -114,20 +114,67 @@ def test_a_shell_can_complete_the_commands() -> None:
     assert "--install-completion" in run("--help").stdout
 
 
-def test_an_interruption_is_quiet_while_a_command_still_loads() -> None:
-    # the interpreter itself starts for some hundredths of a second, then regard's part begins
-    code = "print('here', flush=True)\nimport sys; sys.argv = ['regard', 'look', 'the cat']\n"
-    code += "from regard.cli import main; main()"
-    for wait in (0.0, 0.01, 0.03, 0.1, 0.3, 0.6):
-        command = [sys.executable, "-c", "from regard.cli import main\n" + code]
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert started.stdout is not None
-        started.stdout.readline()
-        time.sleep(wait)
-        started.send_signal(signal.SIGINT)
-        _, said = started.communicate()
-        # at once, the interpreter may stand before or in the first instruction of main: it says three lines for each
-        assert len(said.splitlines()) <= (6 if wait == 0 else 0), said
+# From its first call on, whatever line the command line or what it calls is about to run: interrupted there.
+AT_LINE = """
+import os, signal, sys
+from regard import cli
+
+lines = int(sys.argv.pop())
+
+def follow(frame, event, _):
+    global lines
+    lines -= event == "line"
+    if lines == 0:
+        sys.settrace(None)
+        os.kill(os.getpid(), signal.SIGINT)
+    return follow
+
+def enter(frame, event, _):
+    if frame.f_code is cli.main.__code__:
+        sys.settrace(follow)
+        return follow
+
+sys.argv = ["regard", "look", "the cat"]
+sys.settrace(enter)
+cli.main()
+"""
+
+# Says "here" as soon as the command line answers interruptions itself.
+WAITING = """
+import signal, sys
+from regard import cli
+
+answer = signal.signal
+
+def answered(*arguments):
+    signal.signal = answer
+    before = answer(*arguments)
+    print("here", flush=True)
+    return before
+
+signal.signal = answered
+sys.argv = ["regard", "look", "the cat"]
+cli.main()
+"""
+
+
+# the first five set two names, make two functions and say "try": Python answers no signal there
+@pytest.mark.parametrize("line", [*range(6, 20), 100, 1000])
+def test_an_interruption_is_quiet_from_the_first_lines_on(line: int) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_LINE, str(line)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.01, 0.03, 0.1, 0.3, 0.6])
+def test_an_interruption_is_quiet_while_a_command_still_loads(wait: float) -> None:
+    command = [sys.executable, "-c", WAITING]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    assert started.stdout.readline() == "here\n"
+    time.sleep(wait)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate()
+    assert said == ""
 
 
 SWALLOWING = """

@@ -17,6 +17,7 @@ __all__ = ["main"]
 def main() -> None:
     """Runs the command line; an interruption is quiet from the first moment on."""
     interrupted = False
+    before = None
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
@@ -28,8 +29,8 @@ def main() -> None:
             os._exit(130)
         sys.__unraisablehook__(lost)
 
-    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     try:
+        before = signal.getsignal(signal.SIGINT), sys.unraisablehook
         sys.unraisablehook = end_at_once
         signal.signal(signal.SIGINT, interrupt)
         from regard.extras import need
@@ -46,5 +47,6 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGINT, before[0])
-        sys.unraisablehook = before[1]
+        if before is not None:
+            signal.signal(signal.SIGINT, before[0])
+            sys.unraisablehook = before[1]
