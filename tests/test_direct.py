@@ -10,11 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import regard
 from cases import ON_A_CPU
 from comparing import assert_close, assert_within_budget
-from regard import Alibi, Causal, Document, Padding, Where, Window, attention, attention_with_lse, matmul, processor
+from regard import (
+    Alibi,
+    Causal,
+    Document,
+    Padding,
+    Where,
+    Window,
+    attention,
+    attention_with_lse,
+    matmul,
+    measured,
+    processor,
+)
 from regard.functional import check_call
 from regard.kernels import choice, direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
-from regard.kernels.strips import products
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
 
@@ -62,6 +73,7 @@ def test_a_step_behind_left_padding_copies_no_keys(keys, kernel, dtype):
 
 def test_a_query_that_is_computed_twice_has_two_places_in_memory(monkeypatch):
     """torch's gradients for bfloat16 take twenty times as long if the rows of a matrix lie in one place."""
+    monkeypatch.setattr(processor, "AMX", False)
     strides, given = set(), fused.Rows.given
 
     def watched(rows, tensor):
@@ -101,13 +113,19 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
         return regard.plan(query, key, key, mask=mask, **parts).kernel
 
     window, documents = Causal() & Window(100), Causal() & Document.from_lengths([64] * 6)
-    monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
+    monkeypatch.setattr(direct, "beats_torch", lambda: False)
+    assert kernel(window, heads=8, length=128) == "sdpa"
+    monkeypatch.setattr(direct, "beats_torch", lambda: True)
     assert kernel(window, heads=8, length=128) == "direct"
     assert kernel(window, heads=2, length=128) == "sdpa"  # one operator for a few heads
     assert kernel(None, heads=2, length=128, bias=torch.zeros(128, 128)) == "sdpa"
     assert kernel(window, heads=2, length=128, softcap=5.0) == "direct"  # which torch's operator has not
+    assert kernel(Causal(), heads=8, length=128, sink=torch.zeros(8)) == "strips"  # a number for each query
+    assert kernel(Causal(), heads=8, length=128, sink=torch.zeros(8), learns=True) == "direct"
+    assert kernel(window, heads=8, length=128, sink=torch.zeros(8)) == "direct"
     assert kernel(Causal(), heads=8, length=128) == "sdpa"
-    monkeypatch.setattr(direct, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     assert kernel(Causal(), heads=8, length=128) == "direct"
     assert kernel(Causal(), heads=2, length=512) == kernel(Causal(), heads=7, length=384, learns=True) == "direct"
     assert kernel(Causal(), heads=7, length=383, learns=True) != "direct"  # oneDNN compiles each length anew
@@ -115,12 +133,28 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
     assert kernel(Causal(), heads=8, length=512) != "direct"
     few = {"mask": Causal(), "heads": 8, "bias": Alibi(8)}  # few queries: their keys are read, and little else is done
     for onednn in (False, True):
-        monkeypatch.setattr(direct, "onednn_is_faster", lambda onednn=onednn: onednn)
+        monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype, onednn=onednn: onednn)
         for queries, length in ((16, 1024), (32, 512), (16, 2048)):
             assert kernel(queries=queries, length=length, **few) != "direct"
         assert kernel(queries=128, length=128, **few) == "direct"
         assert kernel(queries=16, length=256, learns=True, **few) == "sdpa"
         assert kernel(queries=32, length=512, learns=True, **few) == ("direct" if onednn else "sdpa")
+
+
+@pytest.mark.parametrize("share", [0.7, 1.1])
+def test_all_scores_at_once_and_torchs_operator_are_measured_by_the_same_call(share, monkeypatch):
+    seen = []
+
+    def ratio(name, one, other):
+        (output, lse), (right, _) = one(), other()
+        assert lse is None
+        assert_close(output, right)
+        seen.append(name)
+        return share
+
+    monkeypatch.setattr(measured, "ratio", ratio)
+    assert direct._found_to_beat_torch() == (share < 1)
+    assert len(seen) == 1
 
 
 def test_what_torchs_operator_cannot_do_is_computed_at_once_whatever_the_library_of_its_products(monkeypatch):
@@ -142,7 +176,7 @@ def test_one_query_that_learns_is_left_to_torch_while_its_keys_stay_in_the_cache
 
 @pytest.mark.parametrize("onednn", [False, True])
 def test_strips_have_to_leave_out_more_where_all_scores_are_multiplied_faster(onednn, monkeypatch):
-    monkeypatch.setattr(choice, "onednn_is_faster", lambda: onednn)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: onednn)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query = torch.zeros(1, 8, 512, 64)
 
@@ -165,8 +199,7 @@ def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monke
         monkeypatch.setattr(processor, name, value)
 
     def kernel(onednn, batch=8, length=197, dtype=torch.bfloat16, **parts):
-        for module in (direct, products):
-            monkeypatch.setattr(module, "onednn_is_faster", lambda: onednn)
+        monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: onednn)
         query = torch.zeros(batch, 6, length, 64, dtype=dtype)
         return regard.plan(query, query, query, **parts).kernel
 
@@ -181,9 +214,22 @@ def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monke
     assert kernel(False) == "sdpa"
 
 
+def test_short_calls_that_learn_in_bfloat16_are_computed_at_once_with_amx(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+
+    def kernel(rows, keys, amx=True, learns=True):
+        monkeypatch.setattr(processor, "AMX", amx)
+        query, key = (torch.zeros(2, 4, length, 64, dtype=torch.bfloat16) for length in (rows, keys))
+        return regard.plan(query.requires_grad_(learns), key, key).kernel
+
+    assert kernel(128, 128) == kernel(64, 64) == kernel(160, 100) == "direct"
+    assert kernel(200, 200) == kernel(64, 512) == kernel(128, 128, learns=False) == "sdpa"
+    assert kernel(64, 512, amx=False) == "direct"
+
+
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):
     monkeypatch.setattr(processor, "MKL", True)
-    monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     small, large = (torch.zeros(batch, 4, 130, 8).requires_grad_() for batch in (16, 128))
     bias = torch.zeros(130, 130).requires_grad_()
     for parts in ({"dropout": 0.1}, {"bias": bias}):
@@ -201,6 +247,64 @@ def test_few_queries_that_learn_in_half_precision_are_copied_while_the_copies_st
         given = query.bfloat16().requires_grad_(), key.bfloat16(), key.bfloat16()
         assert regard.plan(*given).kernel == kernel
         assert regard.plan(given[0].detach(), *given[1:]).kernel == "sdpa"
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("mask", [None, Causal()], ids=str)
+@pytest.mark.parametrize(("heads", "length"), [(2, 64), (8, 512)])
+def test_a_finished_table_of_a_short_call_is_asked_once_and_read_by_torchs_operator(heads, length, mask, learns):
+    table = torch.randn(1, heads, length, length).requires_grad_(learns)
+    tensors = [*torch.randn(3, 1, heads, length, 8)]
+    with torch.no_grad():
+        attention(*tensors, mask=mask, bias=table, kernel="sdpa")
+        with Made() as made:
+            output = attention(*tensors, mask=mask, bias=table, kernel="sdpa")
+    assert made.names[0] == "_scaled_dot_product_flash_attention_for_cpu"
+    assert max(made.numbers, default=0) <= 1
+    assert_close(output, attention(*tensors, mask=mask, bias=table.detach(), kernel="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal(0), Causal(0) & Window(200)], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_a_short_call_with_a_sink_or_its_lse_is_torchs_operator_and_a_number_for_each_query(dtype, mask, kv_heads):
+    query = torch.randn(2, 4, 90, 8).transpose(2, 3).contiguous().mT.to(dtype)  # features far apart
+    key, value = (torch.randn(2, kv_heads, 95, 8).to(dtype) for _ in range(2))
+    for sink in (None, torch.tensor([-math.inf, -1.0, 2.0, 9.0])):
+        given = {"mask": mask, "sink": sink}
+        with torch.no_grad():
+            attention_with_lse(query, key, value, **given)
+            with Made() as made:
+                output, lse = attention_with_lse(query, key, value, **given)
+            assert regard.plan(query, key, value, mask=mask, sink=torch.zeros(4)).kernel == "strips"
+            alone = attention(query, key, value, **given)
+        assert made.names.count("_scaled_dot_product_flash_attention_for_cpu") == 1
+        assert all(number <= query.numel() or dtype == torch.bfloat16 for number in made.numbers)
+        exact = attention_with_lse(*(tensor.double() for tensor in (query, key, value)), **given, kernel="reference")
+        plain = attention_with_lse(query, key, value, **given, kernel="reference")
+        for ours in (output, alone):
+            assert_within_budget(ours, exact.output, plain.output, "output")
+        assert_within_budget(lse, exact.lse, plain.lse, "lse")
+
+
+@pytest.mark.parametrize("parts", [{}, {"softcap": 3.0}, {"sink": torch.zeros(HEADS)}], ids=str)
+@pytest.mark.parametrize("bias", [None, Alibi(HEADS)], ids=str)
+def test_all_scores_without_gradients_lie_in_one_place_whatever_is_done_to_them(parts, bias):
+    class Places(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.numel() == HEADS * KEYS * KEYS:
+                places.append(result.data_ptr())
+            return result
+
+    tensors, places = [tensor[:1] for tensor in step(rows=KEYS)], []
+    given = {"mask": Causal(), "bias": bias, "kernel": "direct", **parts}
+    with torch.no_grad():
+        attention(*tensors, **given)
+        with Places():
+            attention(*tensors, **given)
+    assert len(places) >= 2
+    assert len(set(places)) == 1
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38, -3e38], ids=str)

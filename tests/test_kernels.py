@@ -30,9 +30,11 @@ from cases import (
     tensors,
 )
 from comparing import assert_close, assert_within_budget, assert_zero
+from regard import processor
 from regard.biases import Alibi, RelativeBias
 from regard.functional import attention, attention_with_lse, check_call
 from regard.kernels import KERNELS, KernelError, choose, fused, sdpa
+from regard.kernels.hidden import Hidden
 from regard.masks import Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Where, Window
 from regard.scores import Additive
 from regard.shapes import Grid
@@ -708,7 +710,9 @@ def test_nan_in_a_query_that_sees_nothing_reaches_nothing(kernel, parts, number)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "rows"), [(6, 1), (2, 1), (6, 3)])
 @pytest.mark.parametrize("hides", [None, (1, 1, 1), (3, 1, 1), (3, 6, 1), (1, 1, 3)], ids=str)
-def test_torchs_operator_reads_keys_once_for_all_heads_that_share_them(dtype, heads, rows, hides):
+@pytest.mark.parametrize("amx", [False, True], ids=["", "AMX"])
+def test_torchs_operator_reads_keys_once_for_all_heads_that_share_them(dtype, heads, rows, hides, amx, monkeypatch):
+    monkeypatch.setattr(processor, "AMX", amx)
     torch.manual_seed(0)
     query, grad = torch.randn(2, 3, heads, rows, 8).to(dtype)
     key, value = torch.randn(2, 3, 2, 37, 8).to(dtype)
@@ -731,5 +735,15 @@ def test_torchs_operator_reads_keys_once_for_all_heads_that_share_them(dtype, he
         assert found.shape == exact.shape
         assert torch.allclose(found.float(), exact, atol=error)
     by_row_or_head = rows > 1 and hides in ((3, 6, 1), (1, 1, 3))
-    one_by_one = heads == 2 and dtype == torch.float32
+    one_by_one = heads == 2 and (amx or dtype == torch.float32)
     assert fused.Rows(query, key, mask).as_they_are == (by_row_or_head or one_by_one)
+
+
+@pytest.mark.parametrize("size", [7, 128])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_mask_as_numbers_is_zero_and_minus_infinity(dtype, size):
+    allowed = torch.rand(2, 1, size, size) > 0.5
+    for mask in (allowed, allowed.mT, allowed[:, :, :, 1:], allowed[:1].expand(2, 3, -1, -1)):
+        numbers = Hidden(mask).numbers(dtype)
+        assert numbers.dtype == dtype
+        assert torch.equal(numbers, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf))

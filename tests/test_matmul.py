@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
-from comparing import assert_within_budget
+from comparing import assert_close, assert_within_budget
 from regard import (
     Alibi,
     Causal,
@@ -27,16 +28,35 @@ from regard import (
 )
 from regard.kernels.strips import products, tuning
 from regard.observation import Entropy, Received, Top
+from regard.scores import Additive
 
 SETTING = torch.backends.mkldnn.matmul
 
 
 @pytest.fixture
-def by_onednn(monkeypatch):
-    """oneDNN for every product, however small, on any machine without AMX."""
-    if processor.AMX:
-        pytest.skip("oneDNN rounds float32 factors with AMX")
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+def exact(monkeypatch):
+    """Products of float32 that are not rounded, whatever is set: with AMX, oneDNN would."""
+
+    def unrounded(real):
+        def product(*given, **more):
+            before = SETTING.fp32_precision
+            SETTING.fp32_precision = "ieee"
+            try:
+                return real(*given, **more)
+            finally:
+                SETTING.fp32_precision = before
+
+        return product
+
+    for name in ("bmm", "baddbmm", "mm", "addmm"):
+        monkeypatch.setattr(torch, name, unrounded(getattr(torch, name)))
+
+
+@pytest.fixture
+def by_onednn(monkeypatch, exact):
+    """oneDNN for every product, however small, as without AMX, on any machine."""
+    monkeypatch.setattr(processor, "AMX", False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: dtype in (torch.float32, torch.bfloat16))
     monkeypatch.setattr(matmul, "MIN_PRODUCTS", 0)
     checked.forget()
 
@@ -185,9 +205,9 @@ def test_attention_by_onednn_is_that_of_the_definition(by_onednn, seen, monkeypa
     torch.testing.assert_close(lse.double(), reference, rtol=0, atol=2e-5)
 
 
-def test_a_library_that_rounds_its_factors_is_not_used(monkeypatch):
-    monkeypatch.setattr(processor, "AMX", False)
-    monkeypatch.setattr(processor, "MKL", True)
+def test_a_library_that_rounds_its_factors_is_not_used(monkeypatch, exact):
+    for name, value in {"MKL": True, "BFLOAT16": True, "AMX": False}.items():
+        monkeypatch.setattr(processor, name, value)
     monkeypatch.setattr(measured, "ratio", lambda *given: 0.1)
     real = torch.bmm
 
@@ -195,21 +215,82 @@ def test_a_library_that_rounds_its_factors_is_not_used(monkeypatch):
         rounds = SETTING.fp32_precision == "bf16"
         return real(first.bfloat16().float(), second.bfloat16().float()) if rounds else real(first, second)
 
-    assert matmul._onednn_is_faster.__wrapped__()
-    monkeypatch.setattr(torch, "bmm", rounding)
-    assert not matmul._onednn_is_faster.__wrapped__()
-    monkeypatch.setattr(torch, "bmm", real)
+    def found(dtype):
+        matmul._onednn_is_faster.cache_clear()
+        return matmul._onednn_is_faster(dtype)
+
+    try:
+        assert found(torch.float32)
+        assert found(torch.bfloat16)
+        assert not found(torch.float16)
+        monkeypatch.setattr(torch, "bmm", rounding)
+        assert not found(torch.float32)
+        assert not found(torch.bfloat16)
+        monkeypatch.setattr(processor, "AMX", True)
+        assert not found(torch.float32)
+        assert found(torch.bfloat16)  # numbers that are rounded already
+        monkeypatch.setattr(processor, "BFLOAT16", False)
+        assert not found(torch.bfloat16)
+    finally:
+        matmul._onednn_is_faster.cache_clear()
+
+
+def test_additive_similarity_is_not_filled_up(by_onednn):
+    query, key = torch.randn(1, 4, 37, 16).bfloat16(), torch.randn(1, 2, 45, 16).bfloat16()
+    found, right = (attention(query, key, key, additive=Additive(torch.ones(4, 16)), kernel=kernel)
+                    for kernel in ("strips", "reference"))  # fmt: skip
+    assert_close(found, right)
+
+
+@pytest.mark.parametrize("more", [{"softcap": 5.0}, {"dropout": 0.2}, {"bias": "trained"}], ids=str)
+def test_bfloat16_loses_nothing_where_onednn_rounds_float32(monkeypatch, more):
+    def rounding(real):
+        def product(*given, **more):
+            rounds = SETTING.fp32_precision == "bf16" and given[-1].dtype is torch.float32
+            rounded.append(rounds)
+            factors = (factor.bfloat16().float() for factor in given[-2:])
+            return real(*given[:-2], *factors, **more) if rounds else real(*given, **more)
+
+        return product
+
+    for name in ("bmm", "baddbmm", "mm", "addmm"):
+        monkeypatch.setattr(torch, name, rounding(getattr(torch, name)))
     monkeypatch.setattr(processor, "AMX", True)
-    assert not matmul._onednn_is_faster.__wrapped__()
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(matmul, "MIN_PRODUCTS", 0)
+    checked.forget()
+    tensors = [torch.randn(1, heads, 300, 64).bfloat16() for heads in (4, 2, 2)]
+    towards, numbers = torch.randn(1, 4, 300, 64).bfloat16(), torch.randn(1, 1, 300, 300)
+
+    def answers(dtype, kernel):
+        learning = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        draw = torch.Generator().manual_seed(3) if "dropout" in more else None
+        bias = numbers.clone().requires_grad_() if "bias" in more else None
+        given = {"mask": Causal(), "kernel": kernel, "generator": draw, **more, "bias": bias}
+        output = attention(*learning, **given)
+        return output, *torch.autograd.grad(output, learning, towards.to(dtype))
+
+    rounded, threads = [], 1
+    monkeypatch.setattr(threading, "active_count", lambda: threads)
+    ours = answers(torch.bfloat16, "strips")
+    assert any(rounded)
+    exact, plain = answers(torch.float64, "reference"), answers(torch.bfloat16, "reference")
+    for name, *three in zip(("output", "query", "key", "value"), ours, exact, plain, strict=True):
+        assert_within_budget(*three, name)
+    rounded.clear()
+    answers(torch.float32, "strips")
+    threads = 2  # whose products would be rounded meanwhile
+    answers(torch.bfloat16, "strips")
+    assert rounded
+    assert not any(rounded)
 
 
-def test_the_two_libraries_are_timed_whatever_precision_was_asked_of_torch(monkeypatch, seen):
-    monkeypatch.setattr(processor, "AMX", False)
+def test_the_two_libraries_are_timed_whatever_precision_was_asked_of_torch(monkeypatch, exact, seen):
     monkeypatch.setattr(processor, "MKL", True)
     monkeypatch.setattr(measured, "ratio", lambda name, one, other: len((one(), other())))
     SETTING.fp32_precision = "bf16"
     try:
-        matmul._onednn_is_faster.__wrapped__()
+        matmul._found_to_be_faster()
         assert seen[-2:] == ["bf16", "ieee"]
         assert SETTING.fp32_precision == "bf16"
     finally:
@@ -276,7 +357,7 @@ def test_a_large_product_measures_and_keeps_in_the_cache_folder_and_a_small_one_
     program = (
         "import torch, pathlib, sys, time\nfrom regard import matmul, measured\n"
         "small = torch.randn(1, 8, 8)\nmatmul.bmm(small, small)\nassert not measured.file().exists()\n"
-        "start = time.perf_counter()\nmatmul.onednn_is_faster()\nprint(time.perf_counter() - start)\n"
+        "start = time.perf_counter()\nmatmul.onednn_is_faster(torch.float32)\nprint(time.perf_counter() - start)\n"
         "print(measured.file().exists() or not matmul.processor.MKL or matmul.processor.AMX)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "REGARD_MEASURE"}
@@ -292,7 +373,7 @@ def test_a_large_product_measures_and_keeps_in_the_cache_folder_and_a_small_one_
 def test_products_are_preferred_where_onednn_is_faster(monkeypatch):
     asked = (torch.float32, 8, 256, 2048)
     assert not products.pay(*asked, causal=False, backward=False)
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     monkeypatch.setattr(processor, "MKL", True)
     assert products.pay(*asked, causal=False, backward=False)
 

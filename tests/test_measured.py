@@ -90,7 +90,7 @@ def test_a_large_head_learns_with_the_factor_and_not_without() -> None:
 
 def test_the_counts_that_are_stored_are_those_of_plan(monkeypatch) -> None:
     cost, machine = script("cost"), stored("cost")["machine"]
-    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: machine["products"] == "oneDNN")
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: machine["products"] == "oneDNN")
     monkeypatch.setattr(torch, "get_num_threads", lambda: machine["threads"])
     for task, row in zip(cost.tasks(1), stored("cost")["rows"], strict=True):
         now = cost.counted(task)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
-from regard import Causal, Dense, attention, attention_with_lse, numerics, processor
+from regard import Causal, Dense, attention, attention_with_lse, matmul, numerics, processor
 from regard.kernels.strips import pieces, products, tuning
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
@@ -136,18 +136,13 @@ def test_errors_stay_within_the_budget_of_the_plain_computation(monkeypatch, mas
 def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch):
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
 
     def suit(dtype, stack=12, rows=128, keys=512, causal=False, backward=False):
         return products.pay(dtype, stack, rows, keys, causal=causal, backward=backward)
 
     single, half, brain = torch.float32, torch.float16, torch.bfloat16
-    assert suit(single, causal=True)
-    assert not suit(single)
-    assert suit(single, keys=1024, causal=True)
-    assert not suit(single, keys=2048, causal=True)
-    assert not suit(single, keys=64, causal=True)
-    assert not suit(single, stack=64, rows=256, keys=256, causal=True)  # of which torch's operator computes all, too
+    assert not any(suit(single, keys=keys, causal=causal) for keys in (64, 512, 1024, 2048) for causal in (True, False))
     assert not suit(brain, rows=256, keys=256, causal=True)
     assert not suit(brain, rows=256, keys=256, causal=True, backward=True)
     assert suit(brain, stack=64, rows=256, keys=256, causal=True, backward=True)
@@ -169,7 +164,7 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert suit(brain, stack=2, rows=1024, keys=1024, backward=True)  # in float32, for which there are instructions
     assert not suit(brain, rows=1024, keys=1024)
     monkeypatch.setattr(processor, "BFLOAT16", True)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     assert suit(single)
     assert suit(single, stack=1, rows=2048, keys=2048)
     assert suit(brain, keys=4096, backward=True)
@@ -180,7 +175,7 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert suit(single, rows=333, keys=333)
     assert not suit(single, rows=64, keys=64)
     assert not suit(single, rows=32)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     monkeypatch.setattr(processor, "AMX", True)
     monkeypatch.setattr(processor, "FLOAT16", True)
     assert not suit(brain)
@@ -191,11 +186,11 @@ def test_a_causal_square_is_counted_as_it_is_computed(monkeypatch):
     single = torch.float32
     assert products.scores_of_square(256, 1, single) == 64 * 64 * 10
     assert products.scores_of_square(200, 1, single) == 64 * 64 * 6 + 8 * 200
-    monkeypatch.setattr(pieces, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     assert products.scores_of_square(256, 1, single) == 128 * 128 + 128 * 256
-    assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 200
+    assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 208
     assert products.scores_of_square(2048, 1, single) == 256 * 256 * 36  # an eighth at a time
-    held = 2 * pieces.scores_at_a_time()
+    held = 2 * pieces.scores_at_a_time(single)
     assert products.most_scores(Strip(None, range(1 << 13), (range(1 << 13),), Kind.CAUSAL), 1, single) == held
 
 

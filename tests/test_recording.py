@@ -1535,7 +1535,8 @@ def test_lse_is_kept_where_the_kernel_has_it_and_changes_no_bit_of_the_output(tm
     seen = recording["attention"]
     key = torch.zeros(2, more.get("kv_heads", 4), 300, 8)
     kernel = plan(torch.zeros(2, 4, 300, 8), key, key, **layer.scoring()).kernel
-    assert (lse_kept(recording) is None) == (kernel == "sdpa" and more == {"kv_heads": 2})
+    by_strips = not isinstance(mask, Padding) and more != {"kv_heads": 2}  # the same numbers, to the bit, as torch's
+    assert (lse_kept(recording) is None) == (kernel == "sdpa" and not by_strips)
     remade = observe(seen.query, seen.key, **layer.scoring()).lse
     assert_close(seen.lse, remade)
     assert_close(some["attention"].lse, remade[:, [3, 1]])

@@ -29,6 +29,7 @@ from regard import (
     attention,
     attention_with_lse,
     checked,
+    matmul,
     plan,
     processor,
 )
@@ -275,40 +276,48 @@ def test_gradients_by_strips_are_made_ready_without_reading_the_signature_of_a_f
         assert_close(ours, right)
 
 
-def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time(monkeypatch):
-    def found(heads=8, length=512, dtype=torch.float32):
+def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time_where_torch_is_slow(
+    monkeypatch,
+):
+    def found(heads=8, length=512, dtype=torch.bfloat16):
         tensors = torch.zeros(3, 1, heads, length, 8, dtype=dtype)
         call = check_call("test", *tensors, Causal(), *[None] * 5, 0.0, None, False)
         return choose(call).name, strips_kernel.num_scores(call) / (heads * length**2)
 
     for name, value in {"MKL": True, "BFLOAT16": True, "FLOAT16": False, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     assert found() == ("strips", 9 / 16)
-    assert found(heads=4) == ("sdpa", 1)
+    assert found(heads=4, length=1024) == ("sdpa", 3 / 4)
     assert found(length=1024) == ("strips", 17 / 32)
-    assert found(length=2048) == ("sdpa", 5 / 8)  # torch leaves out blocks of 512 keys that its 256 queries do not see
-    assert found(length=1024, dtype=torch.bfloat16) == ("strips", 17 / 32)
-    assert found(dtype=torch.float64) == ("sdpa", 1)
+    assert found(dtype=torch.float32) == found(dtype=torch.float64) == ("sdpa", 1)
+    # torch leaves out blocks of 512 keys that its 256 queries do not see
+    assert found(length=2048, dtype=torch.float32) == ("sdpa", 5 / 8)
     monkeypatch.setattr(processor, "MKL", False)
     assert found() == ("sdpa", 1)
 
 
-def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_they_stay():
+def test_strips_are_lower_where_keys_move_on_with_the_queries_and_high_where_they_stay(monkeypatch):
+    monkeypatch.setattr(processor, "AMX", False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     query = torch.zeros(1, 12, 4096, 64)
 
-    def heights(mask, dtype=torch.float32):
-        q = query.to(dtype)
+    def heights(mask, dtype=torch.float32, learns=False):
+        q = query.to(dtype).requires_grad_(learns)
         call = check_call("test", q, q, q, mask, None, None, None, None, None, 0.0, None, False)
         return {len(strip.queries) for strip in plan_of(call).strips}
 
     assert heights(Causal() & Window(32)) == {32}
     assert heights(Causal() & Window(600)) == {64}
+    assert heights(Causal() & Window(600), learns=True) == {128}  # gradients of every strip's keys are added up
     assert heights(Window(2000)) == {256}
     assert heights(Prefix(700)) == {4096}  # who sees the same keys is one strip
     assert heights(Causal() | Prefix(3000)) == {3000, 1096}
     assert heights(Causal() & Window(300), torch.bfloat16) == {64}
     assert heights(Causal() & Window(2000), torch.bfloat16) == {256}
+    monkeypatch.setattr(processor, "AMX", True)  # a call takes as long as four times as many scores
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: dtype is torch.bfloat16)
+    assert heights(Causal() & Window(300), torch.bfloat16) == {128}
 
 
 ALIKE = {
@@ -385,12 +394,12 @@ def test_keys_that_all_see_are_a_strip_of_their_own_which_joins(monkeypatch):
     assert {strip.spans for strip in joining} == {(range(100),)}
     assert sum(len(strip.queries) for strip in joining) > 3500
     assert len(streaming) < 30
-    monkeypatch.setattr(grouping, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     few = found(Causal() & (Window(256) | Prefix(4)))  # copied beside the others, as oneDNN wants them
     assert not any(strip.merges for strip in few)
     assert {strip.spans[0] for strip in few if strip.times > 1} == {range(4)}
     assert len(few) < 20
-    monkeypatch.setattr(grouping, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     few = found(Causal() & (Window(256) | Prefix(5)))  # which are read where they are
     assert {strip.spans for strip in few if strip.merges} == {(range(5),)}
     assert {len(strip.spans) for strip in few if strip.times > 1} == {1}
@@ -666,6 +675,19 @@ def test_short_documents_share_a_strip_while_what_they_compute_in_vain_costs_les
             tall = sum(lengths[m] for m in before)
             join = 2 * tall * lengths[after[0]] <= cost and tall < 4
             assert not join or len(one.queries) + len(other.queries) > 16
+
+
+@pytest.mark.parametrize("wide", [32, 992])
+def test_keys_that_nobody_sees_are_left_out_only_if_they_are_more_than_others_to_copy(wide):
+    allowed = torch.rand(512, 2048) > 0.5
+    allowed[:, 512 : 512 + wide] = False
+    mask = Dense(allowed).bind(Grid(1, 1, 512, 2048))
+    found = [*plans.cut(mask, 512, 2048, by=PlanOptions(3.0))]
+    seen = (range(2048),) if wide == 32 else (range(512), range(512 + wide, 2048))
+    assert {strip.spans for strip in found} == {seen}
+    for strip in found:
+        part = [allowed[strip.queries.start : strip.queries.stop, span.start : span.stop] for span in strip.spans]
+        assert torch.equal(strip.allowed[0, 0], torch.cat(part, dim=1))
 
 
 def packed(rows, length=90, kv_heads=2, dtype=torch.float64, seed=0):

@@ -21,6 +21,7 @@ from regard.masks import Mask
 from regard.rules import known, serialise, settled
 from regard.scores import Additive
 from regard.shapes import MAX_HEADS, is_plain
+from regard.versions import MAX_COMPARED_BYTES
 
 Form = tuple[Hashable, ...]
 Value = TypeVar("Value")
@@ -30,9 +31,6 @@ MAX_FORMS = 16
 
 MAX_SCORES = 1 << 27
 """Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
-
-MAX_HELD_BYTES = 1 << 23
-"""Most bytes of a tensor of a mask or bias, or of what it is a part of, that the cache may keep alive."""
 
 _NUMBERS = frozenset({float, int, type(None)})
 _PLAIN = torch.strided
@@ -154,7 +152,7 @@ def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
         if rule is not None:
             serialise(rule, held)
     if call.query.device.type == "cpu":
-        held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
+        held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_COMPARED_BYTES]
     if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     bias = call.scoring.bias

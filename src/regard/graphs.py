@@ -29,7 +29,9 @@ def exporting() -> bool:
 
 def tracing() -> bool:
     """Whether a graph is being traced, of either kind: no branch may depend on data."""
-    return torch.compiler.is_compiling() or torch._C._is_tracing() or _watched()
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and _watched()  # asked in every call: what is cheap comes first
 
 
 def _watched() -> bool:

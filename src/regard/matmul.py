@@ -7,13 +7,21 @@ can do. oneDNN, which torch uses for bfloat16, has no such preference. One threa
     8 products of 256 x 64 by 64 x 512         107      240
     the same with the first transposed          86      204
 
-torch hands float32 products to oneDNN only if they may be rounded to bfloat16
+torch hands float32 products to oneDNN only if their factors may be rounded to bfloat16
 (`torch.backends.mkldnn.matmul.fp32_precision`), and oneDNN rounds them only on processors with AMX. On others the
-setting selects the library and changes nothing else, which is checked together with the speed. It holds for the whole
-process, so it is changed for one product at a time; a product that another thread begins meanwhile is computed by
-oneDNN too, with the same precision.
+setting selects the library and changes nothing else. With AMX, factors that are bfloat16 numbers to begin with, as
+query and key in that dtype, lose nothing either: AMX multiplies them exactly and adds in float32. One thread of an
+Intel Xeon with AMX, in GFLOP/s:
+
+                                                        MKL   oneDNN
+    8 products of 256 x 64 by 64 x 2048, bfloat16       161      387
+
+The setting holds for the whole process, so it is changed for one product at a time. A product that another thread
+begins meanwhile is computed by oneDNN too: without AMX, where speed and precision are checked, with the same precision;
+with AMX its factors would be rounded, so there the setting is changed only while Python has no other thread.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,9 +43,13 @@ as by MKL."""
 _MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns]."""
-    before = _setting_to_change(first, second)
+def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None, of: torch.dtype | None = None) -> Tensor:
+    """first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns].
+
+    Args:
+        of: dtype whose numbers the factors hold, if they are copies in a wider one; None for their own.
+    """
+    before = _setting_to_change(first, second, of)
     if before is None:
         return torch.bmm(first, second, out=out)
     first, second = packed(first), packed(second)
@@ -49,10 +61,11 @@ def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def baddbmm(
-    added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
-) -> Tensor:
-    """beta added + alpha first @ second, of shapes as in `bmm`; `added` is broadcast, and ignored if beta is 0."""
-    before = _setting_to_change(first, second)
+    added: Tensor, first: Tensor, second: Tensor, *, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None,
+    of: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """beta added + alpha first @ second, otherwise as `bmm`; `added` is broadcast, and ignored if beta is 0."""
+    before = _setting_to_change(first, second, of)
     if before is None:
         return torch.baddbmm(added, first, second, beta=beta, alpha=alpha, out=out)
     first, second = packed(first), packed(second)
@@ -100,7 +113,7 @@ def _set(precision: str, before: str) -> Iterator[None]:
         _MATMUL.fp32_precision = before
 
 
-def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
+def _setting_to_change(first: Tensor, second: Tensor, of: torch.dtype | None) -> str | None:
     """torch's setting, to be put back after the product, if oneDNN shall compute it; None if not."""
     large = (
         first.dtype is second.dtype is torch.float32
@@ -108,30 +121,43 @@ def _setting_to_change(first: Tensor, second: Tensor) -> str | None:
         and first.numel() * second.shape[2] >= MIN_PRODUCTS * torch.get_num_threads()
         and all(map(is_regular, (first.shape[1], first.shape[2], second.shape[2])))
         and first.device.type == "cpu"
-        and onednn_is_faster()
+        and onednn_is_faster(torch.bfloat16 if of is torch.bfloat16 else torch.float32)
+        and (not processor.AMX or threading.active_count() == 1)
     )
     # looked up once: with another thread in the middle of a product, this one must not put "bf16" back after it
     before: str | None = _MATMUL.fp32_precision if large else None
     return None if before == "bf16" else before
 
 
-def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 matrices faster than MKL here, and does not round them."""
-    return _onednn_is_faster()
+def onednn_is_faster(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies float32 matrices of numbers of a dtype faster than MKL here, and does not round them.
+
+    No for bfloat16 where the processor has no instructions for it, and for other dtypes than these two.
+    """
+    return _onednn_is_faster(dtype)
 
 
-# torch.compile takes the answer as it is; torch.compiler.assume_constant_result does this, too, but loads the compiler
-onednn_is_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def onednn_beats_fused(dtype: torch.dtype) -> bool:
+    """The same beside torch's fused attention, which multiplies by MKL, and by AMX in bfloat16 if there is."""
+    return onednn_is_faster(dtype) and not (processor.AMX and dtype is torch.bfloat16)
+
+
+# torch.compile takes the answers as they are; torch.compiler.assume_constant_result would, too, but loads the compiler
+onednn_is_faster._dynamo_marked_constant = onednn_beats_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _onednn_is_faster() -> bool:
-    return measured.alone(_found_to_be_faster)
+def _onednn_is_faster(dtype: torch.dtype) -> bool:
+    if dtype is not torch.float32 and not (dtype is torch.bfloat16 and processor.BFLOAT16):
+        return False
+    if not processor.MKL or not torch.backends.mkldnn.is_available():
+        return False
+    if processor.AMX:
+        return dtype is torch.bfloat16
+    return _onednn_is_faster(torch.float32) if dtype is torch.bfloat16 else measured.alone(_found_to_be_faster)
 
 
 def _found_to_be_faster() -> bool:
-    if not processor.MKL or processor.AMX or not torch.backends.mkldnn.is_available():
-        return False
     draw = torch.Generator().manual_seed(0)
     first, second = (torch.randn(4, rows, 64, generator=draw) for rows in (128, 512))
 

@@ -170,9 +170,16 @@ def add_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]
 
     Shapes: output [batch, heads, query_len, value_dim], lse [batch, heads, query_len], sink [heads].
     """
-    whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    share = exp(lse - whole.masked_fill(whole == -math.inf, 0.0))
-    return output * share[..., None].to(output.dtype), whole
+    share = share_beside(sink, lse)[..., None].to(output.dtype)
+    return output * share, torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+
+
+def share_beside(sink: Tensor, lse: Tensor) -> Tensor:
+    """The weight that all keys of a query have together beside a sink; any number for a fully masked query.
+
+    Shapes: sink [heads], lse [batch, heads, query_len] of the keys alone -> [batch, heads, query_len].
+    """
+    return torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - sink.to(lse.dtype)[:, None])  # not -inf - -inf
 
 
 def merge(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
-from regard.versions import MAX_COMPARED_NUMBERS, NotComparableError, few_or_version, is_few, version
+from regard.versions import MAX_COMPARED_BYTES, NotComparableError, few_or_version, is_few, version
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -486,7 +486,7 @@ def _function(function: FunctionType) -> Hashable:
 
 def _in_function(value: Any) -> Hashable:
     if type(value) is Tensor:
-        if value.untyped_storage().nbytes() > 8 * MAX_COMPARED_NUMBERS:  # which the key would keep alive
+        if value.untyped_storage().nbytes() > MAX_COMPARED_BYTES:  # which the key would keep alive
             raise NotComparableError
         return version(value)
     if value is None or type(value) in (bool, int, float, FunctionType):

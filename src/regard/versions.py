@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from regard.graphs import transformed
 
-MAX_COMPARED_NUMBERS = 1 << 20
-"""Most numbers in a tensor that may be kept in a cache key: a few per token, not one per pair."""
+MAX_COMPARED_BYTES = 1 << 23
+"""Most bytes of a tensor that may be kept in a cache key, and so stay alive: one number for each pair of up to 512
+tokens in 8 heads. Row "bias, dense, causal" of features.py."""
 
 MAX_READ_NUMBERS = 1 << 12
 """Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
@@ -24,7 +25,7 @@ class NotComparableError(Exception):
 def version(tensor: Tensor) -> Hashable:
     """Equal for the same tensor in the same version."""
     base = tensor if tensor._base is None else tensor._base
-    if tensor.numel() > MAX_COMPARED_NUMBERS or tensor.is_inference() or isinstance(base, nn.Parameter):
+    if tensor.nbytes > MAX_COMPARED_BYTES or tensor.is_inference() or isinstance(base, nn.Parameter):
         raise NotComparableError
     if base is tensor:
         # the id comes first, so that tuples never compare two tensors elementwise

@@ -38,11 +38,17 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
     return {
         "processor": processor.model(),
         "threads": torch.get_num_threads(),
-        "products": "oneDNN" if matmul.onednn_is_faster() else "MKL",
+        "products": _libraries(),
         "python": platform.python_version(),
         **versions,
         **described(device),
     }
+
+
+def _libraries() -> str:
+    """What multiplies float32 matrices, and bfloat16 ones if that is another."""
+    single = "oneDNN" if matmul.onednn_is_faster(torch.float32) else "MKL"
+    return f"{single} and AMX" if processor.AMX else single
 
 
 def run(

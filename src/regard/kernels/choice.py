@@ -12,7 +12,8 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import kernel as strips_kernel
-from regard.matmul import onednn_is_faster
+from regard.kernels.strips import options
+from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
 REFERENCE = Kernel(
@@ -61,10 +62,10 @@ def _hides_most(call: Call, kernel: Kernel) -> bool:
     if not call.concrete or mask is None:
         return False
     share = WORTH_LEAVING_OUT
-    if onednn_is_faster():
+    if onednn_beats_fused(call.query.dtype):
         in_half = call.query.dtype in fused.HALF and call.learns
         share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT_BY_ONEDNN
-    most = share * kernel.num_scores(call) - SCORES_TO_BEGIN * torch.get_num_threads()
+    most = share * kernel.num_scores(call) - SCORES_TO_BEGIN * fused.speed(call.query.dtype) * torch.get_num_threads()
     return most > 0 and mask.structure() is not None and strips_kernel.cost(call) < most
 
 
@@ -74,6 +75,12 @@ def _holds_little(call: Call) -> bool:
     lengths = call.scoring.grid.query_len * call.scoring.grid.key_len
     needs_no_table = direct.plain(call.scoring) or sdpa.reads_a_table(call)
     return (needs_no_table or lengths <= FEW_NUMBERS) and sdpa.quadratic_numbers(call) <= FEW_NUMBERS
+
+
+def _leaves_out_faint(call: Call) -> bool:
+    """Whether strips leave out so many weights too faint to matter that torch's operator would take longer."""
+    scores = options.scores_of_faint(call)
+    return scores > 0.0 and scores > SCORES_TO_BEGIN * torch.get_num_threads()
 
 
 PREFERENCES = (
@@ -86,6 +93,11 @@ PREFERENCES = (
         direct.KERNEL,
         "there are so few scores that computing all of them at once is fastest",
         _in_process(lambda call: direct.pays(call) and not _hides_most(call, direct.KERNEL)),
+    ),
+    Preference(
+        strips.KERNEL,
+        "it leaves weights that are too faint to matter out of the gradients",
+        _in_process(_leaves_out_faint),
     ),
     Preference(
         sdpa.KERNEL,

@@ -11,21 +11,23 @@ Hidden keys and values need no check beforehand where the result can be inspecte
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from regard import processor
+from regard import measured, processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF
+from regard.kernels.fused import FLASH, HALF, QUERIES_AT_A_TIME, flash
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import MIN_PRODUCTS, is_regular, onednn_is_faster
+from regard.matmul import MIN_PRODUCTS, is_regular, onednn_beats_fused, onednn_is_faster
 from regard.numerics import wide
 from regard.scores import Scoring
+from regard.shapes import Grid
 
 MAX_SCORES = 1 << 20
 MAX_SCORES_OF_A_HEAD = 3 << 16
@@ -38,6 +40,11 @@ MIN_ROWS, MIN_HEADS = 128, 4
 """The same with products by MKL and without gradients, beside torch's operator with a table, whose one call is shorter
 if there are fewer. Row "16 queries, ALiBi, causal" of features.py."""
 
+FASTER = 0.85
+"""Share of the time of torch's operator with a table, on one thread, below which these are taken: three operators take
+longer to begin than one. 0.8 of it was measured on an AMD EPYC of family 25, with all that begins it, and 1.09 on an
+Intel processor with AMX. Rows "bias, T5", "8 documents, tokens apart" of features.py at 128 tokens."""
+
 MAX_NUMBERS_THAT_LEARN = 1 << 20
 """Most numbers in the keys of few queries in half precision of which float32 copies are made, as of the values, where
 torch's gradients are slow."""
@@ -49,8 +56,12 @@ MIN_NUMBERS_THAT_LEARN = 1 << 21
 """Fewest numbers in the keys of one query of which torch's operator takes longer for the gradients: 8 MiB, which have
 to be fetched from farther away than a core's cache."""
 
+SHORT = QUERIES_AT_A_TIME[1][0]
+"""Queries and keys below which torch's gradients in half precision with AMX take longer: it multiplies 32 queries at a
+time then. Row "causal" of features.py at 128 tokens in bfloat16."""
+
 MIN_STACK = 16
-"""Fewest matrices of one row at which torch's operator is slow in half precision."""
+"""Fewest matrices of one row at which torch's operator is slow in half precision without AMX."""
 
 
 def cannot(call: Call) -> str | None:
@@ -216,7 +227,7 @@ def pays(call: Call) -> bool:
     if scores > most or not _torch_can(call):
         return scores <= most
     if half and processor.AMX:
-        return False
+        return call.learns and max(grid.query_len, grid.key_len) < SHORT
     rows = grid.query_len * (grid.heads // call.key.shape[1])
     if _has_few_rows(call) and (half or not call.learns):
         return call.learns and call.key.numel() <= MAX_NUMBERS_THAT_LEARN
@@ -226,13 +237,14 @@ def pays(call: Call) -> bool:
         return _rounds_weights(call) and scores >= MIN_SCORES_BY_MKL
     if call.learns:  # torch's operator keeps no weights for the gradients, for which the system has to hand out memory
         return False
-    return rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
+    enough = rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
+    return enough and beats_torch()
 
 
 def _rounds_weights(call: Call) -> bool:
     """Whether weights are multiplied in bfloat16, for which torch's operator takes longer, and scores by MKL, which
     takes odd lengths as they are; oneDNN wants them filled up, as strips do. Row "ViT reads 8 images" of models.py."""
-    return call.query.dtype == torch.bfloat16 and processor.BFLOAT16 and not onednn_is_faster()
+    return call.query.dtype == torch.bfloat16 and processor.BFLOAT16 and not onednn_beats_fused(call.query.dtype)
 
 
 def _has_few_rows(call: Call) -> bool:
@@ -249,8 +261,8 @@ def _pays_for_one(call: Call) -> bool:
     if half and _has_few_rows(call):
         if call.learns:
             return not processor.AMX and numbers <= MAX_NUMBERS_THAT_LEARN
-        single = call.scoring.grid.heads == kv_heads and batch * kv_heads >= MIN_STACK
-        return numbers <= MAX_NUMBERS_OF_ONE and (single or not torch_can)
+        slow = not processor.AMX and call.scoring.grid.heads == kv_heads and batch * kv_heads >= MIN_STACK
+        return numbers <= MAX_NUMBERS_OF_ONE and (slow or not torch_can)
     if not torch_can:
         return True
     slow = not processor.AMX if half else numbers >= MIN_NUMBERS_THAT_LEARN
@@ -271,11 +283,14 @@ def plain(scoring: Scoring) -> bool:
 
 
 def _torch_can(call: Call) -> bool:
-    """Whether torch's fused operator can do it, with a table that is made once, or for one query."""
+    """Whether torch's fused operator can do it, with a table that is made once, or for one query; without gradients
+    and a table, what follows from its log-sum-exp too (`strips`)."""
     scoring = call.scoring
-    more = scoring.softcap, scoring.sink, call.dropout
-    if call.wants_lse or any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
+    more = scoring.softcap, call.dropout
+    if any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
         return False
+    if call.wants_lse or scoring.sink is not None:
+        return FLASH and plain(scoring) and not call.learns and scoring.grid.query_len > 1
     if scoring.grid.query_len == 1 and not call.learns:
         return FLASH
     if scoring.bias is not None:
@@ -288,7 +303,29 @@ def _by_onednn(call: Call) -> bool:
     (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
     products = batch * heads * rows * keys * call.query.shape[3]
     enough = products >= 2 * MIN_PRODUCTS * torch.get_num_threads() and call.query.dtype != torch.float64
-    return enough and is_regular(heads // kv_heads * rows) and is_regular(keys) and onednn_is_faster()
+    return enough and is_regular(heads // kv_heads * rows) and is_regular(keys) and onednn_is_faster(torch.float32)
+
+
+@cache
+def beats_torch() -> bool:
+    """Whether two products by MKL and a softmax take less time here than torch's operator with a table."""
+    return measured.alone(_found_to_beat_torch)
+
+
+def _found_to_beat_torch() -> bool:
+    """By a call of 8 heads of 128 tokens, of which all lies in the cache."""
+    if not FLASH:
+        return True
+    draw, grid = torch.Generator().manual_seed(0), Grid(1, 8, 128, 128)
+    query, key, value = (torch.randn(1, 8, 128, 64, generator=draw) for _ in range(3))
+    table = torch.randn(1, 8, 128, 128, generator=draw)
+    fixed = Fixed(Scoring(grid, 0.125), None, table[0], None, wants_lse=False, keeps=False)
+    share = measured.ratio(
+        "all scores at once / torch's operator",
+        lambda: attend(fixed, query, key, value, None),
+        lambda: flash(query, key, value, scale=0.125, attn_mask=table),
+    )
+    return share < FASTER
 
 
 def quadratic_numbers(call: Call) -> int:

@@ -44,6 +44,18 @@ _ENDS = {
 """0 and -inf: from tensors, `where` is faster than from numbers. Made here, since what is made in a transform of
 torch.func must not be kept."""
 
+MIN_BITWISE = 1 << 13
+"""Fewest cells of a mask that are turned into numbers bit by bit: `where` goes by every cell in turn, which takes up to
+15 times as long for one that alternates. Row "random mask" of features.py."""
+
+_BITS = {
+    torch.float64: (torch.int64, -1 << 52),
+    torch.float32: (torch.int32, -1 << 23),
+    torch.float16: (torch.int16, -1 << 10),
+    torch.bfloat16: (torch.int16, -1 << 7),
+}
+"""An integer dtype of the same size, in which -inf is this number."""
+
 MAX_ALL_NUMBERS = 1 << 23
 """Most numbers of all tables that are cached."""
 
@@ -115,7 +127,11 @@ class Hidden:
         """The mask as torch's operators take it: 0 where allowed, -inf elsewhere."""
         if dtype not in self._numbers:
             with torch.inference_mode(False):
-                if self._ask:
+                if self._ask and self.allowed.numel() >= MIN_BITWISE:  # 1 - 1 = 0, and all bits of 0 - 1 are set
+                    integer, infinity = _BITS[dtype]
+                    less = self.allowed.view(torch.int8).to(integer).sub_(1)
+                    self._numbers[dtype] = less.bitwise_and_(infinity).view(dtype)
+                elif self._ask:
                     self._numbers[dtype] = torch.where(self.allowed, *_ENDS[dtype])
                 else:  # 1 - 1/1 = 0 and 1 - 1/0 = -inf: faster than masked_fill
                     self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
@@ -259,7 +275,7 @@ def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | N
 
 def _made(scoring: Scoring, dtype: torch.dtype) -> Table:
     queries, keys = map(range, scoring.grid[2:4])
-    biases = scoring.biases(queries, keys, dtype)
+    biases = scoring.biases(queries, keys, dtype).detach()  # with what may learn, torch leaves its fused operator
     allowed = scoring.allowed(queries, keys, biases)
     if allowed is None:
         return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=biases.device), biases)

@@ -29,7 +29,7 @@ from regard.kernels.hidden import (
 )
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import onednn_is_faster
+from regard.matmul import onednn_beats_fused
 from regard.numerics import wide
 
 MAX_MASKED_KEYS = 256
@@ -217,7 +217,8 @@ def keeps_a_table(call: Call) -> bool:
         return False
     if grid.query_len == 1 and not call.learns:
         return True
-    if onednn_is_faster() and min(grid.query_len, grid.key_len) > _most_rows(call) and mask is not EVERYTHING:
+    long = min(grid.query_len, grid.key_len) > _most_rows(call)
+    if long and mask is not EVERYTHING and onednn_beats_fused(call.query.dtype):
         return False
     if scoring.bias is None:
         return grid.batch * grid.query_len * grid.key_len <= MAX_KEPT_SCORES and mask.structure() is not None

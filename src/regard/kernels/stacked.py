@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard import faint
 from regard.graphs import transformed
 from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden, fold
@@ -143,26 +144,27 @@ def _result(
         added, kept: as in `Fixed`, for these stacks. space: where scores are written; None for new tensors.
     """
     scoring, softcap, capped = fixed.scoring, fixed.scoring.softcap, None
+    factor = scoring.scale if softcap is None else 2.0 * scoring.scale / softcap
     if added is not None and len(added) not in (1, len(query)):  # the same for all batch indices
         if space is None or softcap is not None:
             added = added.repeat(len(query) // kv_heads, 1, 1)
         else:
             added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
     if softcap is None and added is not None:
-        scores = baddbmm(added, query, key.mT, alpha=scoring.scale, out=space)
-    elif softcap is None and space is not None:  # without another pass over the scores
-        scores = baddbmm(space, query, key.mT, beta=0.0, alpha=scoring.scale, out=space)
+        scores = baddbmm(added, query, key.mT, alpha=factor, out=space)
+    elif space is not None:  # without another pass over the scores
+        scores = baddbmm(space, query, key.mT, beta=0.0, alpha=factor, out=space)
     else:
-        scores = bmm(query, key.mT, out=space)
-        if softcap is None:
-            scores = scores * scoring.scale
-        else:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
-            capped = torch.sigmoid(scores * (2.0 * scoring.scale / softcap))
-            scores = capped * (2.0 * softcap) - softcap
-        if added is not None:
-            scores = scores + added
+        scores = bmm(query, key.mT) * factor
+    if softcap is not None:  # softcap * tanh(x) = softcap * (2 sigmoid(2 x) - 1), which takes less time
+        capped = torch.sigmoid(scores, out=None if space is None or fixed.keeps else scores)
+        scores = torch.mul(capped, 2.0 * softcap, out=space)
+        scores = torch.sub(scores, softcap, out=space)
+        scores = scores if added is None else torch.add(scores, added, out=space)
     top = scores.amax(-1, keepdim=True) if (sink is not None or fixed.wants_lse) and scores.shape[2] else None
     weights = torch.softmax(scores, -1, out=None if space is None or fixed.keeps else scores)
+    if space is not None and scoring.bias is not None:
+        weights = faint.without_faint(weights)
     output = bmm(*in_one_dtype(weights if kept is None else weights * kept, value))
     if sink is None and not fixed.wants_lse:
         return Result(output, None, weights, None, capped)
@@ -242,7 +244,7 @@ def _by_hand(
     if needed[4]:
         grads[4] = grad_scores.view(*sizes, k.shape[1]).sum_to_size(biases.shape)
     if capped is not None:  # the derivative is 4 x (1 - x)
-        grad_scores = grad_scores * capped
+        grad_scores = torch.mul(grad_scores, capped, out=space)
         grad_scores.addcmul_(grad_scores, capped, value=-1.0)
         factor *= 4.0
     if needed[0]:

@@ -8,8 +8,6 @@ from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
-import torch
-
 from regard import matmul
 from regard.indexing import hull, merged, split_at
 from regard.masks import EVERYTHING, Band, Mask, Tile
@@ -170,7 +168,7 @@ class _Cutting:
         self._keys, self._whole_rows_of, self.largest = keys, whole_rows_of, 0
         self._most = tuning.MAX_TILE_SCORES if device.type == "cpu" else tuning.MAX_TILE_SCORES_ON_GPU
         self._most_in_strips = min(self._most, tuning.MAX_STRIP_SCORES) if device.type == "cpu" else self._most
-        self.regular = device.type == "cpu" and call.dtype is torch.float32 and matmul.onednn_is_faster()
+        self.regular = device.type == "cpu" and matmul.onednn_is_faster(call.dtype)
 
     def fits_all(self, queries: range) -> bool:
         """Whether all batch indices and heads can be in a tile together, whatever these queries see."""

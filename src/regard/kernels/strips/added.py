@@ -20,6 +20,7 @@ from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.masks import EVERYTHING, Band
+from regard.numerics import wide
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -28,11 +29,15 @@ class Added:
     """What is added to the scores of a call.
 
     Args:
-        learned: tensors of the bias that may need a gradient; those that do are in `wanted`, gradients in `grads`.
+        dtype: of the query. learned: tensors of the bias that may need a gradient; those that do are in `wanted`,
+            gradients in `grads`.
+    Attributes:
+        dtype: of what is added: 0 and -inf for a mask alone are exact in half precision, and are fewer bytes.
     """
 
     def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
-        self.scoring, self.plan, self.dtype = scoring, plan, dtype
+        self.scoring, self.plan = scoring, plan
+        self.dtype = dtype = dtype if scoring.bias is None else wide(dtype)
         leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(scoring.bias.terms())
         by_distance = [leaf for leaf in leaves if leaf.of_distance]
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]

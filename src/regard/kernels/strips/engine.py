@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard import faint
 from regard.dropout import Dropout
 from regard.graphs import concrete, transformed
 from regard.kernels import fused
@@ -24,6 +25,7 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.pieces import Space
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
+from regard.matmul import onednn_beats_fused, onednn_is_faster
 from regard.numerics import (
     add_sink,
     exp,
@@ -110,7 +112,7 @@ def forward(
     if by_flash:
         width = max(query.shape[3], size)
         query, key, value = (_padded(t, width) for t in (query, key, value))
-    added = Added(scoring, plan, wide(query.dtype))
+    added = Added(scoring, plan, query.dtype)
     needs_lse = wants_lse or sink is not None or plan.merges
     given = query, key, value, added, dropout, by_flash, needs_lse
     hides, inspects = plan.hides or added.hides, concrete(query.device)
@@ -135,7 +137,7 @@ def _attend(
     # a query that no strip has a key for gets zeros
     empty = query.new_empty if plan.has_keys_for_all else query.new_zeros
     output = empty(*query.shape[:3], value.shape[3])
-    lse = torch.full(query.shape[:3], -math.inf, dtype=added.dtype, device=query.device)
+    lse = torch.full(query.shape[:3], -math.inf, dtype=wide(query.dtype), device=query.device)
     space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
@@ -180,7 +182,7 @@ def backward(
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
     finite = finite_lse(lse)
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
-    added = Added(scoring, plan, lse.dtype, learned)
+    added = Added(scoring, plan, query.dtype, learned)
     careful = (plan.hides or added.hides) and not harmless(query, key, value)
     apart = None
     if by_flash and not careful and grads is None:
@@ -201,9 +203,9 @@ def backward(
     space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
-        if not by_flash or products_pay(strip, query, key, backward=True):
+        if not by_flash or _is_faint(part, query) or products_pay(strip, query, key, backward=True):
             # MKL adds to the gradients of keys in place, strip by strip; oneDNN is faster with one stack of all strips
-            in_place = strip.overlaps and not products.by_onednn(query.dtype)
+            in_place = strip.overlaps and not onednn_is_faster(query.dtype)
             alone = len(strip.spans) == 1 and (in_place or not strip.overlaps)  # no copy, no number in it twice
             of_query = part.by_query(grads[0])
             to_key, to_value = (
@@ -289,7 +291,7 @@ def _apart(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, bac
             scores[products_pay(strip, query, key, backward=backward)] += len(strip.queries) * strip.keys * strip.times
         return scores[True] < scores[False]
 
-    call = query.dtype, query.shape[1], key.shape[1], backward, products.by_onednn(query.dtype)
+    call = query.dtype, query.shape[1], key.shape[1], backward, onednn_beats_fused(query.dtype)
     return plan.apart if plan.apart is not None and plan.apart.pays(call, pays) else None
 
 
@@ -298,11 +300,17 @@ def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = F
     heads, times = key.shape[1], strip.times
     stack = heads * (query.shape[0] if strip.batch_index is None else 1)
     if times > 1:  # heads and strips form one axis if the strips are all that there is, else either of them
-        whole = products.by_onednn(query.dtype) and strip.step * times == query.shape[2] == key.shape[2]
+        whole = onednn_beats_fused(query.dtype) and strip.step * times == query.shape[2] == key.shape[2]
         stack = heads * times if whole else max(heads, times)
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
     return products.pay(query.dtype, stack, rows, strip.keys, causal=causal, backward=backward)
+
+
+def _is_faint(part: Part, query: Tensor) -> bool:
+    """Whether torch's operator would multiply many weights that are too faint to matter, for the gradients; for the
+    output it takes them as 0."""
+    return faint.are_slow(query) and part.formula.spreads()
 
 
 # --- torch's operator -------------------------------------------------------------------------------------------------

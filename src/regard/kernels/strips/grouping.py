@@ -21,7 +21,6 @@ from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import by_batch
-from regard.matmul import onednn_is_faster
 from regard.shapes import Grid
 
 
@@ -106,7 +105,7 @@ class StripPlan:
                 *shared, moving = first.spans
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
                 apart = step != len(first.queries)  # the queries in between see other keys
-                copied = sum(map(len, shared if apart or onednn_is_faster() else first.spans)) if shared else 0
+                copied = sum(map(len, shared if apart or self._by.copies else first.spans)) if shared else 0
                 merges = copied * tuning.SCORES_PER_COPIED_KEY > len(first.queries) * tuning.SCORES_PER_RESULT
                 if merges and apart:
                     most = 1

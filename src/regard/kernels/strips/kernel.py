@@ -26,8 +26,8 @@ from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
-from regard.matmul import is_regular
-from regard.numerics import upcast
+from regard.matmul import is_regular, onednn_beats_fused
+from regard.numerics import share_beside, upcast
 from regard.rules import serialise
 from regard.scores import Scoring
 
@@ -92,8 +92,8 @@ def _planned(call: Call) -> "Planned":
     call = call if changed is None else changed.planned(call)
     plan = plan_of(call)
     alone = plan.only
-    span = alone.spans[0] if alone is not None and _is_one_call(alone, call) else None
-    return Planned(call.scoring.with_sink(None), call.dropout, plan, changed, span, call.wants_lse, call.learns)
+    whole = alone if alone is not None and _is_one_call(alone, call) else None
+    return Planned(call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
 
 
 def _sorted(call: Call) -> Call:
@@ -109,7 +109,7 @@ class Planned:
     Attributes:
         scoring, dropout, plan: of the tokens in the order in which they are computed, the scoring without its sink.
         changed: how tokens are sorted for that, or None.
-        span: the keys of a plain call of torch's function that does the same, as in decoding; None for none.
+        whole: the only strip, if it is one call of torch's on some of the keys, as in decoding; None if not.
         learns: whether anything needs a gradient.
     """
 
@@ -117,7 +117,7 @@ class Planned:
     dropout: Dropout | None
     plan: StripPlan
     changed: Reordering | None
-    span: range | None
+    whole: Strip | None
     wants_lse: bool
     learns: bool
 
@@ -131,10 +131,19 @@ class Planned:
 
     def _in_order(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
         scoring, dtype = self.scoring, query.dtype
-        if self.span is not None:
-            key, value = (tensor.narrow(2, self.span.start, len(self.span)) for tensor in (key, value))
-            return fused.full_attention(query, key, value, scale=scoring.scale), None
+        if self.whole is not None:
+            span = self.whole.spans[0]
+            key, value = (tensor.narrow(2, span.start, len(span)) for tensor in (key, value))
+            if sink is None and not self.wants_lse:
+                return fused.full_attention(query, key, value, scale=scoring.scale), None
         three = _in_precision((query, key, value), scoring, self.dropout, self.wants_lse)
+        if self.whole is not None:
+            causal, three = self.whole.kind is Kind.CAUSAL, fused.with_whole_features(*three)
+            output, lse = fused.flash(*three, scale=scoring.scale, is_causal=causal)
+            if sink is not None:
+                output.mul_(share_beside(sink, lse)[..., None].to(output.dtype))
+                lse = torch.logaddexp(lse, sink.to(lse.dtype)[:, None]) if self.wants_lse else lse
+            return output.to(dtype), lse
         if self.learns or transformed():
             scoring = scoring.with_sink(sink)
             rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
@@ -147,11 +156,15 @@ class Planned:
 
 
 def _is_one_call(strip: Strip, call: Call) -> bool:
-    """Whether the only strip of a plan is a plain call of torch's function on some of the keys, as in decoding."""
-    scoring = call.scoring
-    plain = not call.wants_lse and scoring.sink is None and scoring.bias is None
-    whole = strip.batch_index is None and strip.kind is Kind.FULL and len(strip.spans) == strip.spans[0].step == 1
-    if not (plain and whole and engine.flash_can(call.query, scoring, call.dropout)):
+    """Whether the only strip of a plan is one call on some of the keys, as in decoding: of torch's function, or of its
+    operator, which tells the log-sum-exp, without gradients."""
+    scoring, kinds = call.scoring, [Kind.FULL]
+    if call.wants_lse or scoring.sink is not None:
+        if call.learns or not call.concrete or not call.query.numel() or call.query.shape[3] != call.value.shape[3]:
+            return False
+        kinds.append(Kind.CAUSAL)
+    whole = strip.batch_index is None and strip.kind in kinds and len(strip.spans) == strip.spans[0].step == 1
+    if scoring.bias is not None or not (whole and engine.flash_can(call.query, scoring, call.dropout)):
         return False
     return strip.times == 1 and not engine.products_pay(strip, call.query, call.key, backward=call.learns)
 
@@ -160,7 +173,7 @@ def products_pay_alone(call: Call) -> bool:
     """Whether plain products are faster than one call of torch's function that would do the same."""
     if not _is_one_call_of_torchs(call):
         return False
-    widens = call.query.dtype in fused.HALF and not (call.learns or products.by_onednn(call.query.dtype))
+    widens = call.query.dtype in fused.HALF and not (call.learns or onednn_beats_fused(call.query.dtype))
     if call.scoring.bias is not None and widens:
         return False  # a table is copied to float32 for every text, which torch's operator reads in place
     causal, (batch, kv_heads), grid = _is_causal(call), call.key.shape[:2], call.scoring.grid
@@ -176,7 +189,7 @@ def products_pay_in_full(call: Call) -> bool:
     if not (is_regular(rows) and is_regular(keys)):
         return False
     given = call.query.dtype, grid.batch * kv_heads, rows, keys
-    return products.pay(*given, causal=False, backward=call.learns) and products.by_onednn(call.query.dtype)
+    return products.pay(*given, causal=False, backward=call.learns) and onednn_beats_fused(call.query.dtype)
 
 
 def _is_causal(call: Call) -> bool:

@@ -1,12 +1,18 @@
 """How to cut the strips of a call, given the engine that computes them, and what they cost."""
 
+import math
+
+import torch
+
+from regard import faint
 from regard.biases import Given
 from regard.kernels import fused
-from regard.kernels.call import Call
+from regard.kernels.call import Call, all_scores
 from regard.kernels.strips import engine, products, tuning
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
+from regard.matmul import onednn_beats_fused, onednn_is_faster
 from regard.numerics import wide
 
 
@@ -57,19 +63,40 @@ def is_given(call: Call) -> bool:
 def options(call: Call) -> PlanOptions:
     """The options for a call."""
     scoring, grid = call.scoring, call.scoring.grid
-    heads = max(1, grid.batch * grid.heads)
+    heads, dtype = max(1, grid.batch * grid.heads), call.query.dtype
     flash = engine.flash_can(call.query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
-    in_full = not flash or call.query.dtype == wide(call.query.dtype) or call.wants_lse
-    short = tuning.SHORT_STRIP_QUERIES if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
-    if products.by_onednn(call.query.dtype):
+    in_full = not flash or dtype == wide(dtype) or call.wants_lse
+    short = tuning.SHORT_STRIP_QUERIES_THAT_LEARN if call.learns else tuning.SHORT_STRIP_QUERIES
+    short = short if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
+    if onednn_is_faster(dtype):
         short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN
+    speed = fused.speed(dtype)
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
-    if not holds and call.dropout is None:
+    if not holds and call.dropout is None and not scores_of_faint(call):
+        copies = onednn_beats_fused(dtype) if flash else onednn_is_faster(dtype)
         of_call = tuning.SCORES_PER_CALL / heads
-        return PlanOptions(short, of_call, together=True, causal=not by_distance)
+        return PlanOptions(short, of_call, speed, together=True, copies=copies, causal=not by_distance)
     by_itself = tuning.SCORES_PER_STRIP / heads
-    if not holds:  # which weights are dropped is asked strip by strip
-        return PlanOptions(short, by_itself)
+    if not holds:  # strips of plain products take time each, and are asked which weights are dropped
+        return PlanOptions(short, by_itself, speed, causal=not by_distance)
     most_scores = tuning.MAX_TILE_SCORES // heads
-    return PlanOptions(short, by_itself, causal=False, most_scores=most_scores, joins=is_given(call))
+    return PlanOptions(short, by_itself, speed, causal=False, most_scores=most_scores, joins=is_given(call))
+
+
+def scores_of_faint(call: Call) -> float:
+    """The scores computed in the time that torch's operator takes for weights too faint to matter, for the gradients;
+    judged from what is added for four queries."""
+    scoring, grid = call.scoring, call.scoring.grid
+    if scoring.bias is None or not (call.learns and call.concrete and all(grid[:4])):
+        return 0.0
+    if not (engine.flash_can(call.query, scoring, call.dropout) and faint.are_slow(call.query)):
+        return 0.0
+    step = -(-grid.query_len // 4)
+    queries, keys = range(step // 2, grid.query_len, step), range(grid.key_len)
+    biases = scoring.biases(queries, keys, torch.float32).detach()
+    if not faint.spread(biases):
+        return 0.0
+    allowed = scoring.allowed(queries, keys, biases)
+    biases = biases if allowed is None else biases.masked_fill(~allowed, -math.inf)
+    return faint.price() * faint.share(biases) * all_scores(call)

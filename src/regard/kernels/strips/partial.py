@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.kernels.strips import engine, options, products, tuning
+from regard.kernels.strips import engine, options, tuning
 from regard.kernels.strips.options import plan_of
+from regard.matmul import onednn_is_faster
 from regard.numerics import upcast, wide
 
 SHORT_STRIP_QUERIES = 16.0
@@ -49,7 +50,7 @@ def scores_in_time(call: Call) -> float:
     """
     grid, by = call.scoring.grid, options.options(call)
     heads = grid.batch * grid.heads
-    by_itself = tuning.SCORES_PER_STRIP / heads / (1 if products.by_onednn(wide(call.query.dtype)) else 2)
+    by_itself = tuning.SCORES_PER_STRIP / heads / (1 if onednn_is_faster(wide(call.query.dtype)) else 2)
     short = max(by.short or 0.0, SHORT_STRIP_QUERIES)
-    of_strips = options.cost(call, by._replace(short=short, scores_per_call=by_itself))
+    of_strips = options.cost(call, by._replace(short=short, scores_per_call=by_itself, speed=1))
     return of_strips / (1 + short / max(1, grid.query_len)) + heads * tuning.SCORES_PER_RESULT * grid.query_len

@@ -83,8 +83,9 @@ def pieces(
     by_query = [tensor.unflatten(1, (kv_heads, group)) for tensor in by_query]
     tiles = [tile.expand(batch, heads, queries, keys).unflatten(1, (kv_heads, group)) for tile in tiles]
     by_key = [*key, *value, *to_key]
-    height, at_a_time, least = (until if fills else int), scores_at_a_time(fills), tuning.PIECE_QUERIES
-    rows = rows_of_square(keys, group) if causal else rows_at_a_time(queries, keys, group)
+    dtype = by_query[0].dtype
+    height, at_a_time, least = (until if fills else int), scores_at_a_time(dtype, fills), tuning.PIECE_QUERIES
+    rows = rows_of_square(keys, group, dtype) if causal else rows_at_a_time(queries, keys, group, dtype)
     if fills and not causal:  # a rest is filled up, and need not be cut
         least = rows = queries if height(group * queries) * until(keys) <= at_a_time else rows
     most = max(at_a_time, height(group * min(rows, queries)) * until(keys))
@@ -142,23 +143,24 @@ def stacks(tensors: list[Tensor], apart: bool) -> Iterator[tuple[int, list[Tenso
         yield row, [tensor[row] for tensor in tensors]
 
 
-def scores_at_a_time(fills: bool = False) -> int:
-    """Most scores of a piece."""
-    of_thread = tuning.PIECE_SCORES_BY_ONEDNN << fills if onednn_is_faster() else tuning.PIECE_SCORES
+def scores_at_a_time(dtype: torch.dtype, fills: bool = False) -> int:
+    """Most scores of a piece, for a call in a dtype."""
+    of_thread = tuning.PIECE_SCORES_BY_ONEDNN << fills if onednn_is_faster(dtype) else tuning.PIECE_SCORES
     return of_thread * min(torch.get_num_threads(), tuning.MAX_PIECE_THREADS)
 
 
-def rows_at_a_time(queries: int, keys: int, group: int) -> int:
+def rows_at_a_time(queries: int, keys: int, group: int, dtype: torch.dtype) -> int:
     """Queries of each head in a piece, if `group` heads share a kv head: a power of two, for few different shapes."""
-    return _power_of_two(max(tuning.PIECE_QUERIES, min(queries, scores_at_a_time() // (max(1, keys) * group))))
+    most = scores_at_a_time(dtype) // (max(1, keys) * group)
+    return _power_of_two(max(tuning.PIECE_QUERIES, min(queries, most)))
 
 
-def rows_of_square(length: int, group: int) -> int:
+def rows_of_square(length: int, group: int, dtype: torch.dtype) -> int:
     """The same for a causal square."""
-    if not onednn_is_faster():
+    if not onednn_is_faster(dtype):
         return tuning.PIECE_QUERIES
     least, most = tuning.SQUARE_QUERIES_BY_ONEDNN.start, tuning.SQUARE_QUERIES_BY_ONEDNN.stop
-    rows = min(max(length // 8, least), most, 2 * scores_at_a_time() // (max(1, length) * group))
+    rows = min(max(length // 8, least), most, 2 * scores_at_a_time(dtype) // (max(1, length) * group))
     return _power_of_two(max(rows, tuning.PIECE_QUERIES))
 
 

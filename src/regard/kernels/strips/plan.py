@@ -88,8 +88,12 @@ class PlanOptions(NamedTuple):
     """None: strips are as high as allowed."""
     scores_per_call: float = 0.0
     """Fixed cost of a strip, in scores of all heads."""
+    speed: int = 1
+    """How many times as fast scores are as where these costs were found (`fused.speed`)."""
     together: bool = False
     """Whether equal strips are computed as one batch."""
+    copies: bool = False
+    """Whether the keys of overlapping strips are copied in any case, rather than read where they are."""
     causal: bool = True
     """Whether a causal square is one strip."""
     most_scores: int | None = None
@@ -107,7 +111,8 @@ class PlanOptions(NamedTuple):
     def cost(self, queries: int, keys: float, *, copied: bool = False) -> float:
         """Of a strip, in scores of one head, for the mean number of keys with which each query is compared. Keys of
         several spans are copied, to lie side by side."""
-        return keys * (queries + (self.short or 0.0) + copied * tuning.SCORES_PER_COPIED_KEY) + self.scores_per_call
+        of_keys = keys * (queries + (self.short or 0.0) + copied * tuning.SCORES_PER_COPIED_KEY * self.speed)
+        return of_keys + self.scores_per_call * self.speed
 
 
 def cut(
@@ -290,14 +295,16 @@ def _seen(allowed: Tensor) -> Tensor:
 
 
 def _cheapest_rows(seen: Tensor, by: PlanOptions) -> list[tuple[slice, bytes]]:
-    """The rows of each strip, all of the cheapest height, and which steps of keys they see.
+    """The rows of each strip, all of the cheapest height, and which steps of keys they see; or all rows with the keys
+    in between, of which none has to be copied.
 
     Args:
         seen: as from `_seen`, of as many rows as a strip may have.
     """
     squares = [int.from_bytes(bytes(row)) for row in seen.tolist()]  # a byte for each, whose unions are fast
-    high, step, least = len(squares), tuning.KEY_STEP, math.inf
-    best: list[tuple[slice, bytes]] = []
+    high, step = len(squares), tuning.KEY_STEP
+    filled = _filled(reduce(or_, squares).to_bytes(seen.shape[1]))
+    least, best = by.cost(high * step, sum(filled) * step), [(slice(0, high * step), filled)]
     while high:
         starts = range(0, len(squares), high)
         strips = [reduce(or_, squares[at : at + high]).to_bytes(seen.shape[1]) for at in starts]
@@ -308,6 +315,12 @@ def _cheapest_rows(seen: Tensor, by: PlanOptions) -> list[tuple[slice, bytes]]:
             least, best = cost, list(zip(rows, strips, strict=True))
         high = -(-high // 2) if high > 1 and by.short is not None else 0
     return best
+
+
+def _filled(seen: bytes) -> bytes:
+    """The same without gaps."""
+    first, stop = seen.find(1), seen.rfind(1) + 1
+    return bytes(first) + b"\1" * (stop - first) + bytes(len(seen) - stop) if stop else seen
 
 
 def _spans(seen: bytes, keys: range) -> list[range]:

@@ -27,13 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import processor
+from regard import faint, processor
+from regard.kernels.fused import KEYS_AT_A_TIME
 from regard.kernels.strips import tuning
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
 from regard.kernels.strips.pieces import Piece, Space, blocks, pieces, rows_at_a_time, rows_of_square, scores_at_a_time
 from regard.kernels.strips.plan import Kind, Strip
-from regard.matmul import baddbmm, bmm, is_regular, onednn_is_faster, regular
+from regard.matmul import baddbmm, bmm, is_regular, onednn_beats_fused, onednn_is_faster, regular
 from regard.numerics import LOG2_E, in_one_dtype, upcast, wide
 from regard.scores import Additive
 
@@ -42,8 +43,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     """Whether this is faster than torch's operator for a call that both support.
 
     It is nearly everywhere where oneDNN multiplies faster than MKL, with which torch's operator multiplies
-    (`regard.matmul`). Elsewhere only where torch's operator computes more scores, or is slow in half precision: the
-    latter was found on an x86-64 processor with bfloat16 instructions but without AMX, and is not assumed of others.
+    (`regard.matmul`). Elsewhere only where torch's operator is slow in half precision, which was found on an x86-64
+    processor with bfloat16 instructions but without AMX, and is not assumed of others.
 
     Args:
         stack: kv heads of all batch indices that form one axis; rows: queries per kv head, of all heads that share it.
@@ -51,48 +52,41 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
     if not processor.MKL or rows < tuning.PIECE_QUERIES:
         return False
     group = max(1, rows // max(1, keys))
-    scores = stack * keys * (min(rows, rows_of_square(keys, group) * group) if causal else rows)
+    scores = stack * keys * (min(rows, rows_of_square(keys, group, dtype) * group) if causal else rows)
     if (dtype == torch.float16 and not processor.FLOAT16) or (
         dtype == torch.bfloat16 and not processor.BFLOAT16 and backward
     ):
         return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
-    if not backward and _fills(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
+    if not backward and dtype != wide(dtype) and onednn_beats_fused(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
         return True
-    if by_onednn(dtype):
+    if onednn_beats_fused(dtype):
         # what is padded, and what is left to MKL, weighs more; in a causal square less than what is left out
         odd = not causal and not (is_regular(rows) and is_regular(keys))
         if odd and keys < tuning.SHORT_ODD_KEYS:
             return scores >= tuning.MIN_SCORES_BY_ONEDNN << 4
         if scores >= tuning.MIN_SCORES_BY_ONEDNN << odd:
             return True
-    if stack < tuning.MIN_STACK:
+    if stack < tuning.MIN_STACK or dtype != torch.bfloat16 or not processor.BFLOAT16 or processor.AMX:
         return False
-    if dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX:
-        short = keys < tuning.KEYS_OF_SQUARE.start  # then there have to be more of them
-        if backward:
-            least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
-            return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
-        most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
-        return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
-    return causal and dtype == torch.float32 and scores >= tuning.MIN_SCORES and keys in tuning.KEYS_OF_SQUARE
-
-
-def by_onednn(dtype: torch.dtype) -> bool:
-    """Whether products of queries and keys of this dtype are those of oneDNN, which beat torch's operator."""
-    return (dtype == torch.float32 or (dtype == torch.bfloat16 and processor.BFLOAT16)) and onednn_is_faster()
+    short = keys < KEYS_AT_A_TIME  # then there have to be more of them
+    if backward:
+        least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
+        return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
+    most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
+    return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
 
 
 def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
     """Number of scores computed for a causal square of each head, if `group` heads share a kv head."""
-    keys = regular if by_onednn(dtype) else int
-    return sum((stop - start) * keys(stop) for start, stop in blocks(length, rows_of_square(length, group)))
+    keys = regular if onednn_is_faster(dtype) else int
+    return sum((stop - start) * keys(stop) for start, stop in blocks(length, rows_of_square(length, group, dtype)))
 
 
 def most_scores(strip: Strip, group: int, dtype: torch.dtype) -> int:
     """Most scores of a strip held at a time, if `group` heads share a kv head."""
     causal, queries = strip.kind is Kind.CAUSAL, len(strip.queries)
-    rows = rows_of_square(queries, group) if causal else rows_at_a_time(queries, strip.keys, group)
-    return max(scores_at_a_time(_fills(dtype)), group * min(queries, rows) * strip.keys)
+    rows = rows_of_square(queries, group, dtype) if causal else rows_at_a_time(queries, strip.keys, group, dtype)
+    return max(scores_at_a_time(dtype, _fills(dtype)), group * min(queries, rows) * strip.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +119,13 @@ class Formula:
             or (self.added is not None and bool(self.added.call.wanted))
         )
 
+    def spreads(self) -> bool:
+        """Whether many weights are faint and slow to multiply, judged by what is added for the first and last query."""
+        if not self.tiles or not faint.are_slow(self.tiles[0]):
+            return False
+        first, *others = (tile[..., :: max(1, tile.shape[2] - 1), :] for tile in self.tiles)
+        return faint.spread(sum(others, start=first))
+
 
 def attend(
     query: Tensor,
@@ -146,12 +147,13 @@ def attend(
         query, key, value = _one_stack(query, key, value)
     by_query = [query, output] if lse is None else [query, output, lse]
     later, may_be_empty = _later(query, key[0], formula), formula.added is not None and formula.added.may_hide_all
+    spreads = formula.spreads()
     for piece in _pieces(by_query, key, value, (), formula, space, 1, fills=_fills(query.dtype)):
         q, into, *into_lse = piece.by_query
         k = _side_by_side(piece.key, piece.columns, wide(query.dtype))
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         rows = q.shape[1] * q.shape[2]
-        height = regular(rows) if _fills(q.dtype) else rows
+        height = regular(rows) if _fills(q.dtype) and similarity is None else rows
         scores = _scores(q, k, formula, piece, later, similarity, height)
         top = scores[:, :rows].amax(-1) if into_lse or may_be_empty else None
         weights = torch.softmax(scores, -1, out=scores)
@@ -163,6 +165,8 @@ def attend(
             weights[:, :rows, : piece.keys].mul_(formula.dropped.factors(piece))
         # copied only now, since keys and values together are more than a core caches
         weights, v = in_one_dtype(weights, _side_by_side(piece.value, piece.columns, value[0].dtype))
+        if spreads:
+            weights = faint.without_faint(weights)
         in_place = into.is_contiguous() and into.dtype == v.dtype and weights.shape[1] == rows
         result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)[:, :rows]
         if empty is not None:
@@ -202,17 +206,17 @@ def gradients(
         k = _side_by_side(piece.key, piece.columns, key[0].dtype)
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, _widened(k), formula, piece, later, similarity, q.shape[1] * q.shape[2])
-        weights = scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E).exp2_()
+        weights = faint.without_faint_exponents(scores.sub_(sums.flatten(1)[..., None]).mul_(LOG2_E)).exp2_()
         grad_out = grad_out.flatten(1, 2)
         v = _side_by_side(piece.value, piece.columns, grads[2].dtype)
         wide_grad = _widened(grad_out)
         grad_weights = _room(piece.space[1], weights)
         inner = inner.flatten(1)[..., None]
         if formula.dropped is None and not whole_rows:
-            baddbmm(inner, wide_grad, v.mT, beta=-1, out=grad_weights)
+            baddbmm(inner, wide_grad, v.mT, beta=-1, out=grad_weights, of=query.dtype)
             grad_scores = grad_weights.mul_(weights)
         else:
-            bmm(wide_grad, v.mT, out=grad_weights)
+            bmm(wide_grad, v.mT, out=grad_weights, of=query.dtype)
             factors = None if formula.dropped is None else formula.dropped.factors(piece)
             if factors is not None:
                 grad_weights[..., : piece.keys].mul_(factors)
@@ -251,7 +255,7 @@ def _pieces(
     fills: bool = False,
 ) -> Iterator[Piece]:
     given, apart = (by_query, key, value, to_key, formula.tiles), apart or formula.by_place
-    until = regular if by_onednn(key[0].dtype) else int
+    until = regular if onednn_is_faster(key[0].dtype) else int
     return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until, fills=fills)
 
 
@@ -270,7 +274,7 @@ def _side_by_side(parts: Sequence[Tensor], columns: int, dtype: torch.dtype) -> 
 
     A single span is taken as it lies if MKL reads it.
     """
-    as_it_lies = parts[0].dtype == dtype and (not onednn_is_faster() or parts[0].is_contiguous())
+    as_it_lies = parts[0].dtype == dtype and (not onednn_is_faster(dtype) or parts[0].is_contiguous())
     if len(parts) == 1 and parts[0].shape[1] == columns and as_it_lies:
         return parts[0]
     found = parts[0].new_empty(len(parts[0]), columns, parts[0].shape[2], dtype=dtype)
@@ -288,7 +292,8 @@ def _later(query: Tensor, key: Tensor, formula: Formula) -> Tensor | None:
     if not formula.causal:
         return None
     length = query.shape[2]
-    rows, until = rows_of_square(length, query.shape[1] // key.shape[1]), regular if by_onednn(key.dtype) else int
+    rows = rows_of_square(length, query.shape[1] // key.shape[1], query.dtype)
+    until = regular if onednn_is_faster(query.dtype) else int
     columns = max((until(stop) - start for start, stop in blocks(length, rows)), default=0)
     return query.new_full((rows, columns), -math.inf, dtype=wide(query.dtype)).triu_(1)
 
@@ -324,7 +329,7 @@ def _scores(
             beta = 1
             by_head[..., :keys].copy_(first)
             scores[..., keys:].zero_()
-        baddbmm(scores, q, k, beta=beta, alpha=factor, out=scores)
+        baddbmm(scores, q, k, beta=beta, alpha=factor, out=scores, of=query.dtype)
     if softcap is not None:
         x = scores.sigmoid_()
         if len(space) > 2:
@@ -342,7 +347,7 @@ def _scores(
 
 def _fills(dtype: torch.dtype) -> bool:
     """Whether queries are filled up with zeros, as keys are: those in half precision, which are copied anyway."""
-    return dtype != wide(dtype) and by_onednn(dtype)
+    return dtype != wide(dtype) and onednn_is_faster(dtype)
 
 
 def _widened(tensor: Tensor, height: int | None = None) -> Tensor:

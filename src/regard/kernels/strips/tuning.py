@@ -39,10 +39,12 @@ SCORES_PER_STRIP = 1 << 16
 "dropout, window", "bias, dense, window 256"."""
 
 SHORT_STRIP_QUERIES = 3.0
+SHORT_STRIP_QUERIES_THAT_LEARN = 16.0
 SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
 SHORT_STRIP_QUERIES_BY_ONEDNN = 64.0
 """A score in a strip of h queries costs 1 + this / h times as much as in a high strip: torch's operator multiplies
-smaller matrices, and oneDNN wants the keys of overlapping strips one after another, in copies. Row "window"."""
+smaller matrices, and oneDNN wants the keys of overlapping strips one after another, in copies. Where they learn, every
+strip has gradients of its keys to be zeroed and added up. Row "window"."""
 
 MAX_TILE_SCORES = 1 << 22
 """Numbers held at a time if a bias or mask function is evaluated for every score: fits the last-level cache. Rows
@@ -74,10 +76,6 @@ has. Rows "causal", "softcap"."""
 
 SQUARE_QUERIES_BY_ONEDNN = range(128, 512)
 """Fewest and most queries of a causal square with oneDNN; between them an eighth of the square. Same rows."""
-
-KEYS_OF_SQUARE = range(512, 1025)
-"""Lengths of causal squares in float32 of which plain products compute enough fewer scores than torch's operator, which
-takes keys 512 at a time and all of a shorter square. Rows "causal 512", "8 documents, causal"."""
 
 MIN_STACK = 8
 """Fewest matrices in a stack that keep all threads and the caches busy in plain products. Row "causal, 3 heads"."""
