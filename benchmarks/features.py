@@ -274,7 +274,7 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "# Cost per allowed score",
         "",
         "Written by `python benchmarks/features.py --report` from `benchmarks/results/features-*.json`; `make bench`",
-        "measures anew. Each row is one call with 8 heads of 64. Which of torch's two libraries multiplies faster",
+        "measures anew. Each row is one call with 8 heads of 64. Which library multiplies what",
         "depends on the processor, and there is a part for each kind.",
         "",
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",

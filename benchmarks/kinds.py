@@ -1,7 +1,8 @@
-"""Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, and where MKL does.
+"""Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, where MKL does, and
+where AMX multiplies those of bfloat16.
 
-Which of the two is faster decides most of the choices in `regard.kernels`, so a page that shows one kind alone says
-little about the other. A run writes the file of the kind of processor that it runs on.
+Which of them does decides most of the choices in `regard.kernels`, so a page that shows one kind alone says little
+about the others. A run writes the file of the kind of processor that it runs on.
 """
 
 import json
@@ -12,8 +13,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def file(benchmark: str, machine: dict[str, Any]) -> Path:
-    """Where the results of this machine go: benchmarks/results/features-mkl.json."""
-    return RESULTS / f"{benchmark}-{machine['products'].lower()}.json"
+    """Where the results of this machine go: benchmarks/results/features-mkl-and-amx.json."""
+    return RESULTS / f"{benchmark}-{machine['products'].lower().replace(' ', '-')}.json"
 
 
 def every(benchmark: str) -> list[dict[str, Any]]:
@@ -24,4 +25,4 @@ def every(benchmark: str) -> list[dict[str, Any]]:
 def heading(machine: dict[str, Any]) -> list[str]:
     """The beginning of a page's part for one kind, in Markdown."""
     told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}."
-    return ["", f"## Where {machine['products']} multiplies", "", told]
+    return ["", f"## Products by {machine['products']}", "", told]

@@ -34,7 +34,7 @@ def test_the_page_says_what_was_measured() -> None:
     told = {"processor": "Abacus 7", "threads": 3, "torch": "9.9", "products": "MKL"}
     page = features.report([{"machine": told, "rows": [row]}, {"machine": told | {"products": "oneDNN"}, "rows": []}])
     assert "### float32, 16 tokens" in page
-    assert page.index("## Where MKL multiplies") < page.index("| causal | ") < page.index("## Where oneDNN multiplies")
+    assert page.index("## Products by MKL") < page.index("| causal | ") < page.index("## Products by oneDNN")
     assert "| causal | 12.3 / " in page
     assert " | 1.25 / " in page
     assert " | 0.75 / " in page
