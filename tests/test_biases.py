@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.profiler
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -295,6 +296,20 @@ def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dty
     learning = table.detach().requires_grad_()
     attention(query, key.nan_to_num(0, 0), value.nan_to_num(0, 0), bias=learning).sum().backward()
     assert learning.grad.isfinite().all()
+
+
+def test_a_trained_table_is_torchs_fused_operators_where_no_gradient_is_asked_for():
+    query, key, value = (torch.randn(1, 8, 520, 16) for _ in range(3))
+    table = torch.randn(1, 8, 520, 520, requires_grad=True)
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        output = attention(query, key, value, bias=table)
+    names = [event.name for event in seen.events()]
+    assert any("flash_attention" in name or "bmm" in name for name in names)
+    assert not any("_math" in name for name in names)  # which makes all scores anew, several times
+    assert_close(output, attention(query, key, value, bias=table.detach(), kernel="reference"))
+    attention(query, key, value, bias=table).sum().backward()  # like the call before it, but it learns
+    assert table.grad is not None
+    assert table.grad.any()
 
 
 @pytest.mark.parametrize("offset", [None, 3, [1, 5]])

@@ -215,7 +215,8 @@ def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monke
 
 
 def test_short_calls_that_learn_in_bfloat16_are_computed_at_once_with_amx(monkeypatch):
-    monkeypatch.setattr(processor, "MKL", True)
+    for name in ("MKL", "BFLOAT16"):
+        monkeypatch.setattr(processor, name, True)
 
     def kernel(rows, keys, amx=True, learns=True):
         monkeypatch.setattr(processor, "AMX", amx)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
-from regard import Causal, Dense, attention, attention_with_lse, matmul, numerics, processor
+from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, matmul, numerics, plan, processor
 from regard.kernels.strips import pieces, products, tuning
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.view import StripView
@@ -180,6 +180,23 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     monkeypatch.setattr(processor, "FLOAT16", True)
     assert not suit(brain)
     assert not suit(half)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"bias": Alibi(8)}, {"mask": ~Window(3)}, {"bias": torch.zeros(512, 512)}],
+    ids=["by distance", "mask", "table"],
+)
+def test_a_table_in_a_dtype_without_instructions_is_left_to_products_if_it_learns(monkeypatch, parts):
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
+    for name, value in {"MKL": True, "AMX": False}.items():
+        monkeypatch.setattr(processor, name, value)
+    leaves = [torch.randn(1, 8, 512, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for able, kernels in ((False, {"strips", "direct"}), (True, {"sdpa", "strips"})):
+        monkeypatch.setattr(processor, "BFLOAT16", able)
+        assert plan(*leaves, **parts).kernel in kernels
+        with torch.no_grad():
+            assert plan(*leaves, **parts).kernel == "sdpa"
 
 
 def test_a_causal_square_is_counted_as_it_is_computed(monkeypatch):

@@ -165,13 +165,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def add_sink(output: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def add_sink(output: Tensor, lse: Tensor, sink: Tensor, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """A result with a sink added: one more key, with value 0.
 
     Shapes: output [batch, heads, query_len, value_dim], lse [batch, heads, query_len], sink [heads].
+
+    Args:
+        out: where the output is written; it may be `output`.
     """
     share = share_beside(sink, lse)[..., None].to(output.dtype)
-    return output * share, torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    return torch.mul(output, share, out=out), torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
 
 
 def share_beside(sink: Tensor, lse: Tensor) -> Tensor:

@@ -200,7 +200,10 @@ def finished_table(call: Call) -> Tensor | None:
         return None
     numbers = scoring.bias.numbers
     whole = numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len)
-    return numbers if whole and numbers.dtype == call.query.dtype else None
+    if not whole or numbers.dtype != call.query.dtype:
+        return None
+    # torch leaves its fused operator where a table could learn, though nothing does without a graph
+    return numbers.detach() if numbers.requires_grad and not torch.is_grad_enabled() else numbers
 
 
 def reads_a_table(call: Call) -> bool:

@@ -124,7 +124,7 @@ def forward(
     if hides and inspects and has_nan(output, lse if needs_lse else None):
         output, lse = _attend(*given, careful=True)
     if sink is not None:
-        output, lse = add_sink(output, lse, sink)
+        output, lse = add_sink(output, lse, sink, out=None if transformed() else output)
     return output[..., :size], lse
 
 

@@ -27,7 +27,7 @@ from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
-from regard.numerics import share_beside, upcast
+from regard.numerics import add_sink, upcast
 from regard.rules import serialise
 from regard.scores import Scoring
 
@@ -141,9 +141,8 @@ class Planned:
             causal, three = self.whole.kind is Kind.CAUSAL, fused.with_whole_features(*three)
             output, lse = fused.flash(*three, scale=scoring.scale, is_causal=causal)
             if sink is not None:
-                output.mul_(share_beside(sink, lse)[..., None].to(output.dtype))
-                lse = torch.logaddexp(lse, sink.to(lse.dtype)[:, None]) if self.wants_lse else lse
-            return output.to(dtype), lse
+                output, lse = add_sink(output, lse, sink, out=output)
+            return output.to(dtype), lse if self.wants_lse else None
         if self.learns or transformed():
             scoring = scoring.with_sink(sink)
             rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
@@ -183,13 +182,14 @@ def products_pay_alone(call: Call) -> bool:
 
 
 def products_pay_in_full(call: Call) -> bool:
-    """Whether plain products by oneDNN take less time than torch's operator, if nothing is left out."""
-    grid, kv_heads = call.scoring.grid, call.key.shape[1]
+    """Whether plain products take less time than torch's operator, if nothing is left out: by oneDNN, or in a dtype in
+    which the operator is slow."""
+    grid, kv_heads, dtype = call.scoring.grid, call.key.shape[1], call.query.dtype
     rows, keys = grid.query_len * (grid.heads // kv_heads), grid.key_len
-    if not (is_regular(rows) and is_regular(keys)):
+    by_onednn = onednn_beats_fused(dtype) and is_regular(rows) and is_regular(keys)
+    if not (by_onednn or products.torch_imitates(dtype, backward=call.learns)):
         return False
-    given = call.query.dtype, grid.batch * kv_heads, rows, keys
-    return products.pay(*given, causal=False, backward=call.learns) and onednn_beats_fused(call.query.dtype)
+    return products.pay(dtype, grid.batch * kv_heads, rows, keys, causal=False, backward=call.learns)
 
 
 def _is_causal(call: Call) -> bool:

@@ -53,10 +53,8 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         return False
     group = max(1, rows // max(1, keys))
     scores = stack * keys * (min(rows, rows_of_square(keys, group, dtype) * group) if causal else rows)
-    if (dtype == torch.float16 and not processor.FLOAT16) or (
-        dtype == torch.bfloat16 and not processor.BFLOAT16 and backward
-    ):
-        return scores >= 1 << 15  # torch's operator is slow in dtypes without processor support
+    if torch_imitates(dtype, backward=backward):
+        return scores >= 1 << 15
     if not backward and dtype != wide(dtype) and onednn_beats_fused(dtype) and scores >= tuning.MIN_SCORES_BY_ONEDNN:
         return True
     if onednn_beats_fused(dtype):
@@ -74,6 +72,12 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
     most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
     return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
+
+
+def torch_imitates(dtype: torch.dtype, *, backward: bool) -> bool:
+    """Whether torch's operator is slow in a dtype for which the processor has no instructions."""
+    in_float16 = dtype == torch.float16 and not processor.FLOAT16
+    return in_float16 or (dtype == torch.bfloat16 and not processor.BFLOAT16 and backward)
 
 
 def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
