@@ -30,7 +30,6 @@ from cases import around
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import functional, hooks, huggingface
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading, single
-from regard.huggingface.single import LayerCall
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
 from regard.observation import MAX_NUMBERS_AT_ONCE
@@ -452,10 +451,9 @@ def another_scale(query, key, value, **arguments):
 def of_mask_alone(mutant):
     """In place of `LazyMask.attend`."""
 
-    def attend(lazy: LazyMask, layer: LayerCall) -> Tensor:
-        query, key, value, *_ = layer
-        more = {name: getattr(layer, name) for name in ("scale", "softcap", "sink", "bias")}
-        return mutant(query, key, value, mask=lazy.mask, **more, additive=None)
+    def attend(lazy: LazyMask, query, key, value, scale, softcap, sink, bias) -> Tensor:
+        more = {"scale": scale, "softcap": softcap, "sink": sink, "bias": bias, "additive": None}
+        return mutant(query, key, value, mask=lazy.mask, **more)
 
     return attend
 
@@ -1350,10 +1348,10 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
         for _ in range(2):  # layers
             for tensor in (key, value):
                 tensor.masked_fill_(hidden, 1e4)
-            assert_close(mask.attend(LayerCall(query, key, value)), expected)
+            assert_close(mask.attend(query, key, value), expected)
             for tensor in (key, value):
                 tensor.masked_fill_(hidden, math.nan)
-            assert mask.attend(LayerCall(query, key, value)) is None
+            assert mask.attend(query, key, value) is None
             assert_close(computed(Heads(query, key, value), mask), expected)
     assert len(asked) == 1
 
@@ -1387,6 +1385,21 @@ def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their
             with pytest.raises(ShapeError, match="query_len=1"):
                 computed(given_heads, lazy, position_bias=bias[..., 1:])
     assert len(asked) == 3 + 10  # those that raise an error are asked again
+
+
+@pytest.mark.parametrize(("kv_heads", "masked", "most"), [(4, False, 36), (2, False, 41), (4, True, 43), (2, True, 49)])
+def test_a_layer_that_writes_a_token_makes_few_calls(kv_heads, masked, most):
+    query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 1), (kv_heads, 70), (kv_heads, 70)))
+    real = torch.arange(70) >= torch.tensor([[0], [7], [5]])
+    mask = LazyMask(Causal(69), (3, 1, 70), torch.device("cpu"), real=real) if masked else None
+    module, calls = torch.nn.Module().eval(), []
+    with torch.inference_mode():
+        for _ in range(3):
+            attend(module, query, key, value, mask, scaling=0.5)
+        sys.setprofile(lambda frame, event, of: calls.append((event, of, frame)) if "call" in event else None)
+        attend(module, query, key, value, mask, scaling=0.5)
+        sys.setprofile(None)
+    assert len(calls) <= most, calls
 
 
 def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):

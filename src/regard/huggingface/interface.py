@@ -13,7 +13,7 @@ from regard.graphs import exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
-from regard.huggingface.single import LayerCall, attend_one
+from regard.huggingface.single import attend_one
 from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.numerics import all_zero
@@ -83,9 +83,9 @@ def attend(
     if position_bias is not None and _adds_nothing(position_bias, query.shape[2], key.shape[2]):
         position_bias = None
     one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
-    if (one or isinstance(attention_mask, LazyMask)) and _alone(others, dropout and module.training):
-        layer = LayerCall(query, key, value, scaling, softcap, s_aux, position_bias)
-        output = attention_mask.attend(layer) if isinstance(attention_mask, LazyMask) else attend_one(layer)
+    way = attend_one if one else attention_mask.attend if type(attention_mask) is LazyMask else None
+    if way is not None and _alone(others, dropout and module.training):
+        output = way(query, key, value, scaling, softcap, s_aux, position_bias)
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.checked import MAX_SCORES, Checked, Form, kinds_of
 from regard.functional import check_call
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
-from regard.huggingface.single import LayerCall, Seen, attend_one
+from regard.huggingface.single import Seen, attend_one
 from regard.indexing import indices
 from regard.kernels import choose
 from regard.kernels.hidden import Hidden
@@ -83,7 +83,16 @@ class LazyMask(Lazy):
                 f"[{batch=}, {query_len=}, {key_len=}]"
             )
 
-    def attend(self, layer: LayerCall) -> Tensor | None:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor | None:
         """One layer's call with this mask, validated once for all layers of the same form; None if it is not of a form
         that can be told from others.
 
@@ -91,29 +100,35 @@ class LazyMask(Lazy):
         """
         if self.bias is not None:
             return None
-        if self._made_for[1] == 1:
-            return self._attend_one(layer)
-        kinds = kinds_of(*layer[:6])
-        if kinds is None or layer.bias is not None:  # which is compared by its contents
+        rows, query_len, key_len, device = self._made_for
+        if query_len == 1:
+            seen, of_query = self._seen, query.shape
+            fits = of_query[2] == 1 and key.shape[2] == key_len and rows in (1, of_query[0]) and query.device == device
+            if seen is None or not fits:
+                return None
+            return attend_one(query, key, value, scale, softcap, sink, bias, seen)
+        kinds = kinds_of(query, key, value, scale, softcap, sink)
+        if kinds is None or bias is not None:  # which is compared by its contents
             return None
-        form = layer.query.shape, layer.key.shape, layer.value.shape, kinds
+        form = query.shape, key.shape, value.shape, kinds
         checked = self._checked.get(form)
         if checked is None:
-            checked = self._first(layer)
+            checked = self._first(query, key, value, scale, softcap, sink)
             if checked is None:
                 return None
             self._checked[form] = checked
-        return checked(*layer[:3], layer.sink)[0]
+        return checked(query, key, value, sink)[0]
 
-    def _attend_one(self, layer: LayerCall) -> Tensor | None:
-        """The same for one query."""
-        (rows, _, keys, device), query, key = self._made_for, layer.query, layer.key
-        fits = query.shape[2] == 1 and key.shape[2] == keys and rows in (1, query.shape[0]) and query.device == device
-        return attend_one(layer, self._seen) if fits and self._seen is not None else None
-
-    def _first(self, layer: LayerCall) -> Checked | None:
+    def _first(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sink: Tensor | None,
+    ) -> Checked | None:
         """The call of the first layer of a form, made ready for all of them."""
-        query, key, value, scale, softcap, sink, _ = layer
         (batch, heads, query_len), key_len = query.shape[:3], key.shape[2]
         self._check_lengths(batch, query_len, key_len)
         alike = query.dtype == key.dtype == value.dtype and batch == key.shape[0] == value.shape[0]

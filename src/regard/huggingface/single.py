@@ -6,7 +6,7 @@ one more key is known by its form, in all layers and steps. What is hidden is to
 the layer takes the ordinary way, which puts zeros in place of what is hidden.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +17,6 @@ from regard.kernels import Single, choose
 from regard.kernels.hidden import Hidden, has_nan
 from regard.numerics import wide
 from regard.shapes import is_plain
-
-
-class LayerCall(NamedTuple):
-    """What a layer gives to its call, apart from a mask."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float | None = None
-    softcap: float | None = None
-    sink: Tensor | None = None
-    bias: Tensor | None = None
 
 
 class Seen(NamedTuple):
@@ -43,30 +31,48 @@ EVERY_KEY = Seen()
 _KNOWN: dict[Form, Single | None] = {}
 """Calls by their form; None for those that have no such way."""
 
+_NEW: Any = object()
+"""In place of a call whose form is not there."""
 
-def attend_one(layer: LayerCall, seen: Seen = EVERY_KEY) -> Tensor | None:
+
+def attend_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    seen: Seen = EVERY_KEY,
+) -> Tensor | None:
     """The output for one query; None where the layer has to take the ordinary way."""
-    query, key, value, scale, softcap, sink, bias = layer
-    kinds = kinds_of(query, key, value, scale, softcap, sink)
-    if kinds is None or torch._C._is_any_autocast_enabled() or not query.dim() == key.dim() == value.dim() == 4:
+    kinds, of_bias = kinds_of(query, key, value, scale, softcap, sink), None
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if kinds is None or torch._C._is_any_autocast_enabled() or not len(of_query) == len(of_key) == len(of_value) == 4:
         return None
-    of_bias = None if bias is None else _form_of_bias(bias, key.shape[2])
-    if bias is not None and of_bias is None:
-        return None
-    (batch, heads, key_len, size), of_value = key.shape, value.shape
+    if bias is not None:
+        of_bias = _form_of_bias(bias, of_key[2])
+        if of_bias is None:
+            return None
+    batch, heads, key_len, size = of_key
     magnitude = key_len.bit_length() if key_len == of_value[2] else None
-    form = query.shape, batch, heads, size, of_value[0], of_value[1], of_value[3], magnitude, kinds, of_bias
-    single = _KNOWN[form] if form in _KNOWN else _learn(form, layer)
+    form = of_query, batch, heads, size, of_value[0], of_value[1], of_value[3], magnitude, kinds, of_bias
+    single: Single | None = _KNOWN.get(form, _NEW)
+    if single is _NEW:
+        call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None)
+        single = keep(_KNOWN, form, choose(call).single(call))
     if single is None:
         return None
-    if seen.keys is not None:
-        start, length = seen.keys.start, len(seen.keys)
+    keys, hidden = seen
+    if keys is not None:
+        start, length = keys.start, len(keys)
         key, value = key.narrow(2, start, length), value.narrow(2, start, length)
         if bias is not None and bias.shape[3] > 1:
             bias = bias.narrow(3, start, length)
-    added = _added(query.dtype, seen.hidden, bias)
-    output = single(query, key, value, sink, added)
-    return None if added is not None and has_nan(output) else output
+    if bias is None and hidden is None:
+        return single(query, key, value, sink, None)
+    output = single(query, key, value, sink, _added(query.dtype, hidden, bias))
+    return None if has_nan(output) else output
 
 
 def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
@@ -84,10 +90,3 @@ def _added(dtype: torch.dtype, hidden: Hidden | None, bias: Tensor | None) -> Te
         return None if hidden is None else hidden.numbers(dtype)
     numbers = bias if bias.dtype == dtype else bias.to(wide(dtype))
     return numbers if hidden is None else numbers + hidden.numbers(numbers.dtype)
-
-
-def _learn(form: Form, layer: LayerCall) -> Single | None:
-    """Checks the first call of a form."""
-    query, key, value, scale, softcap, sink, bias = layer
-    call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None)
-    return keep(_KNOWN, form, choose(call).single(call))

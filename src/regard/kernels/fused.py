@@ -7,6 +7,7 @@ keys are only part of that row.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,13 +98,13 @@ class Rows:
     fast products for two rows and slow ones for one; copied, since it has slow gradients for two rows in one place.
 
     Attributes:
-        as_they_are: whether nothing changes. grouped: whether query heads share kv heads. twice: whether the only row
-            is given twice. mask: in the new form.
+        as_they_are: whether nothing changes. single: whether there is one row. grouped: whether query heads share kv
+            heads. twice: whether the only row is given twice. mask: in the new form.
     """
 
     def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool = False) -> None:
         (batch, heads, rows, _), kv_heads = query.shape, key.shape[1]
-        single = not tracing() and rows == 1
+        single = self.single = not tracing() and rows == 1
         self.grouped = bool(heads != kv_heads)  # torch.jit.trace compares sizes as tensors
         self.as_they_are, self.mask, self.twice = True, mask, False
         if causal or not (single or self.grouped):
@@ -117,9 +118,13 @@ class Rows:
         if self.as_they_are:
             return
         self._sizes, self._stacked = (batch, heads, rows), (batch, kv_heads, group * rows)
-        if grouped and mask is not None and mask.shape[1] > 1:
-            mask = mask.reshape(-1, kv_heads, group, mask.shape[3])
-        self.mask = None if mask is None else mask.expand(-1, -1, (1 + self.twice) * group * rows, key.shape[2])
+        self.mask = None if mask is None else self.masking(mask)
+
+    def masking(self, mask: Tensor) -> Tensor:
+        """A mask in the new form: of a row for all heads of a group, as it is, since torch repeats it."""
+        if self._stacked == self._sizes or mask.shape[1] == 1:
+            return mask
+        return mask.reshape(-1, *self._stacked[1:], mask.shape[3])
 
     def given(self, tensor: Tensor) -> Tensor:
         """A tensor [batch, heads, rows, ...] as the operator gets it."""
@@ -128,7 +133,8 @@ class Rows:
 
     def back(self, result: Tensor) -> Tensor:
         """What it returns, with the rows of the call."""
-        return result[:, :, : self._stacked[2]].reshape(*self._sizes, *result.shape[3:])
+        result = result.narrow(2, 0, self._stacked[2]) if self.twice else result
+        return result.reshape(*self._sizes, *result.shape[3:]) if self._stacked != self._sizes else result
 
 
 def is_as_expected() -> bool:
@@ -163,10 +169,10 @@ def full_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
     *,
     scale: float,
     is_causal: bool = False,
-    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """torch's function, with grouped heads too, and with gradients of gradients.
 
@@ -185,27 +191,33 @@ def full_attention(
 
 
 def prepared(call: Call, *, is_causal: bool = False) -> Callable[..., Tensor]:
-    """`full_attention` for query, key, value and attn_mask of calls of the same form, with the same scale."""
+    """`full_attention` for query, key, value and attn_mask of calls of the same form, with the same scale; of one query
+    with any key_len."""
     scale, rows = call.scoring.scale, Rows(call.query, call.key, None, is_causal)
-    as_they_are, learning = rows.as_they_are and not rows.grouped, call.learns and call.concrete
+    learning = call.learns and call.concrete
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        if not as_they_are:
-            return full_attention(query, key, value, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
-        three = with_whole_features(query, key, value)
-        output = F.scaled_dot_product_attention(*three, attn_mask, 0.0, is_causal, scale=scale)
+        if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+            query, key, value = with_whole_features(query, key, value)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale)
         return differentiable_twice(output) if learning else output
 
-    return attend
+    if rows.as_they_are and not rows.grouped:
+        return attend
+    if rows.as_they_are or not rows.single:  # then the mask decides, too
+        return partial(full_attention, scale=scale, is_causal=is_causal)
+
+    def attend_folded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        mask = None if attn_mask is None else rows.masking(attn_mask)
+        return rows.back(attend(rows.given(query), key, value, mask))
+
+    return attend_folded
 
 
 def with_whole_features(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three as torch's operator needs them, the features of a head one after another; without that, torch falls
     back to computing all scores."""
-    if query.stride(3) == key.stride(3) == value.stride(3) == 1:
-        return query, key, value
-    query, key, value = map(whole_features, (query, key, value))
-    return query, key, value
+    return whole_features(query), whole_features(key), whole_features(value)
 
 
 def whole_features(tensor: Tensor) -> Tensor:

@@ -104,13 +104,9 @@ def prepare(call: Call) -> Prepared | None:
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
         alone = replace(scoring, grid=scoring.grid._replace(key_len=seen))
         attend = prepared(call._replace(scoring=alone), is_causal=True)
-
-        def attend_causal(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
-            if key.shape[2] > seen:
-                key, value = key[:, :, :seen], value[:, :, :seen]
-            return attend(query, key, value), None
-
-        return attend_causal
+        if seen == scoring.grid.key_len:
+            return lambda query, key, value, sink: (attend(query, key, value), None)
+        return lambda query, key, value, sink: (attend(query, key[:, :, :seen], value[:, :, :seen]), None)
     attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
         return lambda query, key, value, sink: (attend(query, key, value), None)
@@ -148,12 +144,8 @@ def single(call: Call) -> Single | None:
     """Nothing but torch's function, since what is added is given."""
     if not call.inspectable:
         return None
-    scale = call.scoring.scale
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
-        return full_attention(query, key, value, scale=scale, attn_mask=added)
-
-    return attend
+    attend = prepared(call)
+    return lambda query, key, value, sink, added: attend(query, key, value, added)
 
 
 def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
