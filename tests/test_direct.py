@@ -228,6 +228,17 @@ def test_short_calls_that_learn_in_bfloat16_are_computed_at_once_with_amx(monkey
     assert kernel(64, 512, amx=False) == "direct"
 
 
+def test_many_single_rows_in_bfloat16_are_widened_where_their_values_need_not_be_or_they_are_very_many(monkeypatch):
+    def kernel(batch, instructions):
+        for name, value in {"MKL": True, "AMX": False, "BFLOAT16": instructions}.items():
+            monkeypatch.setattr(processor, name, value)
+        query, key = (torch.zeros(batch, 6, length, 64, dtype=torch.bfloat16) for length in (1, 40))
+        return regard.plan(query, key, key).kernel
+
+    assert kernel(2, True) == kernel(8, False) == "sdpa"
+    assert kernel(8, True) == kernel(16, False) == "direct"
+
+
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):
     monkeypatch.setattr(processor, "MKL", True)
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)

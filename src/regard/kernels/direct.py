@@ -61,7 +61,8 @@ SHORT = QUERIES_AT_A_TIME[1][0]
 time then. Row "causal" of features.py at 128 tokens in bfloat16."""
 
 MIN_STACK = 16
-"""Fewest matrices of one row at which torch's operator is slow in half precision without AMX."""
+"""Fewest matrices of one row at which torch's operator is slow in half precision without AMX; four times as many where
+the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of models.py in bfloat16."""
 
 
 def cannot(call: Call) -> str | None:
@@ -261,7 +262,8 @@ def _pays_for_one(call: Call) -> bool:
     if half and _has_few_rows(call):
         if call.learns:
             return not processor.AMX and numbers <= MAX_NUMBERS_THAT_LEARN
-        slow = not processor.AMX and call.scoring.grid.heads == kv_heads and batch * kv_heads >= MIN_STACK
+        fewest = MIN_STACK if processor.BFLOAT16 else 4 * MIN_STACK
+        slow = not processor.AMX and call.scoring.grid.heads == kv_heads and batch * kv_heads >= fewest
         return numbers <= MAX_NUMBERS_OF_ONE and (slow or not torch_can)
     if not torch_can:
         return True
