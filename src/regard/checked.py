@@ -6,7 +6,7 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 """
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -137,9 +137,8 @@ def kinds_of(
     )  # fmt: skip
 
 
-def recall(form: Form) -> Checked | None:
-    """The validated call of that form, if it is cached."""
-    return _KNOWN.get(form)
+recall: Callable[[Form], Checked | None] = _KNOWN.get
+"""The validated call of that form, if it is cached."""
 
 
 def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:

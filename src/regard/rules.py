@@ -201,7 +201,11 @@ class Rule:
         tensors and parameters may change unnoticed, what learns changes at every step, and large tensors are not worth
         keeping.
         """
-        return structure_of((type(self), self._first_batch), self.arguments().values(), version)
+        try:  # for every call of attention: without a dict of the arguments
+            return structure_of((type(self), self._first_batch), map(self.__getattribute__, self.fields), version)
+        except AttributeError:
+            self.arguments()  # says what is missing
+            raise
 
     @property
     def of_positions(self) -> bool:
