@@ -194,6 +194,21 @@ def test_strips_have_to_leave_out_more_where_all_scores_are_multiplied_faster(on
     assert not hides_most(200)
 
 
+def test_many_strips_of_plain_products_cost_more_than_all_scores(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: min(threads, 2))
+
+    def kernel(mask, *sizes):
+        query = torch.zeros(*sizes, 64)
+        return regard.plan(query, query, query, mask=mask, softcap=20.0).kernel
+
+    documents = Document.from_lengths([[40, 30, 48 + n, 10 - n] for n in range(8)])  # others in each text
+    assert kernel(Causal() & documents, 8, 12, 128) == "direct"
+    assert kernel(Causal() & Window(64), 4, 4, 400) == "strips"  # equal strips, computed together
+
+
 def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monkeypatch):
     for name, value in {"MKL": True, "AMX": False, "BFLOAT16": True}.items():
         monkeypatch.setattr(processor, name, value)

@@ -329,8 +329,10 @@ def test_processors_of_one_name_are_measured_one_by_one(kept, monkeypatch):
     monkeypatch.setattr(processor, "_told", told.get)
     for told["model"] in ("17", "2"):
         measured.ratio("a / b", lambda: None, lambda: None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "half of its instructions")
+    measured.ratio("a / b", lambda: None, lambda: None)
     assert processor.name() == "a rented machine"
-    assert len(json.loads(kept.read_text())) == 2
+    assert len(json.loads(kept.read_text())) == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 3}', "\udcff"], ids=repr)
