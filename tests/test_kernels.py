@@ -727,16 +727,45 @@ def test_torchs_operator_reads_keys_once_for_all_heads_that_share_them(dtype, he
     repeated = [leaf.repeat_interleave(heads // 2, 1) for leaf in leaves[1:]]
     expected = torch.nn.functional.scaled_dot_product_attention(leaves[0], *repeated, **whole, scale=0.5)
     output, lse = fused.flash(query, key, value, scale=0.5, **given)
-    grads = fused.flash_backward(grad, query, key, value, output, lse, scale=0.5, **given)
+    grads = fused._gradients(grad, query, key, value, output, lse, 0.5, False, mask)  # as they are given
+    in_full = fused.flash_backward(grad, query, key, value, output, lse, scale=0.5, **given)
     right = torch.autograd.grad(expected, leaves, grad.float())
     error = 1e-5 if dtype == torch.float32 else 0.1
     assert lse.shape == (3, heads, rows)
-    for found, exact in zip((output, *grads), (expected, *right), strict=True):
+    for found, exact in zip((output, *grads, *in_full), (expected, *right, *right), strict=True):
         assert found.shape == exact.shape
         assert torch.allclose(found.float(), exact, atol=error)
     by_row_or_head = rows > 1 and hides in ((3, 6, 1), (1, 1, 3))
     one_by_one = heads == 2 and (amx or dtype == torch.float32)
     assert fused.Rows(query, key, mask).as_they_are == (by_row_or_head or one_by_one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hides", [False, True])
+def test_gradients_of_few_queries_in_half_precision_are_computed_in_float32(monkeypatch, dtype, hides):
+    monkeypatch.setattr(processor, "BFLOAT16", True)
+    monkeypatch.setattr(processor, "FLOAT16", True)
+
+    def gradients(rows, keys):
+        sizes = (rows, keys, keys, rows)
+        given = [torch.randn(2, 3, length, 8).to(dtype) for length in sizes]
+        how = {"attn_mask": torch.zeros(rows, keys, dtype=dtype)[None, None]} if hides else {"is_causal": True}
+        grad, *three = given[3], *given[:3]
+        output, lse = fused.flash(*three, scale=0.5, **how)
+        return [
+            fused.flash_backward(grad, *three, output, lse, scale=0.5, **how),
+            fused.flash_backward(
+                *(tensor.float() for tensor in (grad, *three, output)), lse, scale=0.5,
+                **{name: one if name == "is_causal" else one.float() for name, one in how.items()},
+            ),
+        ]  # fmt: skip
+
+    for ours, exact in zip(*gradients(40, 40), strict=True):
+        assert torch.equal(ours, exact)
+    assert gradients(fused.SHORT, fused.SHORT)[0][0].dtype == dtype  # more are multiplied at a time
+    monkeypatch.setattr(processor, "BFLOAT16", False)
+    monkeypatch.setattr(processor, "FLOAT16", False)
+    assert gradients(fused.SHORT, fused.SHORT)[0][0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("size", [7, 128])

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard import measured, processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, QUERIES_AT_A_TIME, flash
+from regard.kernels.fused import FLASH, HALF, SHORT, flash
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend
 from regard.masks import EVERYTHING
@@ -55,10 +55,6 @@ MAX_NUMBERS_OF_ONE = 1 << 18
 MIN_NUMBERS_THAT_LEARN = 1 << 21
 """Fewest numbers in the keys of one query of which torch's operator takes longer for the gradients: 8 MiB, which have
 to be fetched from farther away than a core's cache."""
-
-SHORT = QUERIES_AT_A_TIME[1][0]
-"""Queries and keys below which torch's gradients in half precision with AMX take longer: it multiplies 32 queries at a
-time then. Row "causal" of features.py at 128 tokens in bfloat16."""
 
 MIN_STACK = 16
 """Fewest matrices of one row at which torch's operator is slow in half precision without AMX; four times as many where

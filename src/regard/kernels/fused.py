@@ -22,6 +22,10 @@ from regard.kernels.call import Call, learns
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
 """From which query_len on the operator takes how many queries together."""
 
+SHORT = QUERIES_AT_A_TIME[1][0]
+"""Queries below which it multiplies the fewest at a time, and takes up to twice as long for the gradients in half
+precision as in float32. Rows "documents of 20 to 200" and "window 256" of features.py in bfloat16."""
+
 KEYS_AT_A_TIME = 512
 """Keys that the operator takes together."""
 
@@ -56,7 +60,18 @@ def flash_backward(
     grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, scale: float,
     is_causal: bool = False, attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, in float32 if `learns_in_full`."""
+    if learns_in_full(query.dtype, query.shape[2], key.shape[2]):
+        five = grad_output, query, key, value, output
+        grad_output, query, key, value, output = (tensor.float() for tensor in five)
+        attn_mask = None if attn_mask is None else attn_mask.float()
+    return _gradients(grad_output, query, key, value, output, lse, scale, is_causal, attn_mask)
+
+
+def _gradients(
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, scale: float,
+    is_causal: bool, attn_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     by_head = adds_rounded(query, key)
     if by_head:
@@ -72,6 +87,21 @@ def flash_backward(
     tensors = grad_output, rows.given(query), key, value, rows.given(output), rows.given(lse)
     grad, *others = operator(*tensors, 0.0, False, attn_mask=rows.mask, scale=scale)
     return rows.back(grad), *others
+
+
+def torch_imitates(dtype: torch.dtype, *, backward: bool) -> bool:
+    """Whether the operator is slow in a dtype for which the processor has no instructions."""
+    in_float16 = dtype == torch.float16 and not processor.FLOAT16
+    return in_float16 or (dtype == torch.bfloat16 and not processor.BFLOAT16 and backward)
+
+
+def learns_in_full(dtype: torch.dtype, queries: int, keys: int) -> bool:
+    """Whether the operator takes less time for the gradients of float32 copies than of what is in half precision.
+
+    Of few queries it multiplies so few at a time that rounding every product takes longest, with AMX and without.
+    """
+    few = dtype in HALF and queries < SHORT and keys <= KEYS_AT_A_TIME
+    return few or torch_imitates(dtype, backward=True)
 
 
 def adds_rounded(query: Tensor, key: Tensor) -> bool:
@@ -150,7 +180,7 @@ def is_as_expected() -> bool:
             mask = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0], [-math.inf, -math.inf]]).view(1, 1, 3, 2)
             output, lse = flash(query, key, key, scale=2.0, attn_mask=mask)
             given = torch.tensor([[[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]], dtype=dtype)
-            grads = flash_backward(given, query, key, key, output, lse, scale=2.0, attn_mask=mask)
+            grads = _gradients(given, query, key, key, output, lse, 2.0, False, mask)
             right = F.pad(key, (0, 0, 0, 1)), torch.tensor([[[6.0, 10.0, 0.0]]]), 0 * query, 0 * key, given[:, :, :2]
             if not all(torch.allclose(a, b.to(a.dtype)) for a, b in zip((output, lse, *grads), right, strict=True)):
                 return False

@@ -1,14 +1,13 @@
 """Strips that have neither queries nor keys in common, as packed documents: torch's operator on one after another.
 
-Nothing is merged or added up: results and gradients of all strips are laid side by side. Of a short document, torch's
-operator takes some 30 us; the general way (`engine`), which has room for biases, several spans and batches of strips,
-would take as long again. Row "documents of 20 to 200" of features.py. Equal documents that follow one another are the
-batch of one call: row "8 documents, causal".
+Nothing is merged or added up: results and gradients of each strip are copied into their place while they are in the
+cache. Of a short document, torch's operator takes some 30 us; the general way (`engine`), which has room for biases,
+several spans and batches of strips, would take as long again. Row "documents of 20 to 200" of features.py. Equal
+documents that follow one another are the batch of one call: row "8 documents, causal".
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from regard.kernels import fused
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.plan import Kind, Strip
+from regard.numerics import wide
 
 
 class Apart:
@@ -42,14 +42,18 @@ class Apart:
             self._pays[call] = find_out()
         return self._pays[call]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, needs_lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp (which holds anything if it is not needed)."""
+        output, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+        places = zip(self._of_query(output), self._of_query(lse), strict=True)
         tensors = zip(self._of_query(query), self._of_key(key), self._of_key(value), strict=True)
-        results = [
-            fused.flash(*three, scale=scale, **how)
-            for three, how in zip(tensors, self._masks(query.dtype), strict=True)
-        ]
-        output, lse = (self._side_by_side(parts, self._queries) for parts in zip(*results, strict=True))
+        for three, how, (to_output, to_lse) in zip(tensors, self._masks(query.dtype), places, strict=True):
+            of_strip, lse_of_strip = fused.flash(*three, scale=scale, **how)
+            to_output.copy_(of_strip)
+            if needs_lse:
+                to_lse.copy_(lse_of_strip)
         return output, lse
 
     def gradients(
@@ -59,16 +63,12 @@ class Apart:
         """The gradients of query, key and value."""
         by_query = [*map(self._of_query, (grad_output, query, output, lse))]
         tensors = zip(*by_query[:2], self._of_key(key), self._of_key(value), *by_query[2:], strict=True)
-        results = [
-            fused.flash_backward(*six, scale=scale, **how)
-            for six, how in zip(tensors, self._masks(query.dtype), strict=True)
-        ]
-        of_query, of_key, of_value = zip(*results, strict=True)
-        return (
-            self._side_by_side(of_query, self._queries),
-            self._side_by_side(of_key, self._keys),
-            self._side_by_side(of_value, self._keys),
-        )
+        grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+        places = zip(self._of_query(grads[0]), *map(self._of_key, grads[1:]), strict=True)
+        for six, how, of_strip in zip(tensors, self._masks(query.dtype), places, strict=True):
+            for place, grad in zip(of_strip, fused.flash_backward(*six, scale=scale, **how), strict=True):
+                place.copy_(grad)
+        return grads
 
     def _of_query(self, tensor: Tensor) -> list[Tensor]:
         return self._parts(tensor, self._queries)
@@ -81,12 +81,6 @@ class Apart:
         by_batch = [tensor] if None in lengths else tensor.split(1)
         parts = (part for one, of_one in zip(by_batch, lengths.values(), strict=True) for part in _cut(one, of_one))
         return [_batched(part, strip.times) for part, strip in zip(parts, self.strips, strict=True)]
-
-    def _side_by_side(self, results: tuple[Tensor, ...], lengths: dict[int | None, list[int]]) -> Tensor:
-        """The tensor of which these are the results of all calls."""
-        parts = iter([_in_a_row(one, strip.times) for one, strip in zip(results, self.strips, strict=True)])
-        rows = [_joined([*islice(parts, len(of_one))], dim=2) for of_one in lengths.values()]
-        return _joined(rows, dim=0)
 
     def _masks(self, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         """What torch's operator is told of each strip's mask."""
@@ -101,18 +95,9 @@ def _cut(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
     return (tensor,) if len(lengths) == 1 else tensor.split_with_sizes(lengths, dim=2)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
 def _batched(part: Tensor, times: int) -> Tensor:
     """Equal pieces of a length as a batch: [1, heads, times * length, ...] -> [times, heads, length, ...]."""
     return part if times == 1 else part[0].unflatten(1, (times, -1)).transpose(0, 1)
-
-
-def _in_a_row(result: Tensor, times: int) -> Tensor:
-    """The inverse of `_batched`."""
-    return result if times == 1 else result.transpose(0, 1).flatten(1, 2)[None]
 
 
 def one_by_one(strips: Sequence[Strip], lengths: tuple[int, int]) -> list[Strip] | None:

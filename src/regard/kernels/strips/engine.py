@@ -118,7 +118,7 @@ def forward(
     hides, inspects = plan.hides or added.hides, concrete(query.device)
     apart = _apart(plan, scoring, query, key) if by_flash else None
     if apart is not None:
-        output, lse = apart.attend(query, key, value, scoring.scale)
+        output, lse = apart.attend(query, key, value, scoring.scale, needs_lse)
     else:
         output, lse = _attend(*given, careful=hides and not inspects)
     if hides and inspects and has_nan(output, lse if needs_lse else None):
@@ -203,7 +203,7 @@ def backward(
     space = Space()
     for strip in _not_empty(plan, query):
         part = Part(strip, query, added, dropout, careful)
-        if not by_flash or _is_faint(part, query) or products_pay(strip, query, key, backward=True):
+        if not by_flash or _is_faint(part, query) or products_learn(strip, query, key):
             # MKL adds to the gradients of keys in place, strip by strip; oneDNN is faster with one stack of all strips
             in_place = strip.overlaps and not onednn_is_faster(query.dtype)
             alone = len(strip.spans) == 1 and (in_place or not strip.overlaps)  # no copy, no number in it twice
@@ -286,9 +286,9 @@ def _apart(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, bac
         return None
 
     def pays() -> bool:
-        scores = {True: 0, False: 0}
+        scores, by_products = {True: 0, False: 0}, products_learn if backward else products_pay
         for strip in plan.strips:
-            scores[products_pay(strip, query, key, backward=backward)] += len(strip.queries) * strip.keys * strip.times
+            scores[by_products(strip, query, key)] += len(strip.queries) * strip.keys * strip.times
         return scores[True] < scores[False]
 
     call = query.dtype, query.shape[1], key.shape[1], backward, onednn_beats_fused(query.dtype)
@@ -305,6 +305,13 @@ def products_pay(strip: Strip, query: Tensor, key: Tensor, *, backward: bool = F
     rows = len(strip.queries) * (query.shape[1] // heads)
     causal = strip.kind is Kind.CAUSAL
     return products.pay(query.dtype, stack, rows, strip.keys, causal=causal, backward=backward)
+
+
+def products_learn(strip: Strip, query: Tensor, key: Tensor) -> bool:
+    """The same for the gradients, which torch's operator may compute of float32 copies (its own function does not)."""
+    few = strip.keys < fused.SHORT and not onednn_beats_fused(query.dtype)
+    in_full = few and fused.learns_in_full(query.dtype, len(strip.queries), strip.keys)
+    return not in_full and products_pay(strip, query, key, backward=True)
 
 
 def _is_faint(part: Part, query: Tensor) -> bool:

@@ -187,7 +187,7 @@ def products_pay_in_full(call: Call) -> bool:
     grid, kv_heads, dtype = call.scoring.grid, call.key.shape[1], call.query.dtype
     rows, keys = grid.query_len * (grid.heads // kv_heads), grid.key_len
     by_onednn = onednn_beats_fused(dtype) and is_regular(rows) and is_regular(keys)
-    if not (by_onednn or products.torch_imitates(dtype, backward=call.learns)):
+    if not (by_onednn or fused.torch_imitates(dtype, backward=call.learns)):
         return False
     return products.pay(dtype, grid.batch * kv_heads, rows, keys, causal=False, backward=call.learns)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from regard import faint, processor
-from regard.kernels.fused import KEYS_AT_A_TIME
+from regard.kernels.fused import KEYS_AT_A_TIME, torch_imitates
 from regard.kernels.strips import tuning
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
@@ -72,12 +72,6 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
         return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
     most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
     return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
-
-
-def torch_imitates(dtype: torch.dtype, *, backward: bool) -> bool:
-    """Whether torch's operator is slow in a dtype for which the processor has no instructions."""
-    in_float16 = dtype == torch.float16 and not processor.FLOAT16
-    return in_float16 or (dtype == torch.bfloat16 and not processor.BFLOAT16 and backward)
 
 
 def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
