@@ -827,6 +827,19 @@ def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
     assert strips_kernel.num_scores(call) <= share * 2 * 4 * 300 * key_len
 
 
+def test_the_gradient_of_a_sum_is_multiplied_in_one_stack(monkeypatch):
+    strides, real = [], products.gradients
+
+    def watched(grad_output, *rest, **more):
+        strides.append(grad_output.stride(3))
+        real(grad_output, *rest, **more)
+
+    monkeypatch.setattr(products, "gradients", watched)
+    query = torch.randn(1, 4, 40, 8).requires_grad_()
+    attention(query, query, query, softcap=5.0, kernel="strips").sum().backward()
+    assert strides == [1]
+
+
 @pytest.mark.parametrize("of_what", ["one row", "rows", "other keys"])
 @pytest.mark.parametrize("name", ["alibi", "table", "scores", "sum", "own", "dropout"])
 def test_tokens_that_are_brought_together_keep_the_biases_and_the_dropout_of_their_places(of_what, name):

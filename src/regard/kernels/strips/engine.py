@@ -180,6 +180,7 @@ def backward(
         grads: what those of query, key and value are added to, of lse's dtype; None: zeros.
     """
     by_flash = flash_can(query, scoring, dropout) and not any(tensor.requires_grad for tensor in learned)
+    grad_output = fused.whole_features(grad_output)  # one number, from a sum, is multiplied matrix by matrix
     finite = finite_lse(lse)
     widen = _for_flash(query, key, value, output, grad_output, grad_lse)
     added = Added(scoring, plan, query.dtype, learned)
