@@ -840,6 +840,23 @@ def test_the_gradient_of_a_sum_is_multiplied_in_one_stack(monkeypatch):
     assert strides == [1]
 
 
+def test_strips_of_plain_products_are_higher_than_those_of_one_operator(monkeypatch):
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
+    monkeypatch.setattr(fused, "FLASH", True)
+    query = torch.zeros(1, 8, 2048, 64)
+
+    def height(**more):
+        given = {"softcap": None, "dropout": 0.0} | more
+        call = check_call(
+            "test", query, query, query, mask=Causal() & Window(256), bias=None, scale=None, sink=None, additive=None,
+            generator=None, wants_lse=False, **given,
+        )  # fmt: skip
+        return max(len(strip.queries) for strip in plan_of(call).strips)
+
+    assert height() == 32
+    assert height(softcap=5.0) == 64
+
+
 @pytest.mark.parametrize("of_what", ["one row", "rows", "other keys"])
 @pytest.mark.parametrize("name", ["alibi", "table", "scores", "sum", "own", "dropout"])
 def test_tokens_that_are_brought_together_keep_the_biases_and_the_dropout_of_their_places(of_what, name):

@@ -72,7 +72,7 @@ def options(call: Call) -> PlanOptions:
     flash = engine.flash_can(call.query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
     in_full = not flash or dtype == wide(dtype) or call.wants_lse
-    short = tuning.SHORT_STRIP_QUERIES_THAT_LEARN if call.learns else tuning.SHORT_STRIP_QUERIES
+    short = tuning.SHORT_STRIP_QUERIES_THAT_LEARN if call.learns or not flash else tuning.SHORT_STRIP_QUERIES
     short = short if in_full else tuning.SHORT_STRIP_QUERIES_IN_HALF_PRECISION
     if onednn_is_faster(dtype):
         short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN

@@ -48,7 +48,8 @@ SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
 SHORT_STRIP_QUERIES_BY_ONEDNN = 64.0
 """A score in a strip of h queries costs 1 + this / h times as much as in a high strip: torch's operator multiplies
 smaller matrices, and oneDNN wants the keys of overlapping strips one after another, in copies. Where they learn, every
-strip has gradients of its keys to be zeroed and added up. Row "window"."""
+strip has gradients of its keys to be zeroed and added up; plain products are several operators for each. Rows
+"window", "softcap, window"."""
 
 MAX_TILE_SCORES = 1 << 22
 """Numbers held at a time if a bias or mask function is evaluated for every score: fits the last-level cache. Rows
