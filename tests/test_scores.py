@@ -218,6 +218,26 @@ def test_the_same_seed_drops_the_same_weights_and_another_seed_others():
         assert abs(agree - (0.3**2 + 0.7**2)) < 5 * math.sqrt(0.25 / kept().numel()), other
 
 
+def test_a_seed_drops_what_it_always_dropped():
+    def final(x):  # the finalizer of MurmurHash3
+        x = ((x ^ x >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+        x = ((x ^ x >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    def random(number, seed):
+        low, high = seed & 0xFFFFFFFF, seed >> 32
+        return final((((number ^ low) * 0x2545F491) + (number >> 32) * 0x85EBCA6B + high * 0x9E3779B9) & 0xFFFFFFFF)
+
+    def keeps(batch, head, query, key):
+        row, pair = random((batch * 3 + head) * 5 + query, seed), random(key // 2, seed ^ 0x5DEECE66D)
+        half = final(row ^ pair) >> 16 * (key % 2) & 0xFFFF
+        return (half ^ 0x8000) >= round(0.3 * 2**16)
+
+    seed = 1234567890123456789
+    expected = [[[[keeps(b, h, q, k) for k in range(9)] for q in range(5)] for h in range(3)] for b in range(2)]
+    assert torch.equal(kept(0.3, seed, Grid(2, 3, 5, 9)).bool(), torch.tensor(expected))
+
+
 @given(st.data())
 def test_a_tile_of_what_is_kept_is_a_slice_of_the_whole(data):
     start, stop = sorted((data.draw(st.integers(0, 97)), data.draw(st.integers(0, 97))))

@@ -827,6 +827,46 @@ def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
     assert strips_kernel.num_scores(call) <= share * 2 * 4 * 300 * key_len
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal() & Window(64), Causal() & (Window(64) | Prefix(3)), Causal() & Strided(4),
+        Document.from_lengths([64] * 5), Document.from_lengths([65] * 4 + [60]),
+        Causal() & Document.from_lengths([45] * 7 + [5]),
+    ],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("filled", [False, True])
+def test_equal_strips_with_dropout_are_computed_together_and_drop_the_same_weights(mask, filled, monkeypatch):
+    monkeypatch.setattr(tuning, "PIECE_QUERIES", 4)
+    monkeypatch.setattr(tuning, "PIECE_SCORES", 5000)
+    monkeypatch.setattr(tuning, "KEY_STEP", 16)
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: filled)
+    query, key, value = normal(1, 4, 320, 7), normal(1, 2, 320, 7, seed=2), normal(1, 2, 320, 5, seed=3)
+    found = []
+    for kernel in ("strips", "reference"):
+        draw = torch.Generator().manual_seed(4)
+        output = attention(query, key, value, mask=mask, dropout=0.3, generator=draw, kernel=kernel)
+        found.append([output, *torch.autograd.grad(output.sin().sum(), (query, key, value))])
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right)
+    call = check_call("test", query, key, value, mask, *[None] * 5, 0.3, None, False)
+    assert max(strip.times for strip in plan_of(call).strips) > 1
+
+
+def test_batch_indices_with_dropout_are_one_stack(monkeypatch):
+    stacks, real = [], torch.softmax
+
+    def watched(scores, *rest, **more):
+        stacks.append(len(scores))
+        return real(scores, *rest, **more)
+
+    monkeypatch.setattr(torch, "softmax", watched)
+    query = torch.randn(6, 4, 40, 8)
+    attention(query, query, query, dropout=0.3, kernel="strips")
+    assert stacks == [24]
+
+
 def test_the_gradient_of_a_sum_is_multiplied_in_one_stack(monkeypatch):
     strides, real = [], products.gradients
 
@@ -854,7 +894,7 @@ def test_strips_of_plain_products_are_higher_than_those_of_one_operator(monkeypa
         return max(len(strip.queries) for strip in plan_of(call).strips)
 
     assert height() == 32
-    assert height(softcap=5.0) == 64
+    assert height(softcap=5.0) == height(dropout=0.1) == 64
 
 
 @pytest.mark.parametrize("of_what", ["one row", "rows", "other keys"])

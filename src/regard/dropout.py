@@ -1,6 +1,5 @@
 """Dropout as a function of seed and indices, so that any tile can be reproduced exactly."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,10 +10,6 @@ from torch import Tensor
 from regard.graphs import tracing
 from regard.indexing import Indices, indices
 from regard.shapes import Grid
-
-MAX_KEPT_NUMBERS = 1 << 20
-"""Rows, over batch and heads, or pairs of columns whose random numbers are kept while a call lasts: 4 MiB. Row
-"dropout, window 256" of benchmarks/features.py."""
 
 
 class Cells(NamedTuple):
@@ -35,6 +30,26 @@ Places = Callable[[Cells], Cells]
 """Where cells of a call lie in another one, of which it is a part or whose tokens it has in another order."""
 
 
+class Numbers(NamedTuple):
+    """Random numbers of rows and columns, which decide which weights are dropped.
+
+    Attributes:
+        rows: [batch, heads, queries]. columns: each key has that of its pair of columns, [batch or 1, 1, keys].
+        odd: whether a key is the second of its pair: 0 or 1 for the first of consecutive keys; for each of others.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    odd: int | Tensor
+
+    def odds(self) -> Tensor:
+        """For each key, also of consecutive ones: [batch or 1, 1, keys]."""
+        if isinstance(self.odd, Tensor):
+            return self.odd
+        keys = torch.arange(self.columns.shape[2], dtype=torch.int32, device=self.columns.device)
+        return keys.add_(self.odd).bitwise_and_(1)[None, None]
+
+
 @dataclass(frozen=True, slots=True)
 class Dropout:
     """Which weights are dropped: a function of the seed and of the indices of batch, head, query and key only.
@@ -51,8 +66,13 @@ class Dropout:
     """In a graph, a tensor that is drawn when the graph runs."""
     places: tuple[Places, ...] = ()
     """From this call to the one whose indices count, through each in between."""
-    _known: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Random numbers of all rows and of all pairs of columns, since the first tile was asked for."""
+    _known: dict[Grid, Numbers] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The numbers of a whole call, since its first pass."""
+
+    @property
+    def factor(self) -> float:
+        """What weights that are kept are multiplied by."""
+        return 1.0 / (1.0 - self.rate)
 
     def seen_from(self, places: Places) -> "Dropout":
         """The dropout of a call whose cells lie at these places of this one."""
@@ -66,59 +86,58 @@ class Dropout:
         *,
         batches: range | None = None,
         heads: range | None = None,
-        dtype: torch.dtype = torch.bool,
     ) -> Tensor:
-        """Shapes: [batch, heads, rows, columns], True (or 1, in another dtype) where the weight is kept.
+        """Shapes: [batch, heads, rows, columns], 1 where the weight is kept, 0 elsewhere: int16, as it is found.
 
         Args:
             batches, heads: which batch indices and heads of the call; None for all.
         """
         batches = range(grid.batch) if batches is None else batches
-        cells = Cells(grid, batches, range(grid.heads) if heads is None else heads, queries, keys)
+        heads = range(grid.heads) if heads is None else heads
+        return self.kept(*self._numbers(Cells(grid, batches, heads, queries, keys)))
+
+    def kept(self, rows: Tensor, columns: Tensor, odd: int | Tensor) -> Tensor:
+        """The same from some of a call's numbers: [..., rows] and twice [..., columns] -> [..., rows, columns]."""
+        length = columns.shape[-1]
+        if isinstance(odd, int):  # hashes whole pairs, and reads two cells from each
+            columns = torch.cat([columns[..., :1], columns[..., 1::2]], -1) if odd else columns[..., ::2].contiguous()
+        shape = (*rows.shape, columns.shape[-1])
+        mixed = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        mixed = _mix_rest(torch.bitwise_xor(rows[..., None], columns[..., None, :], out=mixed))
+        if isinstance(odd, int):
+            halves = mixed.view(torch.int16)[..., odd : odd + length]
+        else:
+            halves = mixed.bitwise_right_shift_(16 * odd[..., None, :]).to(torch.int16)
+        least = min(round(self.rate * 2**16), 2**16 - 1) - 2**15
+        return halves.ge_(least)
+
+    def numbers(self, grid: Grid) -> Numbers:
+        """The numbers of a whole call, kept as long as it lasts."""
+        if grid not in self._known:
+            with torch.inference_mode(False):  # backward may use them outside that mode
+                self._known[grid] = self._of_all(grid)
+        return self._known[grid]
+
+    def _of_all(self, grid: Grid) -> Numbers:
+        batches = [range(at, at + 1) for at in range(grid.batch)] if self.places else [range(grid.batch)]
+        every = range(grid.heads), range(grid.query_len), range(grid.key_len)
+        rows, columns, odd = zip(*(self._numbers(Cells(grid, batch, *every)) for batch in batches), strict=True)
+        return Numbers(torch.cat(rows), torch.cat(columns), torch.cat(odd) if isinstance(odd[0], Tensor) else odd[0])
+
+    def _numbers(self, cells: Cells) -> Numbers:
         for places in self.places:
             cells = places(cells)
         grid, batches, heads, queries, keys = cells
         device = grid.device
-        if isinstance(queries, range) and self._keeps(math.prod(grid[:3])):
-            every = self._all(math.prod(grid[:3]), self.seed, device).view(grid[:3])
-            row = every[batches.start : batches.stop, heads.start : heads.stop, _slice(queries)]
-        else:
-            of_head = indices(batches, device)[:, None] * grid.heads + indices(heads, device)
-            row = _random(of_head[..., None] * grid.query_len + indices(queries, device), self.seed)
-        if isinstance(keys, range) and keys.step == 1:  # hashes whole pairs, and reads two cells from each
-            pairs, first = range(keys.start // 2, -(-keys.stop // 2)), keys.start % 2
-            halves = _mix_rest(row[..., None] ^ self._of_pairs(pairs, grid))
-            halves = halves.flatten().view(torch.int16).view(*row.shape, 2 * len(pairs))
-            halves = halves[..., first : first + len(keys)]
-        else:
-            columns = indices(keys, device)
-            mixed = _mix_rest(row[..., None] ^ self._of_pairs(columns // 2, grid))
-            halves = (mixed >> 16 * (columns % 2)).to(torch.int16)
-        least = min(round(self.rate * 2**16), 2**16 - 1) - 2**15
-        return torch.ge(halves, least, out=torch.empty(halves.shape, dtype=dtype, device=device))
-
-    def _of_pairs(self, pairs: range | Tensor, grid: Grid) -> Tensor:
-        """A random number for each of these pairs of columns."""
-        seed, count = self.seed ^ 0x5DEECE66D, -(-grid.key_len // 2)
-        if isinstance(pairs, range) and self._keeps(count):
-            return self._all(count, seed, grid.device)[_slice(pairs)]
-        return _random(indices(pairs, grid.device), seed)
-
-    def _keeps(self, count: int) -> bool:
-        """Whether so many random numbers are kept for the next tile; not for a part of a larger call."""
-        return isinstance(self.seed, int) and not (self.places or tracing()) and count <= MAX_KEPT_NUMBERS
-
-    def _all(self, count: int, seed: int | Tensor, device: torch.device) -> Tensor:
-        """Random numbers for 0 to count - 1."""
-        key = count, int(seed)
-        if key not in self._known or self._known[key].device != device:
-            with torch.inference_mode(False):  # backward may use them outside that mode
-                self._known[key] = _random(torch.arange(count, device=device), seed)
-        return self._known[key]
-
-
-def _slice(places: range) -> slice:
-    return slice(places.start, places.stop, places.step)
+        of_head = indices(batches, device)[:, None] * grid.heads + indices(heads, device)
+        rows = _random(of_head[..., None] * grid.query_len + indices(queries, device), self.seed)
+        seed = self.seed ^ 0x5DEECE66D
+        if isinstance(keys, range) and keys.step == 1:
+            pairs, odd = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device), keys.start % 2
+            columns = _random(pairs, seed).repeat_interleave(2)[odd : odd + len(keys)]
+            return Numbers(rows, columns[None, None], odd)
+        of_key = indices(keys, device)
+        return Numbers(rows, _random(of_key // 2, seed)[None, None], (of_key % 2).int()[None, None])
 
 
 def drawn(generator: torch.Generator | None = None) -> int | Tensor:
@@ -155,8 +174,11 @@ def _first_step(x: Tensor) -> Tensor:
 
 
 def _mix_rest(x: Tensor) -> Tensor:
-    """The other lines."""
+    """The other lines. What is needed in between lies in one piece of memory: what is new is slow at first."""
     x *= -2048144789  # 0x85EBCA6B
-    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    shifted = x >> 13
+    x ^= shifted.bitwise_and_(0x7FFFF)
     x *= -1028477387  # 0xC2B2AE35
-    return _first_step(x)
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    x ^= shifted.bitwise_and_(0xFFFF)
+    return x

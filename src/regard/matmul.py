@@ -43,12 +43,17 @@ as by MKL."""
 _MATMUL = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
-def bmm(first: Tensor, second: Tensor, *, out: Tensor | None = None, of: torch.dtype | None = None) -> Tensor:
-    """first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns].
+def bmm(
+    first: Tensor, second: Tensor, *, alpha: float = 1.0, out: Tensor | None = None, of: torch.dtype | None = None
+) -> Tensor:
+    """alpha first @ second: [stack, rows, n] and [stack, n, columns] -> [stack, rows, columns].
 
     Args:
         of: dtype whose numbers the factors hold, if they are copies in a wider one; None for their own.
     """
+    if alpha != 1.0:
+        into = first.new_empty(*first.shape[:2], second.shape[2]) if out is None else out
+        return baddbmm(into, first, second, beta=0.0, alpha=alpha, out=into, of=of)
     before = _setting_to_change(first, second, of)
     if before is None:
         return torch.bmm(first, second, out=out)

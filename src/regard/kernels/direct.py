@@ -196,8 +196,8 @@ def _kept(call: Call) -> Tensor | None:
     if call.dropout is None:
         return None
     (batch, heads, rows, keys), kv_heads = call.scoring.grid[:4], call.key.shape[1]
-    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys), dtype=wide(call.query.dtype))
-    return fold(kept.mul_(1.0 / (1.0 - call.dropout.rate)), batch, heads, kv_heads, rows)
+    kept = call.dropout.keep(call.scoring.grid, range(rows), range(keys)).to(wide(call.query.dtype))
+    return fold(kept.mul_(call.dropout.factor), batch, heads, kv_heads, rows)
 
 
 def _biases(call: Call) -> Tensor | None:
@@ -268,10 +268,9 @@ def _pays_for_one(call: Call) -> bool:
 
 
 def _strips_go_by_batch(call: Call) -> bool:
-    """Whether strips take one batch index at a time: dropout asks which weights are dropped, and a bias that learns
-    where its gradient belongs."""
+    """Whether strips take one batch index at a time: a bias that learns asks where its gradient belongs."""
     biases = call.scoring.learned() if torch.is_grad_enabled() else ()
-    return call.scoring.grid.batch > 1 and (call.dropout is not None or any(map(learns, biases)))
+    return call.scoring.grid.batch > 1 and any(map(learns, biases))
 
 
 def plain(scoring: Scoring) -> bool:

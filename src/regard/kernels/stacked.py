@@ -233,14 +233,14 @@ def _by_hand(
         if needed[3]:
             grads[3] = ((share - 1.0) * delta).view(sizes).sum((0, 2)).to(sink.dtype)
         grad, delta = grad * share, delta * share
+    kept = weights if fixed.kept is None else weights * fixed.kept
     if needed[2]:
-        dropped = weights if fixed.kept is None else weights * fixed.kept
-        grads[2] = bmm(dropped.mT, grad).view(value.shape).to(value.dtype)
+        grads[2] = bmm(kept.mT, grad).view(value.shape).to(value.dtype)
     space = None if needed[4] else scratch(grad, grad.dtype, weights.shape)[0]
     if fixed.kept is None:
         grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0, out=space).mul_(weights)
     else:
-        grad_scores = bmm(grad, v.mT, out=space).mul_(fixed.kept).sub_(delta).mul_(weights)
+        grad_scores = bmm(grad, v.mT, out=space).mul_(kept).addcmul_(weights, delta, value=-1.0)
     if needed[4]:
         grads[4] = grad_scores.view(*sizes, k.shape[1]).sum_to_size(biases.shape)
     if capped is not None:  # the derivative is 4 x (1 - x)

@@ -3,30 +3,31 @@
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.kernels.strips.grouping import keys_of
 from regard.kernels.strips.pieces import Piece
-from regard.kernels.strips.plan import Strip
+from regard.kernels.strips.view import StripView
 from regard.shapes import Grid
 
 
 class Dropped:
-    """The dropout of one strip."""
+    """The dropout of one strip.
 
-    def __init__(self, dropout: Dropout, grid: Grid, strip: Strip) -> None:
-        self._dropout, self._grid, self._strip = dropout, grid, strip
-        alone = len(strip.spans) == 1
-        self._keys = strip.spans[0] if alone else keys_of(strip, grid.device)
+    Attributes:
+        by_query, by_key: the random numbers that decide, of the strip as a call of its own.
+        factor: what weights that are kept are multiplied by; values and gradients are fewer, and products multiply.
+    """
 
-    def factors(self, piece: Piece) -> Tensor:
-        """Factors for the weights of a piece, [stack, group * rows, keys]: 0, or 1 / (1 - rate)."""
-        at = piece.batch if self._strip.batch_index is None else self._strip.batch_index
-        kept = self._dropout.keep(
-            self._grid,
-            self._strip.queries[piece.rows],
-            self._keys[: piece.keys],
-            batches=range(at, at + 1),
-            heads=range(piece.heads.start, piece.heads.stop),
-            dtype=piece.space.dtype,
-        )
-        stack = len(piece.by_query[0])
-        return kept.mul_(1.0 / (1.0 - self._dropout.rate)).view(stack, -1, piece.keys)
+    def __init__(self, dropout: Dropout, grid: Grid, view: StripView) -> None:
+        numbers, (first, *others) = dropout.numbers(grid), view.strip.spans
+        self._dropout, self.factor = dropout, dropout.factor
+        self._odd: int | None = None
+        by_key = [numbers.columns, numbers.odds()]
+        if isinstance(numbers.odd, int) and not others and first.step == 1 and view.strip.step % 2 == 0:
+            self._odd = (numbers.odd + first.start) % 2
+            by_key = [numbers.columns]
+        self.by_query = [view.of_query(numbers.rows)]
+        self.by_key = [view.of_key(of_all.expand(grid.batch, 1, -1)) for of_all in by_key]
+
+    def kept(self, piece: Piece) -> Tensor:
+        """1 for weights of a piece that are kept, 0 for others: int16, [stack, group * rows, keys]."""
+        rows, (columns, *odd) = piece.by_query[-1].flatten(1), piece.to_key[-len(self.by_key) :]
+        return self._dropout.kept(rows, columns, odd[0] if self._odd is None else self._odd)

@@ -60,7 +60,7 @@ class Part(StripView):
             causal=strip.kind is Kind.CAUSAL,
             softcap=scoring.softcap,
             added=self.added,
-            dropped=None if dropout is None else Dropped(dropout, scoring.grid, strip),
+            dropped=None if dropout is None else Dropped(dropout, scoring.grid, self),
             additive=scoring.additive,
         )
 

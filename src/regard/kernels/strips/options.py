@@ -78,12 +78,12 @@ def options(call: Call) -> PlanOptions:
         short = tuning.SHORT_STRIP_QUERIES_BY_ONEDNN
     speed = fused.speed(dtype)
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
-    if not holds and call.dropout is None and not scores_of_faint(call):
+    if not holds and not scores_of_faint(call):
         copies = onednn_beats_fused(dtype) if flash else onednn_is_faster(dtype)
         of_call = tuning.SCORES_PER_CALL / heads
         return PlanOptions(short, of_call, speed, together=True, copies=copies, causal=not by_distance)
     by_itself = tuning.SCORES_PER_STRIP / heads
-    if not holds:  # strips of plain products take time each, and are asked which weights are dropped
+    if not holds:  # strips of plain products take time each
         return PlanOptions(short, by_itself, speed, causal=not by_distance)
     most_scores = tuning.MAX_TILE_SCORES // heads
     return PlanOptions(short, by_itself, speed, causal=False, most_scores=most_scores, joins=is_given(call))

@@ -109,13 +109,14 @@ class Formula:
         return () if self.added is None else self.added.tiles
 
     @property
+    def factor(self) -> float:
+        """What the weights that dropout keeps are multiplied by: products do it, by the way."""
+        return 1.0 if self.dropped is None else self.dropped.factor
+
+    @property
     def by_place(self) -> bool:
         """Whether a piece must know its batch index and heads."""
-        return (
-            self.dropped is not None
-            or self.additive is not None
-            or (self.added is not None and bool(self.added.call.wanted))
-        )
+        return self.additive is not None or (self.added is not None and bool(self.added.call.wanted))
 
     def spreads(self) -> bool:
         """Whether many weights are faint and slow to multiply, judged by what is added for the first and last query."""
@@ -147,7 +148,7 @@ def attend(
     later, may_be_empty = _later(query, key[0], formula), formula.added is not None and formula.added.may_hide_all
     spreads = formula.spreads()
     for piece in _pieces(by_query, key, value, (), formula, space, 1, fills=_fills(query.dtype)):
-        q, into, *into_lse = piece.by_query
+        q, into, *into_lse = piece.by_query[: len(by_query)]
         k = _side_by_side(piece.key, piece.columns, wide(query.dtype))
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         rows = q.shape[1] * q.shape[2]
@@ -160,13 +161,13 @@ def attend(
             sums = top.sub_(weights[:, :rows].amax(-1).log_())
             into_lse[0].copy_((sums if empty is None else sums.masked_fill_(empty, -math.inf)).view_as(into_lse[0]))
         if formula.dropped is not None:
-            weights[:, :rows, : piece.keys].mul_(formula.dropped.factors(piece))
+            weights[:, :rows, : piece.keys].mul_(formula.dropped.kept(piece))
         # copied only now, since keys and values together are more than a core caches
         weights, v = in_one_dtype(weights, _side_by_side(piece.value, piece.columns, value[0].dtype))
         if spreads:
             weights = faint.without_faint(weights)
         in_place = into.is_contiguous() and into.dtype == v.dtype and weights.shape[1] == rows
-        result = bmm(weights, v, out=into.flatten(1, 2)) if in_place else bmm(weights, v)[:, :rows]
+        result = bmm(weights, v, alpha=formula.factor, out=into.flatten(1, 2) if in_place else None)[:, :rows]
         if empty is not None:
             result.masked_fill_(empty[..., None], 0.0)
         if not in_place:
@@ -198,9 +199,9 @@ def gradients(
         others: as in `attend`.
     """
     later, by_query = _later(query, key[0], formula), [query, grad_output, lse, delta, grads[0]]
-    spaces = 2 if formula.softcap is None else 3
+    spaces = 2 + (formula.softcap is not None) + (formula.dropped is not None)
     for piece in _pieces(by_query, key, value, grads[1:], formula, space, spaces, apart):
-        (q, grad_out, sums, inner, into), (to_key, to_value) = piece.by_query, piece.to_key
+        (q, grad_out, sums, inner, into), (to_key, to_value) = piece.by_query[: len(by_query)], piece.to_key[:2]
         k = _side_by_side(piece.key, piece.columns, key[0].dtype)
         similarity = None if formula.additive is None else Similarity(piece, q, k, formula.additive)
         scores = _scores(q, _widened(k), formula, piece, later, similarity, q.shape[1] * q.shape[2])
@@ -214,17 +215,19 @@ def gradients(
             baddbmm(inner, wide_grad, v.mT, beta=-1, out=grad_weights, of=query.dtype)
             grad_scores = grad_weights.mul_(weights)
         else:
-            bmm(wide_grad, v.mT, out=grad_weights, of=query.dtype)
-            factors = None if formula.dropped is None else formula.dropped.factors(piece)
-            if factors is not None:
-                grad_weights[..., : piece.keys].mul_(factors)
+            bmm(wide_grad, v.mT, alpha=formula.factor, out=grad_weights, of=query.dtype)
+            kept = weights
+            if formula.dropped is not None:
+                kept = _room(piece.space[-1], weights)
+                torch.mul(weights[..., : piece.keys], formula.dropped.kept(piece), out=kept[..., : piece.keys])
+                kept[..., piece.keys :].zero_()
+            grad_scores = grad_weights.mul_(kept)
             if whole_rows:
-                inner = inner + (weights * grad_weights).sum(-1, keepdim=True)
-            grad_scores = grad_weights.sub_(inner).mul_(weights)
-            if factors is not None:
-                weights[..., : piece.keys].mul_(factors)
+                inner = inner + grad_scores.sum(-1, keepdim=True)
+            grad_scores.addcmul_(weights, inner, value=-1.0)
+            weights = kept
         weights, grad_out = in_one_dtype(weights, grad_out)
-        to_value += bmm(weights.mT, grad_out)[:, : piece.keys]
+        to_value.add_(bmm(weights.mT, grad_out)[:, : piece.keys], alpha=formula.factor)
         if formula.added is not None and formula.added.call.wanted:
             heads = grad_scores.view(-1, q.shape[2], grad_scores.shape[2])
             formula.added.pull(heads[..., : piece.keys], piece.batch, piece.heads, piece.rows)
@@ -252,6 +255,9 @@ def _pieces(
     apart: bool = False,
     fills: bool = False,
 ) -> Iterator[Piece]:
+    if formula.dropped is not None:
+        by_query = [*by_query, *formula.dropped.by_query]
+        to_key = [*to_key, *(part.expand(-1, key[0].shape[1], -1) for part in formula.dropped.by_key)]
     given, apart = (by_query, key, value, to_key, formula.tiles), apart or formula.by_place
     until = regular if onednn_is_faster(key[0].dtype) else int
     return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until, fills=fills)

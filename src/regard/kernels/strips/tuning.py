@@ -36,7 +36,7 @@ SCORES_PER_COPIED_KEY = 32
 
 SCORES_PER_STRIP = 1 << 16
 """Scores of all heads computed in the time that a strip takes by itself, with a mask and numbers of its own. Rows
-"dropout, window", "bias, dense, window 256"."""
+"bias, dense, window 256"."""
 
 SCORES_PER_PRODUCTS = 1 << 15
 """The same of a strip by plain products that has no more of its own than queries and keys: a dozen operators. Eight
@@ -49,7 +49,7 @@ SHORT_STRIP_QUERIES_BY_ONEDNN = 64.0
 """A score in a strip of h queries costs 1 + this / h times as much as in a high strip: torch's operator multiplies
 smaller matrices, and oneDNN wants the keys of overlapping strips one after another, in copies. Where they learn, every
 strip has gradients of its keys to be zeroed and added up; plain products are several operators for each. Rows
-"window", "softcap, window"."""
+"window", "softcap, window", "dropout, window"."""
 
 MAX_TILE_SCORES = 1 << 22
 """Numbers held at a time if a bias or mask function is evaluated for every score: fits the last-level cache. Rows
