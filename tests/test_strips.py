@@ -840,6 +840,7 @@ def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
 def test_equal_strips_with_dropout_are_computed_together_and_drop_the_same_weights(mask, filled, monkeypatch):
     monkeypatch.setattr(tuning, "PIECE_QUERIES", 4)
     monkeypatch.setattr(tuning, "PIECE_SCORES", 5000)
+    monkeypatch.setattr(tuning, "MAX_STRIP_QUERIES", 64)
     monkeypatch.setattr(tuning, "KEY_STEP", 16)
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: filled)
     query, key, value = normal(1, 4, 320, 7), normal(1, 2, 320, 7, seed=2), normal(1, 2, 320, 5, seed=3)
@@ -883,9 +884,9 @@ def test_the_gradient_of_a_sum_is_multiplied_in_one_stack(monkeypatch):
 def test_strips_of_plain_products_are_higher_than_those_of_one_operator(monkeypatch):
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
     monkeypatch.setattr(fused, "FLASH", True)
-    query = torch.zeros(1, 8, 2048, 64)
 
-    def height(**more):
+    def height(learns=False, **more):
+        query = torch.zeros(1, 8, 2048, 64, requires_grad=learns)
         given = {"softcap": None, "dropout": 0.0} | more
         call = check_call(
             "test", query, query, query, mask=Causal() & Window(256), bias=None, scale=None, sink=None, additive=None,
@@ -894,7 +895,8 @@ def test_strips_of_plain_products_are_higher_than_those_of_one_operator(monkeypa
         return max(len(strip.queries) for strip in plan_of(call).strips)
 
     assert height() == 32
-    assert height(softcap=5.0) == height(dropout=0.1) == 64
+    assert height(softcap=5.0) == height(dropout=0.1) == height(learns=True) == 64
+    assert height(learns=True, softcap=5.0) == height(learns=True, dropout=0.1) == 128  # one by one
 
 
 @pytest.mark.parametrize("of_what", ["one row", "rows", "other keys"])

@@ -35,8 +35,8 @@ SCORES_PER_COPIED_KEY = 32
 """Copying a key and its value beside those of other spans, in scores of its head. Row "blocks at random"."""
 
 SCORES_PER_STRIP = 1 << 16
-"""Scores of all heads computed in the time that a strip takes by itself, with a mask and numbers of its own. Rows
-"bias, dense, window 256"."""
+"""Scores of all heads computed in the time that a strip takes by itself, with a mask and numbers of its own, or with
+the gradients of its keys by plain products. Rows "bias, dense, window 256", "softcap, window", "dropout, window"."""
 
 SCORES_PER_PRODUCTS = 1 << 15
 """The same of a strip by plain products that has no more of its own than queries and keys: a dozen operators. Eight
