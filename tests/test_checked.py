@@ -1,6 +1,7 @@
 """A call like the one before is not checked again, and any other is: nothing that is remembered can be wrong."""
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -68,6 +69,19 @@ def test_masks_that_are_made_for_each_call_are_one_by_what_they_are(checks):
     assert len(checks) == 1
     attention(*heads(), mask=Causal() & Window(4))
     assert len(checks) == 2
+
+
+@pytest.mark.parametrize(("mask", "most"), [(None, 24), (Causal(), 25), (Causal() & Window(3), 37)], ids=repr)
+def test_a_call_like_the_one_before_makes_few_calls_beside_torchs_operator(mask, most):
+    query, key, value = heads(kv_heads=4, length=2)
+    calls = []
+    with torch.inference_mode():
+        for _ in range(3):
+            attention(query, key, value, mask=mask, kernel="sdpa")
+        sys.setprofile(lambda frame, event, of: calls.append((event, of, frame)) if "call" in event else None)
+        attention(query, key, value, mask=mask, kernel="sdpa")
+        sys.setprofile(None)
+    assert len(calls) <= most, calls
 
 
 def test_lengths_that_are_given_as_numbers_in_inference_mode_are_told_from_others(checks):

@@ -8,6 +8,7 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.dropout import Dropout, drawn
-from regard.graphs import tracing, transformed
-from regard.kernels import Call, Kernel, all_scores
+from regard.graphs import as_it_stands
+from regard.kernels import Call, Kernel, Prepared, all_scores
 from regard.masks import Mask
 from regard.rules import known, serialise, settled
-from regard.scores import Additive
+from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS, is_plain
 from regard.versions import MAX_COMPARED_BYTES
 
@@ -40,24 +41,37 @@ _lock = threading.Lock()
 
 
 class Checked:
-    """A call that was validated and has its kernel, for other tensors of the same form."""
+    """A call that was validated and has its kernel, for other tensors of the same form.
 
-    __slots__ = ("_dropout", "_kernel", "_prepared", "_scoring", "_wants_lse")
+    Attributes:
+        run: takes query, key, value and sink, and returns output and lse.
+    """
+
+    __slots__ = ("_scoring", "run")
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
-        self._scoring, self._kernel, self._wants_lse = call.scoring.with_sink(None), kernel, call.wants_lse
-        self._dropout, self._prepared = call.dropout, kernel.prepare(call)
+        self._scoring = call.scoring.with_sink(None)
+        prepared = None if torch._C._is_any_autocast_enabled() else kernel.prepare(call)
+        anew = partial(_anew, kernel, self._scoring, call.dropout, call.wants_lse)
+        self.run: Prepared = anew if prepared is None else prepared
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        if self._prepared is not None and not torch._C._is_any_autocast_enabled():
-            return self._prepared(query, key, value, sink)
-        scoring = self._scoring.with_sink(sink)
-        if key.shape[2] != scoring.grid.key_len:
-            scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
-        dropout = None if self._dropout is None else Dropout(self._dropout.rate, drawn())
-        return self._kernel.compute(Call(query, key, value, scoring, dropout, self._wants_lse))
+
+def _anew(
+    kernel: Kernel,
+    scoring: Scoring,
+    dropout: Dropout | None,
+    wants_lse: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """A call of which nothing could be prepared."""
+    scoring = scoring.with_sink(sink)
+    if key.shape[2] != scoring.grid.key_len:
+        scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
+    dropout = None if dropout is None else Dropout(dropout.rate, drawn())
+    return kernel.compute(Call(query, key, value, scoring, dropout, wants_lse))
 
 
 def form_of(
@@ -111,7 +125,7 @@ def kinds_of(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> Form | None:
     """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known."""
-    if tracing() or transformed():
+    if not as_it_stands():
         return None
     if not (type(query) is type(key) is type(value) is Tensor):
         return None
@@ -134,6 +148,7 @@ def kinds_of(
     return (
         query.dtype, key.dtype, value.dtype, None if on_a_cpu else (query.device, key.device, value.device),
         grads and (query.requires_grad or key.requires_grad or value.requires_grad), scale, softcap, of_sink,
+        torch._C._is_any_autocast_enabled(),
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def attention(
     form = form_of(*arguments, False, kernel)
     known = None if form is None else recall(form)
     if known is not None:
-        return known(query, key, value, sink)[0]
+        return known.run(query, key, value, sink)[0]
     call = check_call("attention", *arguments)
     chosen = choose(call, kernel)
     if form is not None:
@@ -135,7 +135,7 @@ def attention_with_lse(
     form = form_of(*arguments, True, kernel)
     known = None if form is None else recall(form)
     if known is not None:
-        output, lse = known(query, key, value, sink)
+        output, lse = known.run(query, key, value, sink)
     else:
         call = check_call("attention_with_lse", *arguments, True)
         chosen = choose(call, kernel)

@@ -31,7 +31,7 @@ def tracing() -> bool:
     """Whether a graph is being traced, of either kind: no branch may depend on data."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 and _watched()  # asked in every call: what is cheap comes first
+    return torch._C._len_torch_dispatch_stack() > 0 and _watched()
 
 
 def _watched() -> bool:
@@ -47,9 +47,16 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def as_it_stands() -> bool:
+    """Whether a call is computed now and as it is: neither traced nor transformed. Asked in every call."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    return not torch._C._len_torch_dispatch_stack() or not _watched()
+
+
 def concrete(device: torch.device) -> bool:
     """Whether numbers on this device can be looked at where they are: a CPU's, neither traced nor transformed."""
-    return device.type == "cpu" and not (tracing() or transformed())
+    return device.type == "cpu" and as_it_stands()
 
 
 def whole(length: int, device: torch.device) -> range | Tensor:

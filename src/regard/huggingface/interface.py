@@ -80,8 +80,8 @@ def attend(
         raise ValueError(
             "regard: continuous batching (a paged cache) is not supported; use generate(), with padding or packing"
         )
-    if position_bias is not None and _adds_nothing(position_bias, query.shape[2], key.shape[2]):
-        position_bias = None
+    if position_bias is not None and query.shape[2] > 1 and _adds_nothing(position_bias, query.shape[2], key.shape[2]):
+        position_bias = None  # of one query, to add it takes no longer than to ask
     one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
     way = attend_one if one else attention_mask.attend if type(attention_mask) is LazyMask else None
     if way is not None and _alone(others, dropout and module.training):
@@ -116,9 +116,8 @@ def attend(
 
 
 def _adds_nothing(bias: Tensor, query_len: int, key_len: int) -> bool:
-    """Whether a bias is known to be 0, as that of T5's cross attention, which every layer would add to its scores. Of
-    one query, to add it takes no longer than to ask."""
-    return query_len > 1 and tuple(bias.shape[2:]) == (query_len, key_len) and all_zero(bias)
+    """Whether a bias is known to be 0, as that of T5's cross attention, which every layer would add to its scores."""
+    return tuple(bias.shape[2:]) == (query_len, key_len) and all_zero(bias)
 
 
 def _alone(others: Mapping[str, Any], dropout: float) -> bool:

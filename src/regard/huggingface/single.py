@@ -48,7 +48,7 @@ def attend_one(
     """The output for one query; None where the layer has to take the ordinary way."""
     kinds, of_bias = kinds_of(query, key, value, scale, softcap, sink), None
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if kinds is None or torch._C._is_any_autocast_enabled() or not len(of_query) == len(of_key) == len(of_value) == 4:
+    if kinds is None or not len(of_query) == len(of_key) == len(of_value) == 4:
         return None
     if bias is not None:
         of_bias = _form_of_bias(bias, of_key[2])
@@ -60,7 +60,7 @@ def attend_one(
     single: Single | None = _KNOWN.get(form, _NEW)
     if single is _NEW:
         call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None)
-        single = keep(_KNOWN, form, choose(call).single(call))
+        single = keep(_KNOWN, form, None if torch._C._is_any_autocast_enabled() else choose(call).single(call))
     if single is None:
         return None
     keys, hidden = seen

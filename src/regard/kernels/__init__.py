@@ -5,7 +5,7 @@ A kernel says whether it supports a call (`cannot` returns the reason if not), c
 here that ends in a `Kernel`, and add a row for it to the table in `choice`.
 """
 
-from regard.kernels.call import Call, Kernel, KernelError, Single, all_scores
+from regard.kernels.call import Call, Kernel, KernelError, Prepared, Single, all_scores
 from regard.kernels.choice import KERNELS, PREFERENCES, REFERENCE, choose, kernel_with_lse, preference, why_not
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Call",
     "Kernel",
     "KernelError",
+    "Prepared",
     "Single",
     "all_scores",
     "choose",

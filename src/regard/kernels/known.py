@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch
 
-from regard.graphs import tracing, transformed
+from regard.graphs import as_it_stands
 from regard.masks import Mask
 from regard.masks.planning import MaskKey
 from regard.shapes import Grid
@@ -28,7 +28,7 @@ def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
 
         @wraps(function)
         def found(mask: Mask, *more: Any) -> Any:
-            if tracing() or transformed():
+            if not as_it_stands():
                 return function(mask, *more)  # tensors made in a functorch transform must not be cached
             known = MaskKey(mask)
             return function(mask, *more) if known.structure is None else remembered(known, *more)
