@@ -767,7 +767,18 @@ def test_short_documents_are_computed_one_by_one_as_soon_as_that_is_less_work_th
         return plan(*tensors, mask=Causal() & Document.from_lengths([document] * (length // document))).kernel
 
     assert [chosen(256, document) for document in (16, 32, 64)] == ["strips"] * 3
-    assert "strips" not in {chosen(256, 256), chosen(128, 16)}
+    assert chosen(128, 16) == chosen(128, 32) == "strips"
+    assert "strips" not in {chosen(256, 256), chosen(64, 8)}
+
+
+def test_strips_take_time_to_begin_each_unless_they_lie_apart():
+    def one_by_one(mask, **parts):
+        tensors = torch.zeros(3, 1, 2, 300, 8)
+        return strips_kernel.one_by_one(check_call("test", *tensors, mask, *[parts.get("bias"), *[None] * 4]))
+
+    assert one_by_one(Causal() & Document.from_lengths([90, 70, 140])) == 0
+    assert one_by_one(Causal() & Document.from_lengths([90, 70, 140]), bias=Alibi(2)) >= 3
+    assert one_by_one(Causal() & Window(30)) >= 1
 
 
 def test_strips_are_planned_once_for_calls_of_one_form(monkeypatch):

@@ -31,9 +31,9 @@ FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
 
 
-SCORES_TO_BEGIN = 1 << 17
-"""Scores that a thread computes in the time that strips take to begin. Found from 742 random calls with masks, on one
-thread and on two, where MKL multiplies."""
+SCORES_TO_BEGIN = 1 << 14
+"""Scores that a thread computes in the time that strips take to begin, and each of them again unless they lie apart, as
+packed documents. Found from 644 random calls with masks, on two threads, where MKL multiplies."""
 
 WORTH_LEAVING_OUT = 0.75
 WORTH_LEAVING_OUT_BY_ONEDNN = 0.6
@@ -65,8 +65,14 @@ def _hides_most(call: Call, kernel: Kernel) -> bool:
     if onednn_beats_fused(call.query.dtype):
         in_half = call.query.dtype in fused.HALF and call.learns
         share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT_BY_ONEDNN
-    most = share * kernel.num_scores(call) - SCORES_TO_BEGIN * fused.speed(call.query.dtype) * torch.get_num_threads()
-    return most > 0 and mask.structure() is not None and strips_kernel.cost(call) < most
+    most, to_begin = share * kernel.num_scores(call), _to_begin(call)
+    if to_begin >= most or mask.structure() is None:
+        return False
+    return strips_kernel.cost(call) + to_begin * (1 + strips_kernel.one_by_one(call)) < most
+
+
+def _to_begin(call: Call) -> int:
+    return SCORES_TO_BEGIN * fused.speed(call.query.dtype) * torch.get_num_threads()
 
 
 def _holds_little(call: Call) -> bool:
@@ -80,7 +86,7 @@ def _holds_little(call: Call) -> bool:
 def _leaves_out_faint(call: Call) -> bool:
     """Whether strips leave out so many weights too faint to matter that torch's operator would take longer."""
     scores = options.scores_of_faint(call)
-    return scores > 0.0 and scores > SCORES_TO_BEGIN * torch.get_num_threads()
+    return scores > 0.0 and scores > _to_begin(call) * (1 + strips_kernel.one_by_one(call))
 
 
 PREFERENCES = (

@@ -116,7 +116,7 @@ def forward(
     needs_lse = wants_lse or sink is not None or plan.merges
     given = query, key, value, added, dropout, by_flash, needs_lse
     hides, inspects = plan.hides or added.hides, concrete(query.device)
-    apart = _apart(plan, scoring, query, key) if by_flash else None
+    apart = apart_in(plan, scoring, query, key) if by_flash else None
     if apart is not None:
         output, lse = apart.attend(query, key, value, scoring.scale, needs_lse)
     else:
@@ -187,7 +187,7 @@ def backward(
     careful = (plan.hides or added.hides) and not harmless(query, key, value)
     apart = None
     if by_flash and not careful and grads is None:
-        apart = _apart(plan, scoring, query, key, backward=True)
+        apart = apart_in(plan, scoring, query, key, backward=True)
     if apart is not None:
         grad, q, k, v, out = widen()
         found = apart.gradients(grad, q, k, v, out, finite, scale=scoring.scale)
@@ -280,7 +280,7 @@ def _not_empty(plan: StripPlan, query: Tensor) -> Iterator[Strip]:
     return (strip for strip in plan.strips if strip.keys and all(query.shape[:3]))
 
 
-def _apart(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False) -> Apart | None:
+def apart_in(plan: StripPlan, scoring: Scoring, query: Tensor, key: Tensor, *, backward: bool = False) -> Apart | None:
     """The strips, if they lie apart, nothing but a mask is added, and most of their scores are those of torch's
     operator."""
     if scoring.bias is not None or transformed() or not query.numel():

@@ -215,6 +215,11 @@ def cost(call: Call) -> float:
     return options.cost(_sorted(call)) if all(call.scoring.grid[:4]) else 0.0
 
 
+def one_by_one(call: Call) -> int:
+    """How many strips take time each before they begin."""
+    return options.one_by_one(_sorted(call)) if all(call.scoring.grid[:4]) else 0
+
+
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and for the largest strip its mask and bias, copied keys, result and pieces of scores."""
     call = _sorted(call)

@@ -57,6 +57,15 @@ def cost(call: Call, by: PlanOptions | None = None) -> float:
     return heads * sum(of_strips)
 
 
+def one_by_one(call: Call) -> int:
+    """How many strips take time each before they begin; none where they lie apart, and torch's operator is all."""
+    scoring, plan = call.scoring, plan_of(call)
+    by_flash = engine.flash_can(call.query, scoring, call.dropout)
+    if by_flash and engine.apart_in(plan, scoring, call.query, call.key, backward=call.learns) is not None:
+        return 0
+    return sum(1 for strip in plan.strips if strip.keys)
+
+
 def is_given(call: Call) -> bool:
     """Whether the numbers added to scores are read where they are: one tensor, a bias or a mask, and no other."""
     bias, mask = call.scoring.bias, call.scoring.mask_or_everything
