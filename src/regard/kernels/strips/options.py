@@ -37,18 +37,13 @@ def cost(call: Call, by: PlanOptions | None = None) -> float:
     """The scores of a dense call, over batch and heads, that takes as long as its strips.
 
     More than the mask allows: strips hold hidden scores too, short ones make smaller products, and each call of torch's
-    operator takes some time by itself, and the dozen operators of plain products more.
+    operator takes some time by itself.
 
     Args:
-        by: what they cost; None: the options by which they are cut, with the price of each that is left once equal
-            strips are computed as one.
+        by: what they cost; None: the options by which they are cut.
     """
-    grid = call.scoring.grid
+    grid, by = call.scoring.grid, by or options(call)
     heads = grid.batch * grid.heads
-    if by is None:
-        by = options(call)
-        if not engine.flash_can(call.query, call.scoring, call.dropout):
-            by = by._replace(scores_per_call=tuning.SCORES_PER_PRODUCTS / heads)
     of_strips = (
         by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
         for strip in plan_of(call).strips

@@ -38,10 +38,6 @@ SCORES_PER_STRIP = 1 << 16
 """Scores of all heads computed in the time that a strip takes by itself, with a mask and numbers of its own, or with
 the gradients of its keys by plain products. Rows "bias, dense, window 256", "softcap, window", "dropout, window"."""
 
-SCORES_PER_PRODUCTS = 1 << 15
-"""The same of a strip by plain products that has no more of its own than queries and keys: a dozen operators. Eight
-texts of 128 tokens with documents of their own and softcap take 8 ms as one stack and 14 as strips."""
-
 SHORT_STRIP_QUERIES = 3.0
 SHORT_STRIP_QUERIES_THAT_LEARN = 16.0
 SHORT_STRIP_QUERIES_IN_HALF_PRECISION = 16.0
