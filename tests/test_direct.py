@@ -297,13 +297,15 @@ def test_a_finished_table_of_a_short_call_is_asked_once_and_read_by_torchs_opera
 def test_a_short_call_with_a_sink_or_its_lse_is_torchs_operator_and_a_number_for_each_query(dtype, mask, kv_heads):
     query = torch.randn(2, 4, 90, 8).transpose(2, 3).contiguous().mT.to(dtype)  # features far apart
     key, value = (torch.randn(2, kv_heads, 95, 8).to(dtype) for _ in range(2))
+    at_once = dtype == torch.bfloat16 and processor.BFLOAT16 and not processor.AMX  # weights are rounded faster so
+    chosen = regard.plan(query, key, value, mask=mask, sink=torch.zeros(4)).kernel
+    assert chosen == "strips" or (chosen == "direct" and at_once)
     for sink in (None, torch.tensor([-math.inf, -1.0, 2.0, 9.0])):
         given = {"mask": mask, "sink": sink}
         with torch.no_grad():
-            attention_with_lse(query, key, value, **given)
+            attention_with_lse(query, key, value, **given, kernel="strips")
             with Made() as made:
-                output, lse = attention_with_lse(query, key, value, **given)
-            assert regard.plan(query, key, value, mask=mask, sink=torch.zeros(4)).kernel == "strips"
+                output, lse = attention_with_lse(query, key, value, **given, kernel="strips")
             alone = attention(query, key, value, **given)
         assert made.names.count("_scaled_dot_product_flash_attention_for_cpu") == 1
         assert all(number <= query.numel() or dtype == torch.bfloat16 for number in made.numbers)
