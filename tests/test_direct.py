@@ -218,7 +218,8 @@ def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monke
         query = torch.zeros(batch, 6, length, 64, dtype=dtype)
         return regard.plan(query, query, query, **parts).kernel
 
-    assert kernel(False) == kernel(False, batch=1, length=128, mask=Causal()) == "direct"
+    assert kernel(False) == kernel(False, batch=2, length=128, mask=Causal()) == "direct"
+    assert kernel(False, batch=1, length=128, mask=Causal()) == "sdpa"  # a stack of few heads
     assert kernel(True) == "strips"  # which fill odd lengths up
     assert kernel(False, dtype=torch.float32) == "sdpa"
     assert kernel(False, batch=1, length=64) == "sdpa"  # one operator for few scores

@@ -444,7 +444,7 @@ def test_only_what_a_layer_holds_token_by_token_is_copied_to_form_one_stack(by_o
     monkeypatch.setattr(processor, "BFLOAT16", True)
     held = torch.zeros(2, 5, 8, 8).bfloat16()[:, :, ::2]
     for tensor, copied in ((held, False), (held.transpose(1, 2), True), (held[:1].transpose(1, 2), False)):
-        query, (key,) = products._one_stack(tensor, [tensor])
+        (query,), (key,) = products._one_stack([tensor], [tensor])
         assert (query is tensor, key is tensor) == (not copied, not copied)
         assert not copied or query.is_contiguous()
 

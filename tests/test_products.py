@@ -149,15 +149,16 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert not suit(brain, rows=64, keys=64)
     assert suit(brain, rows=64, keys=64, backward=True)
     assert suit(brain, keys=2048)
-    assert not suit(brain, rows=2048, keys=2048)
-    assert suit(brain, rows=1024, keys=1024)
-    assert suit(brain, rows=2048, keys=2048, causal=True)
+    assert suit(brain, rows=512, keys=512)
+    assert not suit(brain, rows=512, keys=512, backward=True)
+    assert suit(brain, rows=512, keys=512, causal=True, backward=True)
+    assert not suit(brain, rows=1024, keys=1024)  # torch's operator takes 256 queries at a time
+    assert not suit(brain, rows=1024, keys=1024, causal=True)
     assert not suit(brain, keys=4096)
     assert not suit(brain, stack=2)
     assert not suit(brain, rows=32)
     assert not suit(brain, keys=1024, causal=True, backward=True)
     assert suit(brain, keys=1024, backward=True)
-    assert not suit(brain, rows=1024, keys=1024, backward=True)
     assert suit(half, stack=2)
     assert suit(half, keys=8192, backward=True)
     monkeypatch.setattr(processor, "BFLOAT16", False)
@@ -201,8 +202,8 @@ def test_a_table_in_a_dtype_without_instructions_is_left_to_products_if_it_learn
 
 def test_a_causal_square_is_counted_as_it_is_computed(monkeypatch):
     single = torch.float32
-    assert products.scores_of_square(256, 1, single) == 64 * 64 * 10
-    assert products.scores_of_square(200, 1, single) == 64 * 64 * 6 + 8 * 200
+    assert products.scores_of_square(256, 1, single) == 128 * 128 + 128 * 256
+    assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 200
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: True)
     assert products.scores_of_square(256, 1, single) == 128 * 128 + 128 * 256
     assert products.scores_of_square(200, 1, single) == 128 * 128 + 64 * 192 + 8 * 208

@@ -40,6 +40,10 @@ MIN_ROWS, MIN_HEADS = 128, 4
 """The same with products by MKL and without gradients, beside torch's operator with a table, whose one call is shorter
 if there are fewer. Row "16 queries, ALiBi, causal" of features.py."""
 
+MIN_HEADS_IN_HALF_PRECISION = 8
+"""The same of calls with nothing added in half precision, which have twice as many scores at least. Row "causal, 3
+heads" of features.py."""
+
 FASTER = 0.85
 """Share of the time of torch's operator with a table, on one thread, below which these are taken: three operators take
 longer to begin than one. 0.8 of it was measured on an AMD EPYC of family 25, with all that begins it, and 1.09 on an
@@ -231,7 +235,8 @@ def pays(call: Call) -> bool:
     if _by_onednn(call) or (half and call.learns):
         return True
     if plain(call.scoring):  # nothing lies around torch's own function here, but it multiplies slowly
-        return _rounds_weights(call) and scores >= MIN_SCORES_BY_MKL
+        enough = grid.batch * grid.heads >= MIN_HEADS_IN_HALF_PRECISION and scores >= 2 * MIN_SCORES_BY_MKL
+        return enough and _rounds_weights(call)
     if call.learns:  # torch's operator keeps no weights for the gradients, for which the system has to hand out memory
         return False
     enough = rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL

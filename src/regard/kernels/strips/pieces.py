@@ -158,7 +158,7 @@ def rows_at_a_time(queries: int, keys: int, group: int, dtype: torch.dtype) -> i
 def rows_of_square(length: int, group: int, dtype: torch.dtype) -> int:
     """The same for a causal square."""
     if not onednn_is_faster(dtype):
-        return tuning.PIECE_QUERIES
+        return tuning.SQUARE_QUERIES
     least, most = tuning.SQUARE_QUERIES_BY_ONEDNN.start, tuning.SQUARE_QUERIES_BY_ONEDNN.stop
     rows = min(max(length // 8, least), most, 2 * scores_at_a_time(dtype) // (max(1, length) * group))
     return _power_of_two(max(rows, tuning.PIECE_QUERIES))

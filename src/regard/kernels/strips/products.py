@@ -22,13 +22,12 @@ tanh; with x = sigmoid(2 s / c) its derivative is 4 x (1 - x).
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard import faint, processor
-from regard.kernels.fused import KEYS_AT_A_TIME, torch_imitates
+from regard.kernels.fused import KEYS_AT_A_TIME, QUERIES_AT_A_TIME, torch_imitates
 from regard.kernels.strips import tuning
 from regard.kernels.strips.added import AddedToStrip
 from regard.kernels.strips.dropped import Dropped
@@ -66,12 +65,13 @@ def pay(dtype: torch.dtype, stack: int, rows: int, keys: int, *, causal: bool, b
             return True
     if stack < tuning.MIN_STACK or dtype != torch.bfloat16 or not processor.BFLOAT16 or processor.AMX:
         return False
-    short = keys < KEYS_AT_A_TIME  # then there have to be more of them
+    if rows >= QUERIES_AT_A_TIME[0][0]:  # then the operator multiplies the largest matrices
+        return False
+    short, low = keys < KEYS_AT_A_TIME, rows <= 2 * tuning.PIECE_QUERIES  # if short, there have to be more of them
     if backward:
-        least = tuning.MIN_SCORES << 1 if causal and short else tuning.MIN_SCORES_BACKWARD
-        return scores >= least and keys <= (512 if causal or rows > 2 * tuning.PIECE_QUERIES else 2048)
-    most = 2048 if causal or rows <= 2 * tuning.PIECE_QUERIES else 1024
-    return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= most
+        least = tuning.MIN_SCORES << 2 if causal and short else tuning.MIN_SCORES_BACKWARD
+        return scores >= least and (keys <= 512 if causal else low and keys <= 2048)
+    return scores >= (tuning.MIN_SCORES << 2 if short else tuning.MIN_SCORES) and keys <= (2048 if low else 1024)
 
 
 def scores_of_square(length: int, group: int, dtype: torch.dtype) -> int:
@@ -143,7 +143,7 @@ def attend(
         key, value: [batch, kv_heads, key_len, size] of each span of keys.
     """
     if not formula.tiles:
-        query, key, value = _one_stack(query, key, value)
+        (query,), key, value = _one_stack([query], key, value)
     by_query = [query, output] if lse is None else [query, output, lse]
     later, may_be_empty = _later(query, key[0], formula), formula.added is not None and formula.added.may_hide_all
     spreads = formula.spreads()
@@ -198,6 +198,8 @@ def gradients(
         grads: gradients of query, key and value, float32 or wider.
         others: as in `attend`.
     """
+    if not (apart or formula.tiles):
+        (query, grad_output), key, value = _one_stack([query, grad_output], key, value)
     later, by_query = _later(query, key[0], formula), [query, grad_output, lse, delta, grads[0]]
     spaces = 2 + (formula.softcap is not None) + (formula.dropped is not None)
     for piece in _pieces(by_query, key, value, grads[1:], formula, space, spaces, apart):
@@ -263,14 +265,15 @@ def _pieces(
     return pieces(*given, space=space, causal=formula.causal, spaces=spaces, apart=apart, until=until, fills=fills)
 
 
-def _one_stack(query: Tensor, *by_key: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Query, key and value with batch and heads in order, so that they form one axis: copies of those in half
-    precision that a layer holds token by token, as long as they stay in the cache."""
-    numbers = query.numel() + sum(part.numel() for parts in by_key for part in parts)
-    by_token = len(query) > 1 and query.stride(1) < query.stride(2)
-    if not (by_token and _fills(query.dtype)) or numbers > tuning.MAX_COPIED_NUMBERS:
-        return query, *by_key
-    return query.contiguous(), *([part.contiguous() for part in parts] for parts in by_key)
+def _one_stack(*groups: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    """Queries, keys and values with batch and heads in order, so that they form one axis: copies of those in half
+    precision that a layer holds token by token, unless they are many."""
+    first = groups[0][0]
+    by_token = len(first) > 1 and first.stride(1) < first.stride(2)
+    numbers = sum(part.numel() for group in groups for part in group)
+    if not by_token or first.dtype == wide(first.dtype) or numbers > tuning.MAX_COPIED_NUMBERS:
+        return groups
+    return [[part.contiguous() for part in group] for group in groups]
 
 
 def _side_by_side(parts: Sequence[Tensor], columns: int, dtype: torch.dtype) -> Tensor:

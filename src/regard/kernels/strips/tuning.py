@@ -59,9 +59,9 @@ PIECE_SCORES_BY_ONEDNN = 1 << 19
 faster with larger ones: in half precision, where a piece has several copies to begin with, twice as many. Rows
 "softcap", "trained bias", "window" of features.py, "Whisper" of models.py."""
 
-MAX_COPIED_NUMBERS = 1 << 22
-"""Most numbers of query, key and value in half precision that are copied so that batch and heads form one axis: 8 MiB,
-which fit the last-level cache. Row "ViT reads 8 images" of models.py."""
+MAX_COPIED_NUMBERS = 1 << 24
+"""Most numbers of query, key, value and the gradient of the output in half precision that are copied so that batch and
+heads form one axis: 32 MiB, about what the last-level cache holds. Row "ViT reads 8 images" of models.py."""
 
 MAX_PIECE_THREADS = 16
 """Threads for which a piece has scores of their own; with more of them it would take too much memory."""
@@ -72,11 +72,13 @@ causal square's, or it is filled up, in half precision: pieces of few rows remai
 models.py."""
 
 PIECE_QUERIES = 64
-"""Fewest queries of each head in a piece, and all of a causal square, which computes more masked scores the more it
-has. Rows "causal", "softcap"."""
+"""Fewest queries of each head in a piece. Row "causal"."""
 
+SQUARE_QUERIES = 128
 SQUARE_QUERIES_BY_ONEDNN = range(128, 512)
-"""Fewest and most queries of a causal square with oneDNN; between them an eighth of the square. Same rows."""
+"""Queries of each head in a piece of a causal square, which computes more masked scores the more it has, and takes more
+products and copies of keys the fewer; with oneDNN the fewest and the most, and between them an eighth of the square.
+Rows "causal" in bfloat16 and "softcap, causal"."""
 
 MIN_STACK = 8
 """Fewest matrices in a stack that keep all threads and the caches busy in plain products. Row "causal, 3 heads"."""
