@@ -11,15 +11,14 @@ Hidden keys and values need no check beforehand where the result can be inspecte
 
 import math
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from regard import measured, processor
+from regard import processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, SHORT, flash
+from regard.kernels.fused import FLASH, HALF, SHORT
 from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend
 from regard.masks import EVERYTHING
@@ -27,7 +26,6 @@ from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_beats_fused, onednn_is_faster
 from regard.numerics import wide
 from regard.scores import Scoring
-from regard.shapes import Grid
 
 MAX_SCORES = 1 << 20
 MAX_SCORES_OF_A_HEAD = 3 << 16
@@ -35,19 +33,10 @@ MAX_SCORES_OF_A_HEAD = 3 << 16
 at a time, or where the scores of one head of one batch index, 768 KiB, stay in the cache between two products. What is
 kept for the gradients has 16 MiB at most. Rows of 128 to 512 tokens in features.py."""
 
-MIN_SCORES_BY_MKL = 1 << 15
-MIN_ROWS, MIN_HEADS = 128, 4
-"""The same with products by MKL and without gradients, beside torch's operator with a table, whose one call is shorter
-if there are fewer. Row "16 queries, ALiBi, causal" of features.py."""
-
+MIN_SCORES_IN_HALF_PRECISION = 1 << 16
 MIN_HEADS_IN_HALF_PRECISION = 8
-"""The same of calls with nothing added in half precision, which have twice as many scores at least. Row "causal, 3
-heads" of features.py."""
-
-FASTER = 0.85
-"""Share of the time of torch's operator with a table, on one thread, below which these are taken: three operators take
-longer to begin than one. 0.8 of it was measured on an AMD EPYC of family 25, with all that begins it, and 1.09 on an
-Intel processor with AMX. Rows "bias, T5", "8 documents, tokens apart" of features.py at 128 tokens."""
+"""The same of a call with nothing added in half precision, by MKL and without gradients, beside torch's operator, whose
+one call is shorter if there are fewer. Rows "causal" and "causal, 3 heads" of features.py."""
 
 MAX_NUMBERS_THAT_LEARN = 1 << 20
 """Most numbers in the keys of few queries in half precision of which float32 copies are made, as of the values, where
@@ -229,18 +218,12 @@ def pays(call: Call) -> bool:
         return scores <= most
     if half and processor.AMX:
         return call.learns and max(grid.query_len, grid.key_len) < SHORT
-    rows = grid.query_len * (grid.heads // call.key.shape[1])
     if _has_few_rows(call) and (half or not call.learns):
         return call.learns and call.key.numel() <= MAX_NUMBERS_THAT_LEARN
     if _by_onednn(call) or (half and call.learns):
         return True
-    if plain(call.scoring):  # nothing lies around torch's own function here, but it multiplies slowly
-        enough = grid.batch * grid.heads >= MIN_HEADS_IN_HALF_PRECISION and scores >= 2 * MIN_SCORES_BY_MKL
-        return enough and _rounds_weights(call)
-    if call.learns:  # torch's operator keeps no weights for the gradients, for which the system has to hand out memory
-        return False
-    enough = rows >= MIN_ROWS and grid.batch * grid.heads >= MIN_HEADS and scores >= MIN_SCORES_BY_MKL
-    return enough and beats_torch()
+    enough = grid.batch * grid.heads >= MIN_HEADS_IN_HALF_PRECISION and scores >= MIN_SCORES_IN_HALF_PRECISION
+    return enough and plain(call.scoring) and _rounds_weights(call)  # one operator multiplies all else as fast
 
 
 def _rounds_weights(call: Call) -> bool:
@@ -306,28 +289,6 @@ def _by_onednn(call: Call) -> bool:
     products = batch * heads * rows * keys * call.query.shape[3]
     enough = products >= 2 * MIN_PRODUCTS * torch.get_num_threads() and call.query.dtype != torch.float64
     return enough and is_regular(heads // kv_heads * rows) and is_regular(keys) and onednn_is_faster(torch.float32)
-
-
-@cache
-def beats_torch() -> bool:
-    """Whether two products by MKL and a softmax take less time here than torch's operator with a table."""
-    return measured.alone(_found_to_beat_torch)
-
-
-def _found_to_beat_torch() -> bool:
-    """By a call of 8 heads of 128 tokens, of which all lies in the cache."""
-    if not FLASH:
-        return True
-    draw, grid = torch.Generator().manual_seed(0), Grid(1, 8, 128, 128)
-    query, key, value = (torch.randn(1, 8, 128, 64, generator=draw) for _ in range(3))
-    table = torch.randn(1, 8, 128, 128, generator=draw)
-    fixed = Fixed(Scoring(grid, 0.125), None, table[0], None, wants_lse=False, keeps=False)
-    share = measured.ratio(
-        "all scores at once / torch's operator",
-        lambda: attend(fixed, query, key, value, None),
-        lambda: flash(query, key, value, scale=0.125, attn_mask=table),
-    )
-    return share < FASTER
 
 
 def quadratic_numbers(call: Call) -> int:
