@@ -84,8 +84,8 @@ def options(call: Call) -> PlanOptions:
     holds = (scoring.bias is not None and not by_distance) or not scoring.mask_or_everything.closed_form
     if not holds and not scores_of_faint(call):
         copies = onednn_beats_fused(dtype) if flash else onednn_is_faster(dtype)
-        one_by_one = call.learns and not flash  # plain products, for the gradients of keys
-        of_call = (tuning.SCORES_PER_STRIP if one_by_one else tuning.SCORES_PER_CALL) / heads
+        in_turn = call.learns and not flash  # plain products, for the gradients of keys
+        of_call = (tuning.SCORES_PER_STRIP if in_turn else tuning.SCORES_PER_CALL) / heads
         return PlanOptions(short, of_call, speed, together=True, copies=copies, causal=not by_distance)
     by_itself = tuning.SCORES_PER_STRIP / heads
     if not holds:  # strips of plain products take time each
