@@ -113,7 +113,7 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
 
     window, documents = Causal() & Window(100), Causal() & Document.from_lengths([64] * 6)
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
-    assert kernel(window, heads=8, length=128) == "sdpa"
+    assert kernel(window, heads=8, length=128) == kernel(window, heads=2, length=128) == "sdpa"
     assert kernel(None, heads=2, length=128, bias=torch.zeros(128, 128)) == "sdpa"
     assert kernel(window, heads=2, length=128, softcap=5.0) == "direct"  # which torch's operator has not
     assert kernel(Causal(), heads=8, length=128, sink=torch.zeros(8)) == "strips"  # a number for each query
