@@ -89,7 +89,10 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	$(PIP) --constraint constraints.txt $(TORCH_FROM) torch
 	touch $@
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+# compiled when regard is installed
+COMPILED := hatch_build.py src/regard/kernels/strips/attention.c
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(COMPILED) $(VENV)/.torch
 	@echo "regard, its command line and what training needs: about 30 MB more"
 	$(PIP) --quiet --constraint constraints.txt --editable '.[cli,train,view]'
 	touch $@
@@ -98,7 +101,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 CHROMIUM := command -v chromium >/dev/null || test -n "$$REGARD_CHROMIUM" || \
 	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get install --yes --quiet=2 chromium; }
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(COMPILED) $(VENV)/.torch
 	@echo "regard and what its tests need: about 150 MB more"
 	$(PIP) --quiet --constraint constraints.txt --editable '.[dev]'
 	@$(CHROMIUM) || echo "no Chromium: the tests of the page in a browser will be skipped (install one, or set REGARD_CHROMIUM)"

@@ -199,7 +199,7 @@ def test_the_memory_of_a_row_counts_the_dense_mask_and_is_measured_in_another_pr
     assert isinstance(ours, int), ours
     assert isinstance(theirs, int), theirs
     output = 12 * 2048 * 64 * 4
-    assert output < ours < 8 * output
+    assert output <= ours < 8 * output
     mask = 2048 * 2048
     assert theirs > output + 4.9 * mask  # the mask, and torch's copy of it in float32
     assert bench.memory_of(task, torch.float32, "no such peer", SHRINK) == "StopIteration: "  # told, not thrown
@@ -426,6 +426,7 @@ def test_everybody_has_a_turn_in_every_repeat_and_follows_each_other_as_often(co
 
 
 def test_whole_models_are_timed_only_where_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # which holds what scripts have in common
     models = script("models")
     models.regard.huggingface.register()
     rows = {row.name: row for row in models.ROWS}

@@ -103,6 +103,7 @@ def test_one_query_in_half_precision_is_for_strips_only_where_copies_would_be_la
         assert_close(attention(*given, **more), attention(*given, **more, kernel="reference"))
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch):
     for name, value in {"MKL": True, "AMX": False}.items():
         monkeypatch.setattr(processor, name, value)
@@ -136,6 +137,7 @@ def test_all_scores_are_computed_at_once_where_that_takes_less_time(monkeypatch)
         assert kernel(queries=32, length=512, learns=True, **few) == ("direct" if onednn else "sdpa")
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_what_torchs_operator_cannot_do_is_computed_at_once_whatever_the_library_of_its_products(monkeypatch):
     monkeypatch.setattr(processor, "MKL", False)
     few, many = (torch.zeros(1, 8, length, 64) for length in (128, 2048))
@@ -173,6 +175,7 @@ def test_strips_have_to_leave_out_more_where_all_scores_are_multiplied_faster(on
     assert not hides_most(200)
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_many_strips_of_plain_products_cost_more_than_all_scores(monkeypatch):
     monkeypatch.setattr(processor, "MKL", True)
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
@@ -188,6 +191,7 @@ def test_many_strips_of_plain_products_cost_more_than_all_scores(monkeypatch):
     assert kernel(Causal() & Window(64), 4, 4, 400) == "strips"  # equal strips, computed together
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monkeypatch):
     for name, value in {"MKL": True, "AMX": False, "BFLOAT16": True}.items():
         monkeypatch.setattr(processor, name, value)
@@ -234,6 +238,7 @@ def test_many_single_rows_in_bfloat16_are_widened_where_their_values_need_not_be
     assert kernel(8, True) == kernel(16, False) == "direct"
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_many_small_batch_indices_are_one_call_where_strips_would_take_them_one_by_one(monkeypatch):
     monkeypatch.setattr(processor, "MKL", True)
     monkeypatch.setattr(matmul, "_onednn_is_faster", lambda dtype: False)
@@ -271,6 +276,7 @@ def test_a_finished_table_of_a_short_call_is_asked_once_and_read_by_torchs_opera
     assert_close(output, attention(*tensors, mask=mask, bias=table.detach(), kernel="reference"))
 
 
+@pytest.mark.usefixtures("without_the_library")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mask", [None, Causal(0), Causal(0) & Window(200)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 4])

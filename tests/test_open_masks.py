@@ -127,7 +127,7 @@ def test_planning_is_closed_form_at_any_length():
     assert mask.tile(range(far - 64, far), range(1 << 22, (1 << 22) + 64)) is Tile.FULL
     query = torch.empty(1, 1, 4096, 8)
     plan = regard.plan(query, query, query, mask=EveryBlock(256, 8))
-    assert plan.kernel == "strips"
+    assert plan.kernel in ("native", "strips")
     assert plan.quadratic_numbers == 0
     assert plan.flops_computed == pytest.approx(2 * 16 * 4096 * 4096 / 8, rel=0.1)
     causal = regard.plan(query, query, query, mask=Causal() & EveryBlock(256, 8))

@@ -156,6 +156,7 @@ def test_the_mask_of_one_row_is_that_row_of_the_mask(mask):
         assert torch.equal(alone.expand(1, HEADS, QUERY_LEN, KEY_LEN)[0], whole[row])
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_a_window_costs_its_width_and_not_the_length():
     tensors = torch.zeros(3, 1, 1, 1, 1).expand(3, 1, 1, 1 << 17, 8)  # nothing of that length is written anywhere
     call = check_call("test", *tensors, Causal() & Window(256), None, None, None, None, None, 0.0, None, False)
@@ -276,6 +277,7 @@ def test_gradients_by_strips_are_made_ready_without_reading_the_signature_of_a_f
         assert_close(ours, right)
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_a_causal_square_that_torch_would_compute_whole_is_computed_a_few_rows_at_a_time_where_torch_is_slow(
     monkeypatch,
 ):
@@ -761,6 +763,7 @@ def test_gradients_of_gradients_of_packed_documents_are_those_of_the_reference()
         assert_close(one, other)
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_short_documents_are_computed_one_by_one_as_soon_as_that_is_less_work_than_all_scores():
     def chosen(length, document):
         tensors = torch.zeros(3, 1, 8, length, 8)
@@ -1189,6 +1192,7 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
     assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(query), model(query))
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_a_plan_says_why_strips_are_faster_than_torchs_function(monkeypatch):
     short = torch.zeros(1, 4, 512, 4)
     monkeypatch.setattr(products, "pay", lambda *given, **more: given[3] == 512)
@@ -1199,19 +1203,18 @@ def test_a_plan_says_why_strips_are_faster_than_torchs_function(monkeypatch):
     assert planned.others["sdpa"] == "supported, but strips is preferred"
 
 
-def test_the_node_of_a_graph_keeps_torchs_rules():
+@pytest.mark.parametrize("by", ["strips", "native"])
+def test_the_node_of_a_graph_keeps_torchs_rules(by):
     query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
     lengths, sink = torch.tensor([30]), torch.randn(2)
     line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
-    library.opcheck(
-        in_graph,
-        (query.requires_grad_(), key, value, sink.requires_grad_(), [lengths], line, 0.3, None, [], None, None, 0.0),
-    )
-    line, bias = line.replace("0,0", '{"number":0},{"number":1}'), torch.randn(1, 2, 40, 40)
-    library.opcheck(
-        in_graph,
-        (query, key, value, None, [lengths], line, 0.3, 2.0, [0, 0], bias.requires_grad_(), torch.tensor(7), 0.25),
-    )
+    learning = query.requires_grad_(), key, value, sink.requires_grad_()
+    library.opcheck(in_graph, (*learning, [lengths], line, 0.3, None, [], None, None, 0.0, by, True))
+    half = [tensor.detach().bfloat16() for tensor in learning]
+    library.opcheck(in_graph, (*half, [lengths], line, 0.3, None, [], None, None, 0.0, by, True))
+    line, bias = line.replace("0,0", '{"number":0},{"number":1}'), torch.randn(1, 2, 40, 40).requires_grad_()
+    more = [lengths], line, 0.3, 2.0, [0, 0], bias, torch.tensor(7), 0.25
+    library.opcheck(in_graph, (query, key, value, None, *more, by, True))
 
 
 def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_suit(monkeypatch):

@@ -74,6 +74,11 @@ class Dropout:
         """What weights that are kept are multiplied by."""
         return 1.0 / (1.0 - self.rate)
 
+    @property
+    def least(self) -> int:
+        """The smallest hash, as a signed number of 16 bits, of a weight that is kept."""
+        return min(round(self.rate * 2**16), 2**16 - 1) - 2**15
+
     def seen_from(self, places: Places) -> "Dropout":
         """The dropout of a call whose cells lie at these places of this one."""
         return replace(self, places=(places, *self.places))
@@ -108,8 +113,7 @@ class Dropout:
             halves = mixed.view(torch.int16)[..., odd : odd + length]
         else:
             halves = mixed.bitwise_right_shift_(16 * odd[..., None, :]).to(torch.int16)
-        least = min(round(self.rate * 2**16), 2**16 - 1) - 2**15
-        return halves.ge_(least)
+        return halves.ge_(self.least)
 
     def numbers(self, grid: Grid) -> Numbers:
         """The numbers of a whole call, kept as long as it lasts."""

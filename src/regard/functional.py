@@ -306,13 +306,14 @@ def plan(
 
     >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
     scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
-    kernel  sdpa: torch's own function supports the whole call
+    kernel  native: the compiled library computes what the mask allows, and little else, in less time
+            not sdpa: supported, but native is preferred
             not flex: FlexAttention is used on CUDA devices only: on others it has no backward pass
-            not strips: supported, but sdpa is preferred
+            not strips: supported, but native is preferred
             not direct: supported, but holds 540,000 numbers of query_len x key_len
             not reference: supported, but holds 540,000 numbers of query_len x key_len
     tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
-    FLOPs   3.99e+06 needed, 5.76e+06 computed
+    FLOPs   3.18e+06 needed, 3.18e+06 computed
     memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing quadratic
     """
     generator = torch.Generator()  # nothing is dropped here, so torch's default generator must not advance

@@ -12,7 +12,7 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import kernel as strips_kernel
-from regard.kernels.strips import options
+from regard.kernels.strips import native, options
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -25,7 +25,9 @@ REFERENCE = Kernel(
     peak_bytes=lambda call: 3 * all_scores(call) * max(4, call.query.element_size()),
 )
 
-KERNELS: tuple[Kernel, ...] = (sdpa.KERNEL, flex.KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE)
+KERNELS: tuple[Kernel, ...] = (
+    sdpa.KERNEL, flex.KERNEL, strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE,
+)  # fmt: skip
 
 FEW_NUMBERS = 1 << 16
 """Up to this many numbers of query_len x key_len, computing them all costs less than avoiding them."""
@@ -89,11 +91,27 @@ def _leaves_out_faint(call: Call) -> bool:
     return scores > 0.0 and scores > _to_begin(call) * (1 + strips_kernel.one_by_one(call))
 
 
+_SKIPS = "it skips what the mask hides, in memory linear in the length"
+
+
+def _suits_the_library(call: Call) -> bool:
+    """Whether the compiled library takes less time than all others: where torch's own function is none of them, or
+    would compute more; not for one query, whose time is that of reading keys and values."""
+    if tracing() or call.scoring.grid.query_len == 1:
+        return False
+    return sdpa.cannot(call) is not None or native.beats(call, sdpa.num_scores(call))
+
+
 PREFERENCES = (
     Preference(
         direct.KERNEL,
         "torch.func may take derivatives of any kind and order, which plain operators have",
         lambda call: transformed() and all_scores(call) <= direct.MAX_SCORES,
+    ),
+    Preference(
+        strips.NATIVE_KERNEL,
+        "the compiled library computes what the mask allows, and little else, in less time",
+        _in_process(_suits_the_library),
     ),
     Preference(
         direct.KERNEL,
@@ -132,6 +150,9 @@ PREFERENCES = (
         lambda call: exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not transformed()),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
+    Preference(
+        strips.NATIVE_KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: tracing()
+    ),
     Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),
     Preference(REFERENCE, "no other kernel supports the call", lambda call: True),
 )
@@ -186,7 +207,7 @@ def kernel_with_lse(call: Call) -> Kernel | None:
         return None
     kernel = choose(call)
     if kernel is not sdpa.KERNEL:
-        return kernel if kernel in (strips.KERNEL, direct.KERNEL) else None
+        return kernel if kernel in (strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL) else None
     sizes = {t.shape[3] for t in (query, call.key, call.value)}
     plain = sdpa.quadratic_numbers(call) == 0 and call.key.shape[1] == grid.heads
     return strips.KERNEL if plain and len(sizes) == 1 and fused.FLASH else None

@@ -74,6 +74,7 @@ class Hidden:
         self._hides = hides
         self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}
+        self._by_key: dict[torch.dtype, Tensor] = {}
         self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
 
     @property
@@ -136,6 +137,16 @@ class Hidden:
                 else:  # 1 - 1/1 = 0 and 1 - 1/0 = -inf: faster than masked_fill
                     self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
+
+    def by_key(self, dtype: torch.dtype, spare: int) -> Tensor:
+        """The same numbers as the compiled library takes them: [batch or 1, heads or 1, keys or 1, queries or 1] one
+        after another, with `spare` further numbers in memory."""
+        if dtype not in self._by_key:
+            with torch.inference_mode(False):
+                numbers = self.numbers(dtype).mT
+                room = numbers.new_zeros(numbers.numel() + spare)
+                self._by_key[dtype] = room[: numbers.numel()].view(numbers.shape).copy_(numbers)
+        return self._by_key[dtype]
 
     def where_seeing(self, dtype: torch.dtype) -> Tensor:
         """The same numbers, but 0 in fully masked rows, whose softmax would be NaN."""

@@ -1,4 +1,4 @@
-"""The strips kernel: any mask, forward and backward, in memory linear in the length.
+"""The kernels strips and native: any mask, forward and backward, in memory linear in the length.
 
 This folder decides how a mask is cut into strips and how a strip is computed:
 
@@ -6,11 +6,12 @@ This folder decides how a mask is cut into strips and how a strip is computed:
     grouping    batches of equal strips; the plan cache      dropped     which weights are dropped
     options     how to cut a given call                      products    two products with a softmax between them
     reordering  sorting tokens by document                   engine      all strips, forward and backward
-    view        a strip's part of a tensor                   tuning      measured constants
-    pieces      cache-sized pieces of a strip                apart       strips that share nothing, one after another
+    view        a strip's part of a tensor                   native      the same by the compiled library
+    pieces      cache-sized pieces of a strip                library     finding it, and what it is called with
+    apart       strips that share nothing                    tuning      measured constants
     partial     a part of the keys, to be merged             autograd, compiled, kernel    entry points
 """
 
-from regard.kernels.strips.kernel import KERNEL
+from regard.kernels.strips.kernel import KERNEL, NATIVE_KERNEL
 
-__all__ = ["KERNEL"]
+__all__ = ["KERNEL", "NATIVE_KERNEL"]

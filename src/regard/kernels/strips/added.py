@@ -33,6 +33,9 @@ class Added:
             gradients in `grads`.
     Attributes:
         dtype: of what is added: 0 and -inf for a mask alone are exact in half precision, and are fewer bytes.
+        row: all biases by distance, [batch or 1, heads or 1, query_len + key_len - 1], from (last query, first key) to
+            (first query, last key); None if there are none. If the mask is a band, `band_is_in_row`, too.
+        given: bias tensors, each with its gradient or None.
     """
 
     def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
@@ -47,7 +50,7 @@ class Added:
         grads = iter(self.grads)
         of_learned = [next(grads) if tensor.requires_grad else None for tensor in learned]
         places = {id(tensor): n for n, tensor in enumerate(scoring.learned())} if learned else {}
-        self._given = [
+        self.given = [
             (leaf.numbers.detach(), of_learned[places[id(leaf.numbers)]] if learned else None)
             for leaf in leaves
             if isinstance(leaf, Given)
@@ -58,18 +61,18 @@ class Added:
         self._grad_distances = None
         if self._distances is not None and self._distances.requires_grad:
             self._grad_distances = torch.zeros_like(self._distances)
-        self._row = None if self._distances is None else self._distances.detach()
-        self._band_is_in_row = False
+        self.row = None if self._distances is None else self._distances.detach()
+        self.band_is_in_row = False
         band = scoring.mask
-        if self._row is not None and isinstance(band, Band) and isinstance(band.offset, int):
-            self._band_is_in_row = True
+        if self.row is not None and isinstance(band, Band) and isinstance(band.offset, int):
+            self.band_is_in_row = True
             inside = band.allowed(*_all_distances(scoring.grid))
-            self._row = self._row.masked_fill(~inside[:, :, 0], -math.inf)
+            self.row = self.row.masked_fill(~inside[:, :, 0], -math.inf)
 
     @cached_property
     def hides(self) -> bool:
         """Whether a bias may hide something; looked up only where its numbers are fewer than the scores."""
-        numbers = [numbers for numbers, _ in self._given] + ([] if self._row is None else [self._row])
+        numbers = [numbers for numbers, _ in self.given] + ([] if self.row is None else [self.row])
         batch, heads, queries, keys = self.scoring.grid[:4]
         few = 2 * sum(map(Tensor.numel, numbers)) <= batch * heads * queries * keys
         if self._others or not (few and concrete(self.scoring.grid.device)):
@@ -78,6 +81,16 @@ class Added:
 
     def of(self, strip: Strip) -> "AddedToStrip":
         return AddedToStrip(self, strip)
+
+    @property
+    def learns_by_distance(self) -> bool:
+        """Whether a gradient of `row` is wanted."""
+        return self._grad_distances is not None
+
+    def pull_distances(self, grads: Tensor) -> None:
+        """Adds to the gradient of `row`: [batch, heads, query_len + key_len - 1]."""
+        assert self._grad_distances is not None
+        _add_into(self._grad_distances, grads, slice(None))
 
     def finish(self) -> list[Tensor]:
         """The gradients of `wanted`."""
@@ -92,9 +105,14 @@ class Added:
                 total += one
 
 
+def is_of_distance(bias: Bias) -> bool:
+    """Whether a bias is a function of the distance between key and query."""
+    return all(term.of_distance for term in bias.terms())
+
+
 def is_by_distance(scoring: Scoring) -> bool:
     """Whether all that bias and mask add is one row of numbers by distance, of which nothing wants a gradient."""
-    if scoring.bias is None or not all(term.of_distance for term in scoring.bias.terms()):
+    if scoring.bias is None or not is_of_distance(scoring.bias):
         return False
     mask = scoring.mask_or_everything
     band = mask is EVERYTHING or (isinstance(mask, Band) and isinstance(mask.offset, int))
@@ -128,10 +146,11 @@ class AddedToStrip:
         self.call, self.strip = call, strip
         at = strip.batch_index
         self._batch = slice(None) if at is None else slice(at, at + 1)
-        self._made = self._of_others() if call._others else None
-        self._hidden: Hidden | None = None
-        if strip.kind is Kind.MASKED and not call._band_is_in_row:
-            self._hidden = call.plan.hidden(strip)
+        self.made = self._of_others() if call._others else None
+        """The biases that are evaluated for every score; with a graph, if they are trainable."""
+        self.hidden: Hidden | None = None
+        if strip.kind is Kind.MASKED and not call.band_is_in_row:
+            self.hidden = call.plan.hidden(strip)
         self._tiles: list[Tensor] | None = None
         self._grad_made: Tensor | None = None
 
@@ -140,18 +159,18 @@ class AddedToStrip:
         """Numbers that broadcast to [batch, heads, queries, keys] of the strip; all of them are added."""
         if self._tiles is None:
             call = self.call
-            self._tiles = [] if call._row is None else [self._by_distance(call._row)]
-            self._tiles += [self._of_given(numbers) for numbers, _ in call._given]
-            if self._made is not None:
-                self._tiles.append(self._made.detach())
-            if self._hidden is not None:
-                self._tiles.append(self._hidden.numbers(call.dtype))
+            self._tiles = [] if call.row is None else [self._by_distance(call.row)]
+            self._tiles += [self._of_given(numbers) for numbers, _ in call.given]
+            if self.made is not None:
+                self._tiles.append(self.made.detach())
+            if self.hidden is not None:
+                self._tiles.append(self.hidden.numbers(call.dtype))
         return self._tiles
 
     @property
     def may_hide_all(self) -> bool:
         """Whether some query may see no key at all, as far as is known without looking at numbers."""
-        return self.call.hides or (self._hidden is not None and self._hidden.queries is not None)
+        return self.call.hides or (self.hidden is not None and self.hidden.queries is not None)
 
     def turn(self, query: Tensor) -> bool:
         """Makes the tile one of the last query first, if all of it is a view of the row of numbers by distance then;
@@ -162,13 +181,13 @@ class AddedToStrip:
         batch indices and all equal strips.
         """
         call, strip = self.call, self.strip
-        if call._row is None or call._given or call.wanted or self._made is not None or self._hidden is not None:
+        if call.row is None or call.given or call.wanted or self.made is not None or self.hidden is not None:
             return False
         if len(strip.spans) > 1 or not strip.queries.step == strip.spans[0].step == 1:
             return False
         if len(strip.queries) + strip.keys <= 2 * query.shape[3] * query.shape[0]:
             return False
-        self._tiles = [self._diagonals(call._row, strip.spans[0]).unfold(-1, strip.keys, 1)]
+        self._tiles = [self._diagonals(call.row, strip.spans[0]).unfold(-1, strip.keys, 1)]
         return True
 
     def _diagonals(self, row: Tensor, span: range) -> Tensor:
@@ -230,13 +249,13 @@ class AddedToStrip:
         at = strip.batch_index if strip.batch_index is not None else batch
         if call._grad_distances is not None:
             self._pull_distances(grad_scores, at, heads, rows)
-        for _, total in call._given:
+        for _, total in call.given:
             if total is not None:
                 self._pull_given(total, grad_scores, at, heads, rows)
-        if self._made is not None and self._made.requires_grad:
+        if self.made is not None and self.made.requires_grad:
             if self._grad_made is None:
-                self._grad_made = torch.zeros_like(self._made)
-            _add_into(self._grad_made[batch if self._made.shape[0] > 1 else 0], grad_scores, heads, rows)
+                self._grad_made = torch.zeros_like(self.made)
+            _add_into(self._grad_made[batch if self.made.shape[0] > 1 else 0], grad_scores, heads, rows)
 
     def _pull_distances(self, grad_scores: Tensor, at: int, heads: slice, rows: slice) -> None:
         total = self.call._grad_distances
@@ -273,9 +292,9 @@ class AddedToStrip:
     def finish(self) -> None:
         """Backpropagates through the biases that were evaluated for every score."""
         if self._grad_made is not None:
-            assert self._made is not None
+            assert self.made is not None
             call = self.call
-            call._add(torch.autograd.grad(self._made, call.wanted, self._grad_made, allow_unused=True))
+            call._add(torch.autograd.grad(self.made, call.wanted, self._grad_made, allow_unused=True))
 
 
 def _add_into(total: Tensor, part: Tensor, heads: slice, rows: slice = slice(None)) -> None:

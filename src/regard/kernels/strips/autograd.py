@@ -11,28 +11,15 @@ from torch import Tensor
 from regard.dropout import Dropout
 from regard.graphs import transformed
 from regard.kernels.second import second_gradients
-from regard.kernels.strips import engine
+from regard.kernels.strips.engines import Engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
 
 
-def _forward(
-    scoring: Scoring,
-    dropout: Dropout | None,
-    plan: StripPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    *learned: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return engine.forward(query, key, value, sink, scoring, dropout, plan)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """For the gradients."""
-    ctx.fixed = inputs[:3]
-    ctx.save_for_backward(*output, *inputs[3:])
+    ctx.fixed = inputs[:4]
+    ctx.save_for_backward(*output, *inputs[4:])
     ctx.set_materialize_grads(False)
 
 
@@ -40,10 +27,21 @@ class Strips(torch.autograd.Function):
     """Attention by strips, as a differentiable function."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*inputs)
-        _keep(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        plan: StripPlan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan)
+        _keep(ctx, (engine, scoring, dropout, plan, query, key, value, sink, *learned), (kept, lse))
+        return output, lse
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -52,14 +50,28 @@ class Strips(torch.autograd.Function):
             grad_output = torch.zeros_like(saved[0])
         again = torch.is_grad_enabled() or transformed()
         way = Gradients.apply if again else Gradients.forward  # another node takes time
-        return None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
+        return None, None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
 
 
 class Transformed(Strips):
     """The same in transforms of torch.func, in the form that they ask for: torch would read its signature in every
     call, which takes longer than a short text."""
 
-    forward = staticmethod(_forward)  # type: ignore[assignment]
+    @staticmethod
+    def forward(  # type: ignore[override]
+        engine: Engine,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        plan: StripPlan,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        *learned: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse, _ = engine.forward(query, key, value, sink, scoring, dropout, plan)
+        return output, lse
+
     setup_context = staticmethod(_keep)
 
     @staticmethod
@@ -72,6 +84,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        engine: Engine,
         scoring: Scoring,
         dropout: Dropout | None,
         plan: StripPlan,
@@ -92,14 +105,14 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.scoring, ctx.dropout, _, grad_output, grad_lse, _, _, *tensors = inputs
+        _, ctx.scoring, ctx.dropout, _, grad_output, grad_lse, _, _, *tensors = inputs
         ctx.save_for_backward(grad_output, grad_lse, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         of_output, of_lse, *rest = second_gradients(ctx.scoring, ctx.dropout, ctx.saved_tensors, grads)
-        return (None, None, None, of_output, of_lse, None, None, *rest)
+        return (None, None, None, None, of_output, of_lse, None, None, *rest)
 
     @staticmethod
     def vmap(*arguments: Any) -> tuple[Any, Any]:

@@ -12,9 +12,9 @@ from torch import Tensor, library
 from regard.biases import Given
 from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
-from regard.kernels.strips import engine
+from regard.kernels.fused import HALF
+from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.options import plan_of
 from regard.numerics import wide
 from regard.rules import deserialise
 from regard.scores import Scoring
@@ -24,27 +24,38 @@ from regard.shapes import Grid
 @library.custom_op("regard::strips", mutates_args=())
 def in_graph(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`Strips` as a custom operator.
+    softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float, by: str,
+    learns: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Strips` as a custom operator: output, log-sum-exp, and the output in float32 if the backward pass takes that,
+    else nothing.
 
     Args:
+        by: the name of the engine. learns: whether there will be a backward pass.
         mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.serialise`).
         seed, rate: of the dropout.
     """
-    scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
-    return engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan)
+    engine, scoring, plan = _of_node(query, key, value, sink, tensors, mask, scale, softcap, numbers, bias, rate, by)
+    output, lse, kept = engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan, learns=learns)
+    if not _keeps_exact(query, by, learns):
+        return output, lse, output.new_empty(0, dtype=torch.float32)
+    return output, lse, output.float() if kept is output else kept
+
+
+def _keeps_exact(query: Tensor, by: str, learns: bool) -> bool:
+    return learns and by == NATIVE.name and query.dtype in HALF
 
 
 @library.custom_op("regard::strips_backward", mutates_args=())
 def _in_graph_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
     value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
-    scale: float, softcap: float | None, numbers: list[int], rate: float, learns: bool,
+    scale: float, softcap: float | None, numbers: list[int], rate: float, by: str, learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`Gradients` likewise; the gradient of a sink or bias is empty if there is none, or if it is not trainable."""
-    scoring, plan = _of_node(query, key, sink, tensors, mask, scale, softcap, numbers, bias, rate)
-    learned = [tensor.detach().requires_grad_(learns) for tensor in scoring.learned()]
+    bias = None if bias is None else bias.detach().requires_grad_(learns)
+    engine, scoring, plan = _of_node(query, key, value, sink, tensors, mask, scale, softcap, numbers, bias, rate, by)
+    learned = scoring.learned()
     grads = engine.backward(
         query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
         output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
@@ -60,22 +71,25 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
 
 
 def _of_node(
-    query: Tensor, key: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float,
-) -> tuple[Scoring, StripPlan]:  # fmt: skip
-    """Scoring and strips of a node, from its arguments."""
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
+    softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float, by: str,
+) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
+    """Engine, scoring and strips of a node, from its arguments."""
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added = None if bias is None else Given(bias).bind(grid)
     scoring = Scoring(grid, scale, softcap, added, deserialise(mask, tensors, numbers).bind(grid), sink, None)
-    call = Call(query, key, key, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
-    return scoring, plan_of(call)
+    call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
+    engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
+    return engine, scoring, engine.plan_of(call)
 
 
 @in_graph.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    return query.new_empty(*query.shape[:3], value.shape[3]), lse
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    exact = output.shape if _keeps_exact(query, *rest[-2:]) else (0,)
+    return output, lse, query.new_empty(exact, dtype=torch.float32)
 
 
 @_in_graph_backward.register_fake
@@ -86,24 +100,26 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return tuple(tensor.new_empty(tensor.shape) for tensor in five)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *four, tensors, mask, scale, softcap, numbers, bias, seed, rate = inputs
-    ctx.save_for_backward(*output, *four, bias, seed, *tensors)
-    ctx.fixed = mask, scale, softcap, numbers, rate, learns(bias)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *four, tensors, mask, scale, softcap, numbers, bias, seed, rate, by, learning = inputs
+    rounded, lse, exact = output
+    kept = exact if _keeps_exact(four[0], by, learning) else rounded
+    ctx.save_for_backward(kept, lse, *four, bias, seed, *tensors)
+    ctx.fixed = mask, scale, softcap, numbers, rate, by, learns(bias)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     output, lse, query, key, value, sink, bias, seed, *tensors = ctx.saved_tensors
     if grad_output is None:
-        grad_output = torch.zeros_like(output)
+        grad_output = torch.zeros_like(output, dtype=query.dtype)
     *three, of_sink, of_bias = _in_graph_backward(
         grad_output, grad_lse, output, lse, query, key, value, sink, bias, seed, tensors, *ctx.fixed
     )
     of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
     of_tensors = [None] * len(tensors)
     of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for a list of tensors
-    return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None)
+    return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None, None, None)
 
 
 in_graph.register_autograd(_backward, setup_context=_keep)

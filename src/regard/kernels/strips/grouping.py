@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class StripPlan:
     Attributes:
         masks: the mask of each batch index with separate strips; the key None if one mask holds for all.
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
+        work, orders: what the compiled library is told of the strips, by dtype, and of calls, by their form.
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
@@ -38,6 +40,8 @@ class StripPlan:
         self._hidden: dict[Strip, Hidden] = {}
         self._kept = self._looked = 0
         self._strips: tuple[Strip, ...] | None = None
+        self.work: dict[Hashable, Any] = {}
+        self.orders: dict[Hashable, bytes] = {}
         self.is_kept = mask.closed_form or mask.structure() is not None
         if self.is_kept:
             self._strips = tuple(self._together() if by.together else self._cut())
@@ -106,6 +110,7 @@ class StripPlan:
                 step = strips[1].queries.start - first.queries.start if len(strips) > 1 else 0
                 apart = step != len(first.queries)  # the queries in between see other keys
                 copied = sum(map(len, shared if apart or self._by.copies else first.spans)) if shared else 0
+                copied = 0 if self._by.in_place else copied
                 merges = copied * tuning.SCORES_PER_COPIED_KEY > len(first.queries) * tuning.SCORES_PER_RESULT
                 if merges and apart:
                     most = 1
@@ -129,7 +134,7 @@ class StripPlan:
         grid, queries, mask = self._grid, strip.queries, self.masks[strip.batch_index]
         if not strip.keys or strip.merges or moving.step != queries.step:
             return strip
-        if grid.batch > 1 and strip.batch_index is None:
+        if grid.batch > 1 and strip.batch_index is None and not self._by.in_place:
             return strip
         gaps = queries.step > 1
         if shared and (gaps or any(mask.tile(queries, span) is not Tile.FULL for span in shared)):

@@ -1,8 +1,9 @@
 """Any mask, at a cost proportional to what it allows: a plan of dense calls, one for each strip.
 
 A mask is cut into *strips* (`plan`). A strip is one dense attention call over its concatenated spans: without a mask if
-all of it is allowed, else with a small one. Nothing of size query_len x key_len is built, not even for planning. Each
-strip is computed by torch's fused operator or by plain products (`engine`).
+all of it is allowed, else with a small one. Nothing of size query_len x key_len is built, not even for planning. There
+are two kernels, which differ in what computes a strip: torch's fused operator and plain products (`engine`), or the
+compiled library (`native`).
 """
 
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from regard.dropout import Dropout
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
-from regard.kernels.strips import engine, options, products
+from regard.kernels.strips import engine, native, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
 from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
@@ -41,22 +43,29 @@ def cannot(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> tuple[Tensor, Tensor | None]:
+def cannot_natively(call: Call) -> str | None:
+    """The same of the compiled library; what a graph does not know yet, its node will ask."""
+    return cannot(call) or (None if tracing() and native.runs_on(call) else native.cannot(call))
+
+
+def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     """Computes the strips; in a graph of torch.compile, as one node."""
     if not tracing():
-        return _run(call)
+        return _run(call, by)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
     mask = serialise(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
     if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
-        broken: Callable[[Call], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-        return broken(call)  # a graph break: a node cannot hold a function
-    output, lse = in_graph(
-        *_in_precision(call[:3], scoring, dropout, call.wants_lse),
+        broken: Callable[[Call, Engine], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
+        return broken(call, by)  # a graph break: a node cannot hold a function
+    three = _in_precision(call[:3], scoring, dropout, call.wants_lse) if by is OPERATORS else call[:3]
+    output, lse, _ = in_graph(
+        *three,
         scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
         None if scoring.bias is None else scoring.bias.numbers,
-        None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate,
+        None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
+        call.learns,
     )  # fmt: skip
     return output.to(call.query.dtype), lse
 
@@ -73,27 +82,27 @@ def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants
     return three
 
 
-def _run(call: Call) -> tuple[Tensor, Tensor | None]:
-    return _planned(call)(call.query, call.key, call.value, call.scoring.sink)
+def _run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
+    return _planned(call, able(by, call))(call.query, call.key, call.value, call.scoring.sink)
 
 
-def prepare(call: Call) -> Prepared | None:
+def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
     any_length = scoring.mask is None and scoring.grid.query_len == 1
     if any_length or not call.concrete or call.dropout is not None or scoring.bias is not None:
         return None
-    planned = _planned(call)
+    planned = _planned(call, by)
     return planned if planned.plan.is_kept else None
 
 
-def _planned(call: Call) -> "Planned":
+def _planned(call: Call, by: Engine) -> "Planned":
     changed = reordering(call)
     call = call if changed is None else changed.planned(call)
-    plan = plan_of(call)
-    alone = plan.only
+    plan = by.plan_of(call)
+    alone = plan.only if by is OPERATORS else None
     whole = alone if alone is not None and _is_one_call(alone, call) else None
-    return Planned(call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
+    return Planned(by, call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
 
 
 def _sorted(call: Call) -> Call:
@@ -107,12 +116,14 @@ class Planned:
     """A call with its strips, which waits for its tensors.
 
     Attributes:
+        engine: what computes the strips.
         scoring, dropout, plan: of the tokens in the order in which they are computed, the scoring without its sink.
         changed: how tokens are sorted for that, or None.
         whole: the only strip, if it is one call of torch's on some of the keys, as in decoding; None if not.
         learns: whether anything needs a gradient.
     """
 
+    engine: Engine
     scoring: Scoring
     dropout: Dropout | None
     plan: StripPlan
@@ -136,7 +147,9 @@ class Planned:
             key, value = (tensor.narrow(2, span.start, len(span)) for tensor in (key, value))
             if sink is None and not self.wants_lse:
                 return fused.full_attention(query, key, value, scale=scoring.scale), None
-        three = _in_precision((query, key, value), scoring, self.dropout, self.wants_lse)
+        three = query, key, value
+        if self.engine is OPERATORS:
+            three = _in_precision(three, scoring, self.dropout, self.wants_lse)
         if self.whole is not None:
             causal, three = self.whole.kind is Kind.CAUSAL, fused.with_whole_features(*three)
             output, lse = fused.flash(*three, scale=scoring.scale, is_causal=causal)
@@ -145,12 +158,14 @@ class Planned:
             return output.to(dtype), lse if self.wants_lse else None
         if self.learns or transformed():
             scoring = scoring.with_sink(sink)
-            rest = scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
+            rest = self.engine, scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
             output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         with torch.no_grad():
-            output, lse = engine.forward(*three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse)
+            output, lse, _ = self.engine.forward(
+                *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False
+            )
         return output.to(dtype), lse if self.wants_lse else None
 
 
@@ -246,3 +261,12 @@ def peak_bytes(call: Call) -> int:
 KERNEL = Kernel(
     "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes, prepare=prepare,
 )  # fmt: skip
+NATIVE_KERNEL = Kernel(
+    "native",
+    cannot_natively,
+    run=lambda call: run(call, NATIVE),
+    num_scores=lambda call: native.num_scores(_sorted(call)),
+    quadratic_numbers=lambda call: 0,
+    peak_bytes=lambda call: native.peak_bytes(_sorted(call)),
+    prepare=lambda call: prepare(call, NATIVE),
+)

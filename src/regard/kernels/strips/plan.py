@@ -92,6 +92,8 @@ class PlanOptions(NamedTuple):
     """How many times as fast scores are as where these costs were found (`fused.speed`)."""
     together: bool = False
     """Whether equal strips are computed as one batch."""
+    in_place: bool = False
+    """Whether keys are read where they are, in several spans, too, and by equal strips of several batch indices."""
     copies: bool = False
     """Whether the keys of overlapping strips are copied in any case, rather than read where they are."""
     causal: bool = True
@@ -111,6 +113,7 @@ class PlanOptions(NamedTuple):
     def cost(self, queries: int, keys: float, *, copied: bool = False) -> float:
         """Of a strip, in scores of one head, for the mean number of keys with which each query is compared. Keys of
         several spans are copied, to lie side by side."""
+        copied = copied and not self.in_place
         of_keys = keys * (queries + (self.short or 0.0) + copied * tuning.SCORES_PER_COPIED_KEY * self.speed)
         return of_keys + self.scores_per_call * self.speed
 

@@ -47,6 +47,10 @@ smaller matrices, and oneDNN wants the keys of overlapping strips one after anot
 strip has gradients of its keys to be zeroed and added up; plain products are several operators for each. Rows
 "window", "softcap, window", "dropout, window"."""
 
+SHORT_STRIP_QUERIES_NATIVE = 4.0
+SCORES_PER_STRIP_NATIVE = 1 << 9
+"""The same of the compiled library, which takes queries side by side, and reads keys where they are."""
+
 MAX_TILE_SCORES = 1 << 22
 """Numbers held at a time if a bias or mask function is evaluated for every score: fits the last-level cache. Rows
 "dense bias", "random mask" of features.py."""
@@ -88,3 +92,10 @@ MIN_SCORES_BACKWARD = 1 << 15
 MIN_SCORES_BY_ONEDNN = 1 << 18
 """Fewest scores at a time for which plain products outweigh the cost of their calls. In bfloat16, torch's operator
 takes several times as long for the gradients of small matrices. Rows "8 documents", "window 256"."""
+
+# --- the compiled library ---------------------------------------------------------------------------------------------
+
+SCORES_TO_BEGIN = 1 << 12
+SCORES_TO_BEGIN_THAT_LEARN = 1 << 13
+"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
+without gradients and with them. Rows of 128 tokens of features.py."""

@@ -1,0 +1,76 @@
+"""Compiles src/regard/kernels/strips/attention.c when regard is installed or built: once for each set of vector
+instructions and dtype, in a few seconds. Where there is no compiler, or another processor or system, nothing is
+compiled, the installation says so in a line, and regard computes everything by torch's operators.
+
+CC names the compiler, as for make: cc by default, of GCC 12 or Clang 15 on.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("src/regard/kernels/strips/attention.c")
+FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-mprefer-vector-width=512"]
+INSTRUCTIONS = ("x86-64-v4", "x86-64-v3")  # with AVX-512 and with AVX2: kernels/strips/library.py chooses
+DTYPES = ("float32", "float64")
+
+
+class Compile(BuildHookInterface):
+    """The hook that hatchling calls before it builds a wheel, or installs one that refers to this folder."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compiles, and tells hatchling what belongs to the wheel."""
+        if self.target_name != "wheel":
+            return
+        why = compile_all(Path(self.root))
+        if why is not None:
+            self.app.display_warning(f"regard: the faster kernel is not compiled: {why}; torch's operators do its work")
+            return
+        build_data["artifacts"].append(f"{SOURCE.parent}/*.so.1")
+        build_data["pure_python"] = False
+        # no part of Python's own interface is used, so one wheel serves every version
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def compile_all(root: Path) -> str | None:
+    """Compiles all variants, beside the source; returns why it could not, or None."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it is written for Linux on x86-64, not for {sys.platform} on {platform.machine()}"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler[0]) is None:
+        return f"no C compiler ({compiler[0]})"
+    source, made = root / SOURCE, []
+    for instructions in INSTRUCTIONS:
+        for dtype in DTYPES:
+            # not .so alone, which Python takes for modules of its own
+            path = source.with_name(f"attention-{instructions}-{dtype}.so.1")
+            beside = path.with_suffix(f".{os.getpid()}")  # moved there when whole: another process may be reading it
+            command = [
+                *compiler,
+                *FLAGS,
+                f"-march={instructions}",
+                f"-D{dtype.upper()}",
+                str(source),
+                "-o",
+                str(beside),
+            ]
+            done = subprocess.run([*command, "-lm", "-lpthread"], capture_output=True, text=True)
+            if done.returncode:
+                beside.unlink(missing_ok=True)
+                return f"{shlex.join(compiler)} failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
+            made.append((beside, path))
+    for beside, path in made:
+        beside.replace(path)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(compile_all(Path(__file__).parent))

@@ -1,0 +1,125 @@
+"""The compiled library: which one this processor can run, and the structures through which it is called.
+
+`attention.c` is compiled when regard is installed, once for each set of vector instructions, if there is a compiler.
+Without one, or with REGARD_NATIVE=0, the other engine computes everything. The library is called by ctypes, so it
+depends neither on torch's headers nor on Python's: it reads tensors where they are, and runs on torch's threads.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+"""The library for what torch uses on this processor, by the name that compilers give to the set of instructions."""
+
+DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
+"""0: that in which the library computes."""
+
+_i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class TensorAt(ctypes.Structure):
+    """A tensor [batch, head, row, feature], whose features are consecutive, and its other strides."""
+
+    _fields_ = (("data", _address), ("batch", _i64), ("head", _i64), ("row", _i64))
+
+
+class TileAt(ctypes.Structure):
+    """Numbers added to the scores of a span of keys, and where their gradients go."""
+
+    _fields_ = (
+        ("numbers", _address),
+        *((name, _i64) for name in ("batch", "head", "query", "key", "spare")),
+        ("grads", _address),
+        *((f"grads_{name}", _i64) for name in ("batch", "head", "query", "key", "chunk")),
+    )
+
+
+class SpanOf(ctypes.Structure):
+    """Keys that the queries of a strip see."""
+
+    _fields_ = tuple((name, _i64) for name in ("start", "step", "count", "shift", "causal", "tile", "tiles"))
+
+
+class StripOf(ctypes.Structure):
+    """Queries that see the same spans."""
+
+    _fields_ = tuple((name, _i64) for name in ("batch", "times", "shift", "start", "step", "count", "span", "spans"))
+
+
+class CallOf(ctypes.Structure):
+    """`struct call` of attention.c, field by field."""
+
+    _fields_ = (
+        *((name, TensorAt) for name in ("query", "key", "value", "output")),
+        *((name, TensorAt) for name in ("grad_output", "grad_query", "grad_key", "grad_value", "exact")),
+        *((name, _address) for name in ("lse", "grad_lse", "sink", "row_bits", "column_bits", "column_odd")),
+        ("column_batch", _i64),
+        *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
+        *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
+        *((name, _address) for name in ("strip", "span", "tile")),
+        *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
+        *((name, _i64) for name in ("kept_least", "careful", "suspect", "units", "items", "next")),
+    )
+
+
+Words = _i64 * (ctypes.sizeof(CallOf) // 8)
+"""A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
+
+AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
+"""Where each field begins in them."""
+
+
+class Library:
+    """The compiled functions. Both take a `CallOf`, and run on as many of torch's threads as it says.
+
+    Attributes:
+        dtype: in which it computes. lanes: numbers in a vector.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        library = ctypes.CDLL(str(path))
+        library.regard_lanes.restype = library.regard_size_of_call.restype = _i64
+        if library.regard_size_of_call() != ctypes.sizeof(CallOf):
+            raise OSError(f"{path.name} was compiled from another version of attention.c")
+        self.lanes: int = library.regard_lanes()
+        # torch's own threads: those of a second runtime would compete with them for the cores
+        in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+        self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
+        self._forward, self._backward = library.regard_forward, library.regard_backward
+        for function in (self._forward, self._backward):
+            function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
+
+    def forward(self, call: CallOf) -> None:
+        """Writes output, and lse and the exact output if they have a place."""
+        self._forward(call, self._in_parallel)
+
+    def backward(self, call: CallOf) -> None:
+        """Writes the gradient of the query, and adds to those of key, value and what was added to scores."""
+        self._backward(call, self._in_parallel)
+
+
+def is_there(dtype: torch.dtype) -> bool:
+    """Whether there is a library that computes in float32 or float64 on this processor."""
+    return library(dtype) is not None
+
+
+is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
+
+
+@cache
+def library(dtype: torch.dtype = torch.float32) -> Library | None:
+    """The library that computes in float32 or float64 on this processor; None if there is none, or if it is turned off
+    by REGARD_NATIVE=0."""
+    name = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+    if name is None or os.environ.get("REGARD_NATIVE") == "0":
+        return None
+    path = Path(__file__).with_name(f"attention-{name}-{str(dtype).removeprefix('torch.')}.so.1")
+    try:
+        return Library(path, dtype)
+    except OSError:  # not compiled, or for another system
+        return None

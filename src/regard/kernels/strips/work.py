@@ -1,0 +1,161 @@
+"""The strips of a plan as the compiled library reads them: numbers, and the addresses of what is added to scores."""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.kernels.hidden import MAX_KEPT_SCORES
+from regard.kernels.strips.added import Added
+from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.library import SpanOf, StripOf, TileAt
+from regard.kernels.strips.plan import Kind, Strip
+
+Row = tuple[int | None, ...]
+
+
+@dataclass(slots=True)
+class Work:
+    """Strips as the library reads them, and the tensors whose memory it reads."""
+
+    strips: list[Row] = field(default_factory=list)
+    spans: list[Row] = field(default_factory=list)
+    tiles: list[Row] = field(default_factory=list)
+    held: dict[int, Tensor] = field(default_factory=dict)
+    arrays: Sequence[Any] = ()
+
+    def addresses(self) -> list[int]:
+        """Where strips, spans and tiles are; no strip may be added afterwards."""
+        if not self.arrays:
+            self.arrays = _array(StripOf, self.strips), _array(SpanOf, self.spans), _array(TileAt, self.tiles)
+        return [*map(ctypes.addressof, self.arrays)]
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are held."""
+        return sum(map(Tensor.numel, self.held.values()))
+
+    def add(self, strip: Strip, tiles: "Tiles") -> None:
+        """Adds a strip."""
+        of_strip, spans, start = tiles.of(strip, self.held), [span for span in strip.spans if span], 0
+        for number, span in enumerate(spans):
+            first = len(self.tiles)
+            self.tiles += of_strip(start, span)
+            shift = strip.step if number == len(spans) - 1 else 0  # equal strips have all other keys in common
+            causal = strip.kind is Kind.CAUSAL
+            self.spans.append((span.start, span.step, len(span), shift, causal, first, len(self.tiles) - first))
+            start += len(span)
+        if strip.merges:  # of the same queries as the one before
+            *same, before = self.strips.pop()
+            assert before is not None
+            self.strips.append((*same, before + len(spans)))
+            return
+        queries, batch = strip.queries, -1 if strip.batch_index is None else strip.batch_index
+        places = queries.start, queries.step, len(queries), len(self.spans) - len(spans), len(spans)
+        self.strips.append((batch, strip.times, strip.step, *places))
+
+
+def _array(kind: Any, rows: list[Row]) -> Any:
+    return (kind * len(rows))(*rows)
+
+
+def works(plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int) -> Iterator[Work]:
+    """The strips, as many at once as hold few numbers: all of them, if these are kept with the plan.
+
+    Args:
+        by_distance, spare: as of `Tiles`.
+    """
+    alone = added.scoring.bias is None and plan.is_kept
+    if alone and added.dtype in plan.work:
+        yield plan.work[added.dtype]
+        return
+    tiles, work, whole = Tiles(added, by_distance, spare), Work(), True
+    for strip in plan.strips:
+        if work.numbers > MAX_KEPT_SCORES:
+            yield work
+            work, whole = Work(), False
+        work.add(strip, tiles)
+    if alone and whole:
+        plan.work[added.dtype] = work
+    yield work
+
+
+class Tiles:
+    """What is added to the scores of strips, as the library reads it.
+
+    Args:
+        by_distance: gradients of biases by distance, [chunks, batch, heads, distances] in the order of the row of
+            numbers; None if none are wanted.
+        spare: numbers that the library may read beyond those of the last query.
+    """
+
+    def __init__(self, added: Added, by_distance: Tensor | None, spare: int) -> None:
+        self._added, self._by_distance = added, by_distance
+        self._spare = spare
+        self._row: Tensor | None = None
+        if added.row is not None:  # by the query's place less the key's, so that queries are consecutive
+            length = added.row.shape[2]
+            self._row = added.row.new_empty(*added.row.shape[:2], length + self._spare)[..., :length]
+            self._row.copy_(added.row.flip(2))
+
+    def of(self, strip: Strip, held: dict[int, Tensor]) -> Callable[[int, range], Iterator[Row]]:
+        """A function of the first column of a span, and its keys."""
+        of_strip, queries = self._added.of(strip), strip.queries
+
+        def of_span(column: int, keys: range) -> Iterator[Row]:
+            if self._row is not None:
+                yield self._of_distance(self._row, queries, keys, held)
+            for numbers, total in self._added.given:
+                yield _of_given(numbers, self._added.dtype, total, queries, keys, held)
+            if of_strip.made is not None:
+                yield _whole(of_strip.made.detach(), column, len(keys), 0, held)
+            if of_strip.hidden is not None:
+                yield _whole(
+                    of_strip.hidden.by_key(self._added.dtype, self._spare).mT, column, len(keys), self._spare, held
+                )
+
+        return of_span
+
+    def _of_distance(self, row: Tensor, queries: range, keys: range, held: dict[int, Tensor]) -> Row:
+        first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
+        steps, grads = (queries.step, -keys.step), self._by_distance
+        of_grads: Row = (None, 0, 0, 0, 0, 0)
+        if grads is not None:
+            held[id(grads)] = grads
+            chunk, batch, head, _ = grads.stride()
+            of_grads = grads.data_ptr() + grads.element_size() * first, batch, head, *steps, chunk
+        return (_address(row, first, held), *_strides(row)[:2], *steps, self._spare, *of_grads)
+
+
+def _of_given(
+    numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, held: dict[int, Tensor]
+) -> Row:
+    """A bias tensor, read where it is, and its gradient."""
+    found: list[int | None] = []
+    for tensor in (numbers.to(dtype), total):
+        if tensor is None:
+            return (*found, None, 0, 0, 0, 0, 0)
+        batch, head, query, key = _strides(tensor)
+        address = _address(tensor, queries.start * query + keys.start * key, held)
+        found += address, batch, head, query * queries.step, key * keys.step, 0
+    return tuple(found)
+
+
+def _whole(numbers: Tensor, column: int, columns: int, spare: int, held: dict[int, Tensor]) -> Row:
+    """Numbers of a strip: the columns of one of its spans."""
+    if numbers.shape[3] > 1:
+        numbers = numbers[..., column : column + columns]
+    return (_address(numbers, 0, held), *_strides(numbers), spare, None, 0, 0, 0, 0, 0)
+
+
+def _address(tensor: Tensor, at: int, held: dict[int, Tensor]) -> int:
+    held[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor.data_ptr() + tensor.element_size() * at
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """How far numbers lie apart along each axis: 0 where one serves all."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

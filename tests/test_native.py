@@ -1,0 +1,324 @@
+"""The compiled library: that it is there where it can be, that it is left where it is not, and what only it decides.
+
+That it computes what the reference does is said by the ladder of test_kernels.py, which it climbs as every kernel.
+"""
+
+import ctypes
+import importlib.util
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from comparing import assert_close, assert_within_budget
+from regard import Alibi, Causal, Dense, Document, Padding, Prefix, RelativeBias, Window, attention, attention_with_lse
+from regard.functional import check_call
+from regard.kernels import KERNELS, KernelError, choose
+from regard.kernels.strips import library, native, work
+from regard.reference import reference
+
+ROOT = Path(__file__).parent.parent
+BUILDS = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
+needs_library = pytest.mark.skipif(library.library() is None, reason="no library for this processor")
+
+
+def run(program: str, **environment: str) -> str:
+    """What a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def build():
+    """hatch_build.py, as a module."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def checked(mask=None, bias=None, shape=(1, 2, 70, 8), kv_heads=2, dtype=torch.float32, **more):
+    batch, _, length, size = shape
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(shape, generator=draw).to(dtype)
+    key, value = torch.randn(2, batch, kv_heads, length, size, generator=draw).to(dtype)
+    return check_call("attention", query, key, value, mask, bias, None, None, None, None, **more)
+
+
+# --- where it is, and where it is not ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not BUILDS, reason="it is compiled by cc on Linux, for x86-64")
+def test_it_is_compiled_where_there_is_a_compiler():
+    assert library.library() is not None
+    assert library.library(torch.float64).lanes * 2 == library.library().lanes
+
+
+def test_without_it_the_same_is_computed_by_torchs_operators():
+    program = """
+import torch, regard
+from regard import Causal, Window
+query, key, value = torch.randn(3, 1, 8, 900, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+output = regard.attention(query, key, value, mask=Causal() & Window(50))
+output.sum().backward()
+print(regard.plan(query, key, value, mask=Causal() & Window(50)).kernel, float(output.detach().square().sum()))
+try:
+    regard.attention(query, key, value, kernel="native")
+except regard.KernelError as error:
+    print(error)
+"""
+    off = run(program, REGARD_NATIVE="0").splitlines()
+    assert off[0].split()[0] == "strips"
+    assert "turned off by REGARD_NATIVE=0" in off[1]
+    assert "kernels that do: " in off[2]
+    kernel, found = run(program).splitlines()[0].split()
+    assert kernel == ("native" if library.library() is not None else "strips")
+    assert math.isclose(float(found), float(off[0].split()[1]), rel_tol=1e-5)
+
+
+def test_a_library_of_another_version_is_left_alone(monkeypatch, tmp_path):
+    class Longer(library.CallOf):
+        _fields_ = (("more", ctypes.c_int64),)
+
+    monkeypatch.setattr(library, "CallOf", Longer)
+    assert library.library.__wrapped__() is None
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    assert library.library.__wrapped__() is None
+
+
+def test_without_a_compiler_the_installation_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    source = tmp_path / build().SOURCE
+    source.parent.mkdir(parents=True)
+    source.write_text("int main(void) { return no_such_name; }")
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert "no-such-compiler" in build().compile_all(tmp_path)
+    monkeypatch.delenv("CC")
+    why = build().compile_all(tmp_path)
+    assert why is not None
+    assert [path.name for path in source.parent.iterdir()] == ["attention.c"]
+    if BUILDS:
+        assert "failed" in why
+
+
+@needs_library
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="it runs with AVX2 anyway")
+def test_with_avx2_alone_it_computes_the_same():
+    program = """
+import sys; sys.path.insert(0, "tests")
+import torch, regard
+from comparing import assert_close, assert_within_budget
+from regard import Alibi, Causal, Window
+from regard.kernels.strips.library import library
+assert library().lanes == 8
+draw = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+    inputs = [torch.randn(1, heads, 150, 20, generator=draw).to(dtype) for heads in (4, 2, 2)]
+    grad = torch.randn(1, 4, 150, 20, generator=draw)
+    for parts in ({"mask": Causal() & Window(40)}, {"bias": Alibi(4), "softcap": 3.0}, {"sink": torch.ones(4)}):
+        found = []
+        for wide, kernel in ((True, "reference"), (False, "reference"), (False, "native")):
+            three = [(t.double() if wide else t).detach().requires_grad_() for t in inputs]
+            output = regard.attention(*three, kernel=kernel, **parts)
+            found.append((output, *torch.autograd.grad(output, three, grad.to(output.dtype))))
+        for exact, plain, actual in zip(*found, strict=True):
+            if dtype == torch.float64:
+                assert_close(actual, exact)
+            else:
+                assert_within_budget(actual, exact, plain)
+print("done")
+"""
+    assert run(program, ATEN_CPU_CAPABILITY="avx2").strip() == "done"
+
+
+# --- which calls it takes ---------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("parts", "kernel"),
+    [
+        ({"mask": Causal() & Window(50), "shape": (1, 8, 600, 64), "kv_heads": 8}, "native"),
+        ({"bias": Alibi(8), "mask": Causal(), "shape": (1, 8, 600, 64), "kv_heads": 8}, "native"),
+        ({"mask": Causal(), "shape": (1, 8, 600, 64), "kv_heads": 2}, "native"),
+        ({"dropout": 0.1}, "native"),
+        ({"wants_lse": True}, "native"),
+        ({"shape": (1, 2, 8, 16)}, "sdpa"),  # torch's own function begins sooner
+        ({"shape": (1, 8, 600, 64), "kv_heads": 8}, "sdpa"),  # nothing to leave out, and no price measured
+    ],
+    ids=str,
+)
+def test_it_takes_calls_in_which_others_would_compute_more(parts, kernel):
+    assert choose(checked(**parts)).name == kernel
+
+
+@needs_library
+def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
+    call = checked(shape=(1, 8, 600, 64), kv_heads=8)
+    monkeypatch.setattr(native, "price", lambda dtype: 0.8)
+    assert choose(call).name == "native"
+    monkeypatch.setattr(native, "price", lambda dtype: 1.2)
+    assert choose(call).name == "sdpa"
+    one, other = native._two_ways(torch.float32)
+    output, _, _ = one()
+    assert_close(output, other())
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"shape": (1, 2, 0, 8)}, "nothing to compute"),
+        ({"bias": torch.zeros(1, 1, 70, 70).requires_grad_()}, "share a number"),
+    ],
+)
+def test_it_says_what_it_does_not_support(parts, why):
+    call = checked(**parts)
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "native")
+    assert why in kernel.cannot(call)
+    with pytest.raises(KernelError, match=why):
+        choose(call, "native")
+
+
+@needs_library
+def test_with_amx_bfloat16_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(native.processor, "AMX", True)
+    assert "AMX" in native.cannot(checked(dtype=torch.bfloat16))
+    assert native.cannot(checked()) is None
+
+
+# --- what only it decides ---------------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.parametrize("heads", [1, 3])
+def test_gradients_of_few_heads_are_added_up_by_several_threads_to_the_same(heads):
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 1, heads, 200, 24, generator=draw)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 4, 4):
+            torch.set_num_threads(threads)
+            three = [part.clone().requires_grad_() for part in inputs]
+            output = attention(*three, mask=Causal(), bias=Alibi(heads), kernel="native")
+            found.append(torch.autograd.grad(output.square().sum(), three))
+    finally:
+        torch.set_num_threads(before)
+    for grads in found[1:]:
+        for grad, alone in zip(grads, found[0], strict=True):
+            assert_close(grad, alone)
+    assert all(torch.equal(*pair) for pair in zip(found[2], found[3], strict=True))  # in a fixed order
+
+
+@needs_library
+def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)
+    table = torch.randn(32, 3, dtype=torch.float64, generator=draw)
+    dense = torch.randn(2, 3, 90, 90, dtype=torch.float64, generator=draw)
+    for mask in (None, Causal() & Window(20), Causal()):
+        for make, numbers in ((lambda t: RelativeBias(t), table), (lambda t: t, dense)):
+            grads = []
+            for kernel in ("native", "reference"):
+                learned = numbers.clone().requires_grad_()
+                output = attention(query, key, value, mask=mask, bias=make(learned), kernel=kernel)
+                grads.append(torch.autograd.grad(output.square().sum(), learned)[0])
+            assert_close(*grads)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_that_nobody_sees_changes_nothing_to_the_last_bit_forward_and_backward(dtype):
+    mask = Causal() & Padding(torch.arange(70)[None] >= 9)  # the first queries see nothing
+    found = []
+    for poison in (0.0, math.nan, math.inf):
+        call = checked(mask, dtype=dtype)
+        three = [part.clone() for part in (call.query, call.key, call.value)]
+        three[0][:, :, :9] = poison
+        three[1][:, :, :9] = poison
+        three[2][:, :, :9] = poison
+        three = [part.requires_grad_() for part in three]
+        output, lse = attention_with_lse(*three, mask=mask, kernel="native")
+        grad = torch.ones_like(output)
+        grad[:, :, :9] = poison
+        found.append((output, lse, *torch.autograd.grad(output, three, grad)))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@needs_library
+def test_in_half_precision_gradients_follow_from_the_output_before_it_was_rounded():
+    call = checked(dtype=torch.float16, shape=(1, 2, 300, 64))
+    plan, three = native.plan_of(call), call[:3]
+    output, lse, kept = native.forward(*three, None, call.scoring, None, plan)
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept.half(), output)
+    output, lse, kept = native.forward(*three, None, call.scoring, None, plan, learns=False, wants_lse=False)
+    assert kept is output
+    assert not lse.numel()
+
+
+@needs_library
+def test_equal_strips_and_their_masks_are_told_once():
+    call = checked(Causal() & Window(20), shape=(2, 2, 500, 8))
+    plan = native.plan_of(call)
+    native.forward(*call[:3], None, call.scoring, None, plan)
+    told = plan.work[torch.float32]
+    assert sum(row[1] for row in told.strips) > 4 * len(told.strips)  # each stands for several
+    assert told.numbers < 500 * 100
+
+
+@needs_library
+def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
+    monkeypatch.setattr(work, "MAX_KEPT_SCORES", 1000)
+    mask = Dense(torch.rand(1, 1, 300, 300, generator=torch.Generator().manual_seed(1)) < 0.5)
+    call, calls = checked(mask, shape=(1, 2, 300, 8)), []
+    real = library.Library.forward
+    monkeypatch.setattr(library.Library, "forward", lambda self, order: calls.append(order.strips) or real(self, order))
+    plan = native.plan_of(call)
+    output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
+    assert len(calls) > 1
+    assert torch.float32 not in plan.work
+    exact = reference(*(t.double() for t in call[:3]), call.scoring, None)
+    plain = reference(*call[:3], call.scoring, None)
+    assert_within_budget(output, exact[0], plain[0])
+    assert_within_budget(lse, exact[1], plain[1])
+
+
+@needs_library
+def test_prefixes_and_several_spans_are_read_where_they_are():
+    call = checked(Causal() & (Window(16) | Prefix(3)), shape=(2, 2, 200, 8))
+    plan = native.plan_of(call)
+    assert not plan.merges
+    assert any(len(strip.spans) > 1 and strip.times > 1 for strip in plan.strips)
+    output, _, _ = native.forward(*call[:3], None, call.scoring, None, plan)
+    assert_close(output, reference(*call[:3], call.scoring, None)[0])
+
+
+@needs_library
+def test_tiny_numbers_do_not_stay_flushed_in_the_callers_thread():
+    query, key, value = torch.randn(3, 1, 2, 300, 16)
+    attention(query, key, value, mask=Causal(), kernel="native")
+    tiny = torch.tensor([1e-40])
+    assert (tiny * 0.5).item() > 0.0
+
+
+@needs_library
+def test_packed_documents_of_any_length_are_one_call(monkeypatch):
+    lengths = [20, 111, 3, 64, 102]
+    mask, calls = Document.from_lengths(lengths) & Causal(), []
+    real = library.Library.forward
+    monkeypatch.setattr(library.Library, "forward", lambda self, order: calls.append(order.strips) or real(self, order))
+    query, key, value = torch.randn(3, 1, 4, sum(lengths), 16)
+    output = regard.attention(query, key, value, mask=mask, kernel="native")
+    assert len(calls) == 1
+    assert_close(output, attention(query, key, value, mask=mask, kernel="reference"))
