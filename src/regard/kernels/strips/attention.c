@@ -145,6 +145,90 @@ INLINE vec exp2_of(vec x)
     return power * (vec)(((ints)rounded << FRACTION_BITS) + (((whole)1 - (whole)LOWEST) << FRACTION_BITS));
 }
 
+/* sum x y, of rows of numbers */
+INLINE real dot(const real *x, const real *y, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * load(y + d);
+    for (; d < size; d++) sum += x[d] * y[d];
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    return sum;
+}
+
+/* whether all numbers of a row are finite: 0 times others is NaN */
+INLINE int is_finite(const real *x, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * 0;
+    for (; d < size; d++) sum += x[d] * 0;
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    return sum == 0;
+}
+
+/* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
+INLINE void transpose(vec x[LANES])
+{
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 4
+    for (int half = 1; half < LANES; half *= 2) {
+        ints first, second;
+        for (int lane = 0; lane < LANES; lane++) {
+            first[lane] = lane & half ? LANES + lane - half : lane;
+            second[lane] = lane & half ? LANES + lane : lane + half;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & half) continue;
+            vec one = x[i], other = x[i + half];
+            x[i] = __builtin_shuffle(one, other, first);
+            x[i + half] = __builtin_shuffle(one, other, second);
+        }
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            real one = x[i][j];
+            x[i][j] = x[j][i], x[j][i] = one;
+        }
+#endif
+}
+
+/* `rows` of `size` numbers, a multiple of LANES of them, side by side: out[number][UNIT] */
+static void to_columns(const real *const *rows, int count, i64 size, real factor, real *out)
+{
+    for (int c = 0; c < count; c += LANES) {
+        i64 d = 0;
+        for (; d + LANES <= size; d += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(rows[c + i] + d) * factor;
+            transpose(x);
+            for (int i = 0; i < LANES; i++) store(out + (d + i) * UNIT + c, x[i]);
+        }
+        for (; d < size; d++)
+            for (int i = 0; i < LANES; i++) out[d * UNIT + c + i] = rows[c + i][d] * factor;
+    }
+}
+
+/* the other way: out[row][size], for UNIT rows */
+static void to_rows(const real *columns, i64 size, real *out)
+{
+    for (int c = 0; c < UNIT; c += LANES) {
+        i64 d = 0;
+        for (; d + LANES <= size; d += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(columns + (d + i) * UNIT + c);
+            transpose(x);
+            for (int i = 0; i < LANES; i++) store(out + (c + i) * size + d, x[i]);
+        }
+        for (; d < size; d++)
+            for (int i = 0; i < LANES; i++) out[(c + i) * size + d] = columns[d * UNIT + c + i];
+    }
+}
+
 /* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns */
 INLINE void block(
     const int n, const int wide, const real *left, i64 row, i64 step, const real *right, i64 right_row, i64 depth,
@@ -326,12 +410,22 @@ static void add_tile(const struct place *p, const struct tile *t, i64 unit, i64 
             }
         return;
     }
-    for (i64 j = 0; j < n; j += 16) /* a few keys at a time, since their scores lie apart */
-        for (int i = 0; i < rows; i++)
-            for (i64 k = j; k < least(j + 16, n); k++) {
-                real x = from[i][k * t->key], *at = scores + k * UNIT + i;
-                *at = x == NONE ? x : *at + LOG2_E * x;
+    i64 j = 0;
+    for (; t->key == 1 && j + LANES <= n; j += LANES)
+        for (int c = 0; c < rows; c += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(from[c + i] + j);
+            transpose(x);
+            for (int i = 0; i < LANES; i++) {
+                real *at = scores + (j + i) * UNIT + c;
+                store(at, pick(x[i] == NONE, x[i], load(at) + LOG2_E * x[i]));
             }
+        }
+    for (; j < n; j++)
+        for (int i = 0; i < rows; i++) {
+            real x = from[i][j * t->key], *at = scores + j * UNIT + i;
+            *at = x == NONE ? x : *at + LOG2_E * x;
+        }
 }
 
 /* adds gradients of scores to those of the numbers that were added to them */
@@ -410,17 +504,21 @@ static void side_by_side(
     const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out, real *rows,
     i64 padded, real rows_factor)
 {
-    real row[size], sum = 0;
-    for (int i = 0; i < UNIT; i++) {
-        i64 r = least(unit * UNIT + i, p->rows - 1);
-        widen(t->data, place_in(t, p->batch, p->head[r], p->query[r]), size, p->call->dtype, row);
-        for (i64 d = 0; d < size; d++) out[d * UNIT + i] = row[d] * factor;
-        if (!rows) continue;
-        int exists = unit * UNIT + i < p->rows;
-        for (i64 d = 0; d < padded; d++) rows[i * padded + d] = d < size && exists ? row[d] * rows_factor : 0;
-        for (i64 d = 0; d < size; d++) sum += 0 * row[d];
+    i64 dtype = p->call->dtype, n = least(UNIT, p->rows - unit * UNIT);
+    const real *from[UNIT];
+    real room[dtype == OWN ? 1 : UNIT * size];
+    for (i64 i = 0; i < UNIT; i++) {
+        i64 r = unit * UNIT + least(i, n - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
+        from[i] = dtype == OWN ? (const real *)t->data + at : room + i * size;
+        if (dtype != OWN) widen(t->data, at, size, dtype, room + i * size);
     }
-    if (sum != 0) suspect(p);
+    to_columns(from, UNIT, size, factor, out);
+    if (!rows) return;
+    memset(rows, 0, UNIT * padded * sizeof(real));
+    for (i64 i = 0; i < n; i++) {
+        for (i64 d = 0; d < size; d++) rows[i * padded + d] = from[i][d] * rows_factor;
+        if (!is_finite(from[i], size)) suspect(p);
+    }
 }
 
 /* memory of a thread, which it keeps */
@@ -549,14 +647,12 @@ static void forward_place(const struct place *p, real *memory)
             }
         }
     }
+    real rows[UNIT * E];
     for (i64 r = 0; r < p->rows; r++) {
-        i64 u = r / UNIT, i = r % UNIT;
-        real row[E], sum = total[r], share = sum == 0 ? 0 : 1 / sum, odd = 0 * sum;
-        for (i64 e = 0; e < E; e++) {
-            row[e] = output[(u * E + e) * UNIT + i] * share;
-            odd += 0 * row[e];
-        }
-        if (odd != 0) suspect(p);
+        if (r % UNIT == 0) to_rows(output + r * E, E, rows);
+        real *row = rows + r % UNIT * E, sum = total[r], share = sum == 0 ? 0 : 1 / sum;
+        for (i64 e = 0; e < E; e++) row[e] *= share;
+        if (!is_finite(row, E) || sum * 0 != 0) suspect(p);
         if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), E, OWN, row);
         narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), E, c->dtype, row);
         if (!c->lse) continue;
@@ -620,16 +716,16 @@ static void backward_place(const struct place *p, real *memory, real *grad_key, 
     for (i64 u = 0; u < units; u++) {
         side_by_side(p, &c->query, u, D, factor, query + u * D * UNIT, query_rows + u * D_padded * UNIT, D_padded, c->scale);
         side_by_side(p, &c->grad_output, u, E, 1, grad + u * E * UNIT, grad_rows + u * E_padded * UNIT, E_padded, 1);
-        for (int i = 0; i < UNIT; i++) {
-            i64 r = least(u * UNIT + i, p->rows - 1), at = (p->batch * c->heads + p->head[r]) * c->query_len + p->query[r];
-            real row[E], sum = 0;
+        for (i64 r = u * UNIT; r < least(p->rows, (u + 1) * UNIT); r++) {
+            i64 at = (p->batch * c->heads + p->head[r]) * c->query_len + p->query[r];
             const struct tensor *output = c->exact.data ? &c->exact : &c->output;
-            i64 dtype = c->exact.data ? OWN : c->dtype;
-            widen(output->data, place_in(output, p->batch, p->head[r], p->query[r]), E, dtype, row);
-            for (i64 e = 0; e < E; e++) sum += row[e] * grad[(u * E + e) * UNIT + i];
-            lse[u * UNIT + i] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
-            delta[u * UNIT + i] = c->grad_lse ? sum - c->grad_lse[at] : sum;
+            real row[E];
+            widen(
+                output->data, place_in(output, p->batch, p->head[r], p->query[r]), E, c->exact.data ? OWN : c->dtype, row);
+            lse[r] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
+            delta[r] = dot(row, grad_rows + r * E_padded, E) - (c->grad_lse ? c->grad_lse[at] : 0);
         }
+        for (i64 r = p->rows; r < (u + 1) * UNIT; r++) lse[r] = delta[r] = 0;
     }
     memset(grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, query, grad, query_rows, grad_rows, delta, scores, key_room);
@@ -680,15 +776,12 @@ static void backward_place(const struct place *p, real *memory, real *grad_key, 
             }
         }
     }
+    real of_unit[UNIT * D];
     for (i64 r = 0; r < p->rows; r++) {
-        i64 u = r / UNIT, i = r % UNIT;
+        if (r % UNIT == 0) to_rows(grad_query + r * D, D, of_unit);
         real *to = (real *)c->grad_query.data + place_in(&c->grad_query, p->batch, p->head[r], p->query[r]);
-        real odd = 0;
-        for (i64 d = 0; d < D; d++) {
-            to[d] = grad_query[(u * D + d) * UNIT + i] * c->scale;
-            odd += 0 * to[d];
-        }
-        if (odd != 0) suspect(p);
+        for (i64 d = 0; d < D; d++) to[d] = of_unit[r % UNIT * D + d] * (real)c->scale;
+        if (!is_finite(to, D)) suspect(p);
     }
 }
 

@@ -101,6 +101,8 @@ def beats(call: Call, scores: int) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
+    if call.scoring.bias is not None:
+        to_begin += tuning.SCORES_TO_ADD
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False

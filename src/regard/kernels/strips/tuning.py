@@ -99,3 +99,6 @@ SCORES_TO_BEGIN = 1 << 12
 SCORES_TO_BEGIN_THAT_LEARN = 1 << 13
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
 without gradients and with them. Rows of 128 tokens of features.py."""
+
+SCORES_TO_ADD = 1 << 16
+"""The same for a bias, which torch's own function reads as a table that is kept. Rows "bias" of 128 tokens."""
