@@ -322,3 +322,18 @@ def test_packed_documents_of_any_length_are_one_call(monkeypatch):
     output = regard.attention(query, key, value, mask=mask, kernel="native")
     assert len(calls) == 1
     assert_close(output, attention(query, key, value, mask=mask, kernel="reference"))
+
+
+@needs_library
+def test_a_bias_whose_numbers_lie_apart_is_copied_strip_by_strip():
+    draw = torch.Generator().manual_seed(0)
+    apart = torch.randn(1, 300, 300, 4, generator=draw).permute(0, 3, 1, 2)  # as from an embedding of distances
+    assert not work.is_read(apart, torch.float32)
+    assert work.is_read(apart.mT.contiguous().mT, torch.float32)
+    query, key, value = torch.randn(3, 2, 4, 300, 8, generator=draw).requires_grad_()
+    found = []
+    for bias in (apart, apart.contiguous()):
+        output = attention(query, key, value, bias=bias, mask=Causal(), kernel="native")
+        found.append((output, *torch.autograd.grad(output.square().sum(), (query,))))
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)

@@ -130,18 +130,30 @@ class Tiles:
         return (_address(row, first, held), *_strides(row)[:2], *steps, self._spare, *of_grads)
 
 
+def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a bias tensor is read where it is, for scores of a dtype: not if numbers would be picked one by one."""
+    in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
+    return numbers.dtype is dtype and in_order
+
+
 def _of_given(
     numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, held: dict[int, Tensor]
 ) -> Row:
-    """A bias tensor, read where it is, and its gradient."""
-    found: list[int | None] = []
-    for tensor in (numbers.to(dtype), total):
-        if tensor is None:
-            return (*found, None, 0, 0, 0, 0, 0)
-        batch, head, query, key = _strides(tensor)
-        address = _address(tensor, queries.start * query + keys.start * key, held)
-        found += address, batch, head, query * queries.step, key * keys.step, 0
-    return tuple(found)
+    """A bias tensor and its gradient."""
+    if not is_read(numbers, dtype):
+        rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
+        numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
+        numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).contiguous()
+        first = _address(numbers, 0, held), *_strides(numbers), 0
+    else:
+        batch, head, query, key = _strides(numbers)
+        at = queries.start * query + keys.start * key
+        first = _address(numbers, at, held), batch, head, query * queries.step, key * keys.step, 0
+    if total is None:
+        return (*first, None, 0, 0, 0, 0, 0)
+    batch, head, query, key = _strides(total)
+    at = queries.start * query + keys.start * key
+    return (*first, _address(total, at, held), batch, head, query * queries.step, key * keys.step, 0)
 
 
 def _whole(numbers: Tensor, column: int, columns: int, spare: int, held: dict[int, Tensor]) -> Row:
