@@ -24,5 +24,6 @@ def every(benchmark: str) -> list[dict[str, Any]]:
 
 def heading(machine: dict[str, Any]) -> list[str]:
     """The beginning of a page's part for one kind, in Markdown."""
-    told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}."
+    by = f"the compiled library for {machine['library']}" if machine.get("library") else "torch's operators alone"
+    told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; computed by {by}."
     return ["", f"## Products by {machine['products']}", "", told]

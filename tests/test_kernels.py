@@ -778,3 +778,21 @@ def test_a_mask_as_numbers_is_zero_and_minus_infinity(dtype, size):
         numbers = Hidden(mask).numbers(dtype)
         assert numbers.dtype == dtype
         assert torch.equal(numbers, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf))
+
+
+@pytest.mark.parametrize("kernel", ["native", "strips"])
+def test_many_gradients_at_once_are_those_of_the_reference(kernel):
+    query, key, value = torch.randn(3, 1, 2, 9, 4, dtype=torch.float64)
+    call = call_of()
+    if next(k for k in KERNELS if k.name == kernel).cannot(call) is not None:
+        pytest.skip("not compiled here")
+    found = [
+        torch.autograd.functional.jacobian(
+            lambda *three, by=by: attention(*three, mask=Causal(), sink=torch.ones(2).double(), kernel=by),
+            (query, key, value),
+            vectorize=True,
+        )
+        for by in (kernel, "reference")
+    ]
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)

@@ -17,6 +17,7 @@ from regard.bench.device import described
 from regard.bench.memory import in_one_line
 from regard.bench.task import CPU, Task, name_of
 from regard.bench.timing import measure
+from regard.kernels.strips import library
 
 QUICK_SHRINK = 8
 """A quick run has the same tasks at an eighth of the length, in float32, five repeats each, without memory and without
@@ -29,7 +30,7 @@ BUSY_SHARE = 0.1
 
 
 def machine(device: torch.device = CPU) -> dict[str, Any]:
-    """Processor, threads and versions of a run; for a GPU also its name, memory and CUDA version."""
+    """Processor, threads, compiled library and versions of a run; for a GPU also its name, memory and CUDA version."""
     versions = {"torch": torch.__version__, "regard": regard.__version__}
     if find_spec("x_transformers"):
         from importlib.metadata import version
@@ -39,6 +40,7 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
         "processor": processor.model(),
         "threads": torch.get_num_threads(),
         "products": _libraries(),
+        "library": library.name(),
         "python": platform.python_version(),
         **versions,
         **described(device),

@@ -1,4 +1,4 @@
-"""The backward pass of a backward pass, by the reference: for functions that have a backward pass of their own."""
+"""What a backward pass of our own cannot do, by the reference: its own backward pass, and several gradients at once."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,6 +10,34 @@ from regard.dropout import Dropout
 from regard.kernels.call import KernelError, learns
 from regard.reference import reference
 from regard.scores import Scoring
+
+
+def is_batched(*grads: Tensor | None) -> bool:
+    """Whether any stands for several gradients, as in `torch.autograd.grad(..., is_grads_batched=True)` and in
+    `torch.autograd.functional.jacobian(..., vectorize=True)`: it has no numbers of its own to be read."""
+    return any(grad is not None and not torch._C._has_storage(grad) for grad in grads)
+
+
+def batched_gradients(
+    scoring: Scoring, dropout: Dropout | None, grads: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of a call, for several gradients of its output and lse at once.
+
+    Args:
+        grads: of output and lse. inputs: query, key, value, sink and what else may learn.
+    """
+    with torch.enable_grad():
+        query, key, value, sink = (None if t is None else t.detach().requires_grad_() for t in inputs[:4])
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        results = reference(query, key, value, scoring.with_sink(sink), dropout)
+        given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+        tensors = [query, key, value, sink, *inputs[4:]]
+        learning = [tensor for tensor in tensors if learns(tensor)]
+        outputs, of_outputs = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(outputs, learning, of_outputs, allow_unused=True))  # type: ignore[arg-type]
+    return [next(found) if learns(tensor) else None for tensor in tensors]
 
 
 def second_gradients(

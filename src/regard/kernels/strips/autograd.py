@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.dropout import Dropout
 from regard.graphs import transformed
-from regard.kernels.second import second_gradients
+from regard.kernels.second import batched_gradients, is_batched, second_gradients
 from regard.kernels.strips.engines import Engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
@@ -48,6 +48,10 @@ class Strips(torch.autograd.Function):
         saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
         if grad_output is None:
             grad_output = torch.zeros_like(saved[0])
+        if is_batched(grad_output, grad_lse) and not transformed():
+            _, scoring, dropout, _ = ctx.fixed
+            found = batched_gradients(scoring, dropout, (grad_output, grad_lse), saved[2:])
+            return None, None, None, None, *found
         again = torch.is_grad_enabled() or transformed()
         way = Gradients.apply if again else Gradients.forward  # another node takes time
         return None, None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)

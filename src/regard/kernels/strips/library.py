@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-"""The library for what torch uses on this processor, by the name that compilers give to the set of instructions."""
+"""The set of instructions for what torch uses on this processor, as compilers call it."""
 
 DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 """0: that in which the library computes."""
@@ -111,14 +111,19 @@ def is_there(dtype: torch.dtype) -> bool:
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
+def name() -> str | None:
+    """The set of instructions of the library that this processor runs; None if there is none."""
+    return INSTRUCTIONS[torch.backends.cpu.get_cpu_capability()] if is_there(torch.float32) else None
+
+
 @cache
 def library(dtype: torch.dtype = torch.float32) -> Library | None:
     """The library that computes in float32 or float64 on this processor; None if there is none, or if it is turned off
     by REGARD_NATIVE=0."""
-    name = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
-    if name is None or os.environ.get("REGARD_NATIVE") == "0":
+    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+    if instructions is None or os.environ.get("REGARD_NATIVE") == "0":
         return None
-    path = Path(__file__).with_name(f"attention-{name}-{str(dtype).removeprefix('torch.')}.so.1")
+    path = Path(__file__).with_name(f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1")
     try:
         return Library(path, dtype)
     except OSError:  # not compiled, or for another system

@@ -315,8 +315,8 @@ class Order:
     def tensor(self, name: str, tensor: Tensor) -> None:
         """Tells of a tensor [batch, heads, length, size]; of a copy, if its features are not consecutive."""
         batch, head, row, feature = tensor.stride()
-        if feature != 1 and tensor.shape[3] > 1:
-            tensor = tensor.contiguous()
+        if (feature != 1 and tensor.shape[3] > 1) or tensor.is_neg():
+            tensor = tensor.resolve_neg().contiguous()
             batch, head, row, _ = tensor.stride()
         self._held.append(tensor)
         at = AT[name]
@@ -324,7 +324,7 @@ class Order:
 
     def numbers(self, name: str, tensor: Tensor) -> None:
         """Tells of numbers one after another."""
-        tensor = tensor.contiguous()
+        tensor = tensor.resolve_neg().contiguous()
         self._held.append(tensor)
         self._words[AT[name]] = tensor.data_ptr()
 

@@ -133,7 +133,7 @@ class Tiles:
 def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
     """Whether a bias tensor is read where it is, for scores of a dtype: not if numbers would be picked one by one."""
     in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
-    return numbers.dtype is dtype and in_order
+    return numbers.dtype is dtype and in_order and not numbers.is_neg()
 
 
 def _of_given(
@@ -143,7 +143,7 @@ def _of_given(
     if not is_read(numbers, dtype):
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
-        numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).contiguous()
+        numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
         first = _address(numbers, 0, held), *_strides(numbers), 0
     else:
         batch, head, query, key = _strides(numbers)
