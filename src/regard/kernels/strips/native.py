@@ -10,7 +10,7 @@ So a score costs about the same in any strip, and what is added to it is read wh
 Scores, weights and all sums are float32 or wider, whatever the dtype of query, key and value.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from regard.kernels.strips.library import AT, DTYPES, CallOf, Library, Words, is
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.work import Work, works
 from regard.numerics import row_products, upcast, wide
+from regard.rules import contents
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -101,7 +102,7 @@ def beats(call: Call, scores: int) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
-    if call.scoring.bias is not None:
+    if call.scoring.bias is not None and not is_of_distance(call.scoring.bias):
         to_begin += tuning.SCORES_TO_ADD
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
@@ -179,10 +180,9 @@ def forward(
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     if wants_lse:
         order.numbers("lse", lse)
-    added = None if scoring.bias is None else Added(scoring, plan, dtype)
-    order.run(order.library.forward, added)
-    if order.is_suspect(added):  # a hidden key may have had a part
-        order.run(order.library.forward, added, careful=True)
+    order.run(order.library.forward)
+    if order.is_suspect():  # a hidden key may have had a part
+        order.run(order.library.forward, careful=True)
     return output, lse, exact
 
 
@@ -201,29 +201,26 @@ def backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
-    order = Order(query, key, value, sink, scoring, dropout, plan)
+    order = Order(query, key, value, sink, scoring, dropout, plan, learned)
     order.tensor("output" if output.dtype is query.dtype else "exact", output)
     order.tensor("grad_output", grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
     order.numbers("lse", lse)
     if grad_lse is not None:
         order.numbers("grad_lse", grad_lse.to(lse.dtype))
-    found, added = _gradients(order, query, key, value, learned)
-    if order.is_suspect(added):
-        found, added = _gradients(order, query, key, value, learned, careful=True)
+    found = _gradients(order, query, key, value)
+    if order.is_suspect():
+        order.begin_again()
+        found = _gradients(order, query, key, value, careful=True)
     grad_sink = None
     if sink is not None:
         delta = row_products(grad_output, output)
         grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    if added is None:
-        return (*found, grad_sink)
-    of_learned = iter(added.finish())
+    of_learned = iter(order.added.finish() if order.learns else ())
     grads = (next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
     return (*found, grad_sink, *grads)
 
 
-def _gradients(
-    order: "Order", query: Tensor, key: Tensor, value: Tensor, learned: Sequence[Tensor], *, careful: bool = False
-) -> tuple[list[Tensor], Added | None]:
+def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
     """The gradients of query, key and value; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.library.lanes
     chunks = _chunks(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
@@ -237,16 +234,13 @@ def _gradients(
         order.number(f"chunk_{name}", total.stride(0))
         grads.append((total[0], total)[chunks > 1])
     order.number("chunks", chunks)
-    added = by_distance = None
-    if order.scoring.bias is not None:
-        added = Added(order.scoring, order.plan, dtype, learned)
-        if added.learns_by_distance:
-            assert added.row is not None
-            by_distance = added.row.new_zeros(chunks, *query.shape[:2], added.row.shape[2])
-    order.run(order.library.backward, added, by_distance, careful=careful)
+    by_distance = None
+    if order.learns and order.added.learns_by_distance:
+        assert order.added.row is not None
+        by_distance = order.added.row.new_zeros(chunks, *query.shape[:2], order.added.row.shape[2])
+    order.run(order.library.backward, by_distance, careful=careful)
     if by_distance is not None:
-        assert added is not None
-        added.pull_distances(by_distance.sum(0).flip(2))
+        order.added.pull_distances(by_distance.sum(0).flip(2))
     if chunks > 1:
         grads[1:] = [total.sum(0) for total in grads[1:]]
     tensors = query, key, value
@@ -254,7 +248,7 @@ def _gradients(
         g if g.shape[3] == t.shape[3] else g[..., : t.shape[3]].contiguous()
         for g, t in zip(grads, tensors, strict=True)
     ]
-    return [g if query.dtype is dtype else g.to(query.dtype) for g in grads], added
+    return [g if query.dtype is dtype else g.to(query.dtype) for g in grads]
 
 
 def _chunks(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int:
@@ -276,9 +270,13 @@ def _library(dtype: torch.dtype) -> Library:
 
 
 class Order:
-    """A call of the library: what both passes are told, and tensors whose memory must not be freed before."""
+    """A call of the library: what both passes are told, and tensors whose memory must not be freed before.
 
-    __slots__ = ("_call", "_held", "_words", "library", "plan", "scoring")
+    Attributes:
+        learns: whether a bias wants a gradient.
+    """
+
+    __slots__ = ("_added", "_call", "_held", "_learned", "_words", "learns", "library", "plan", "scoring")
 
     def __init__(
         self,
@@ -289,8 +287,11 @@ class Order:
         scoring: Scoring,
         dropout: Dropout | None,
         plan: StripPlan,
+        learned: Sequence[Tensor] = (),
     ) -> None:
         self.scoring, self.plan, self.library = scoring, plan, _library(query.dtype)
+        self._added: Added | None = None
+        self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
         self._held: list[Any] = []
         form = query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap
         known = plan.orders.get(form)
@@ -332,39 +333,52 @@ class Order:
         """Tells a number."""
         self._words[AT[name]] = number
 
-    def run(
-        self,
-        way: Callable[[CallOf], None],
-        added: Added | None,
-        by_distance: Tensor | None = None,
-        *,
-        careful: bool = False,
-    ) -> None:
+    @property
+    def added(self) -> Added:
+        """What is added to scores."""
+        if self._added is None:
+            self._added = Added(self.scoring, self.plan, self.library.dtype, self._learned)
+        return self._added
+
+    def begin_again(self) -> None:
+        """Forgets the gradients of what is added to scores."""
+        self._added = None
+
+    def run(self, way: Callable[[CallOf], None], by_distance: Tensor | None = None, *, careful: bool = False) -> None:
         """Computes all strips, one way.
 
         Args:
             by_distance: as of `work.Tiles`. careful: takes what nobody sees as 0.
         """
         self.number("careful", careful)
-        for work in self._works(added, by_distance):
+        for work in self._works(by_distance):
             at = AT["strip"]
             self._words[at : at + 3] = [*work.addresses()]
             self.number("strips", len(work.strips))
             way(self._call)
 
-    def _works(self, added: Added | None, by_distance: Tensor | None) -> Iterable[Work]:
-        dtype = wide(self.library.dtype)
-        if added is None:
-            known = self.plan.work.get(dtype)
-            if known is not None:
-                return (known,)
-            added = Added(self.scoring, self.plan, dtype)
-        return works(self.plan, added, by_distance, 2 * self.library.lanes)
+    def _works(self, by_distance: Tensor | None) -> Iterable[Work]:
+        kept_as = self._kept_as()
+        known = None if kept_as is None else self.plan.work.get(kept_as)
+        if known is not None:
+            return (known,)
+        return works(self.plan, self.added, by_distance, 2 * self.library.lanes, kept_as)
 
-    def is_suspect(self, added: Added | None) -> bool:
+    def _kept_as(self) -> Hashable | None:
+        """What is equal for two calls only if the library is told the same of all strips; None if that is not kept, as
+        of biases that are tensors, which would not be freed."""
+        bias, dtype = self.scoring.bias, self.library.dtype
+        if not self.plan.is_kept or self.learns:
+            return None
+        if bias is None:
+            return dtype
+        found = contents(bias) if is_of_distance(bias) else None
+        return None if found is None else (dtype, found)
+
+    def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""
         found = self._words[AT["suspect"]] != 0
-        return found and (self.plan.hides or (added is not None and added.hides))
+        return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
 
 
 def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:

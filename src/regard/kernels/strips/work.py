@@ -1,7 +1,7 @@
 """The strips of a plan as the compiled library reads them: numbers, and the addresses of what is added to scores."""
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,24 +62,28 @@ def _array(kind: Any, rows: list[Row]) -> Any:
     return (kind * len(rows))(*rows)
 
 
-def works(plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int) -> Iterator[Work]:
-    """The strips, as many at once as hold few numbers: all of them, if these are kept with the plan.
+MAX_KEPT = 8
+"""Biases by distance for which the strips of a plan are kept: those of a model whose layers differ."""
+
+
+def works(
+    plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int, kept_as: Hashable | None
+) -> Iterator[Work]:
+    """The strips, as many at once as hold few numbers; all of them are kept with the plan, if that is few.
 
     Args:
-        by_distance, spare: as of `Tiles`.
+        by_distance, spare: as of `Tiles`. kept_as: under what they are kept; None if they are not.
     """
-    alone = added.scoring.bias is None and plan.is_kept
-    if alone and added.dtype in plan.work:
-        yield plan.work[added.dtype]
-        return
     tiles, work, whole = Tiles(added, by_distance, spare), Work(), True
     for strip in plan.strips:
         if work.numbers > MAX_KEPT_SCORES:
             yield work
             work, whole = Work(), False
         work.add(strip, tiles)
-    if alone and whole:
-        plan.work[added.dtype] = work
+    if kept_as is not None and whole:
+        while len(plan.work) >= MAX_KEPT:
+            plan.work.pop(next(iter(plan.work)), None)
+        plan.work[kept_as] = work
     yield work
 
 
