@@ -28,6 +28,7 @@ from regard.kernels.strips.added import Added, is_of_distance
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.library import AT, DTYPES, CallOf, Library, Words, is_there, library
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
+from regard.kernels.strips.reordering import reordering
 from regard.kernels.strips.work import Work, works
 from regard.numerics import row_products, upcast, wide
 from regard.rules import contents
@@ -102,7 +103,10 @@ def beats(call: Call, scores: int) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
-    if call.scoring.bias is not None and not is_of_distance(call.scoring.bias):
+    if call.scoring.grid.query_len < 2 * _library(call.query.dtype).lanes:
+        to_begin *= tuning.FEW_QUERIES
+    bias = call.scoring.bias
+    if bias is not None and (not is_of_distance(bias) or reordering(call) is not None):
         to_begin += tuning.SCORES_TO_ADD
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:

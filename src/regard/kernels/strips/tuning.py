@@ -96,9 +96,14 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
 SCORES_TO_BEGIN = 1 << 12
-SCORES_TO_BEGIN_THAT_LEARN = 1 << 13
+SCORES_TO_BEGIN_THAT_LEARN = 1 << 14
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
 without gradients and with them. Rows of 128 tokens of features.py."""
 
+FEW_QUERIES = 4
+"""How many times that is where queries do not fill two vectors: keys and values are read for few scores. Row "16
+queries, ALiBi, causal"."""
+
 SCORES_TO_ADD = 1 << 16
-"""The same for a bias, which torch's own function reads as a table that is kept. Rows "bias" of 128 tokens."""
+"""The same for a bias that is told anew in every call, and that torch's own function reads as a kept table. Rows
+"bias, dense" and "8 documents, tokens apart, ALiBi" of 128 tokens."""
