@@ -90,7 +90,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	touch $@
 
 # compiled when regard is installed
-COMPILED := hatch_build.py src/regard/kernels/strips/attention.c
+COMPILED := hatch_build.py $(wildcard src/regard/kernels/strips/c/*.[ch])
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(COMPILED) $(VENV)/.torch
 	@echo "regard, its command line and what training needs: about 30 MB more"

@@ -1,4 +1,4 @@
-"""Compiles src/regard/kernels/strips/attention.c when regard is installed or built: once for each set of vector
+"""Compiles src/regard/kernels/strips/c when regard is installed or built: once for each set of vector
 instructions and dtype, in a few seconds. Where there is no compiler, or another processor or system, nothing is
 compiled, the installation says so in a line, and regard computes everything by torch's operators.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/regard/kernels/strips/attention.c")
+SOURCE = Path("src/regard/kernels/strips/c/attention.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-mprefer-vector-width=512"]
 INSTRUCTIONS = ("x86-64-v4", "x86-64-v3")  # with AVX-512 and with AVX2: kernels/strips/library.py chooses
 DTYPES = ("float32", "float64")

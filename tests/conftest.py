@@ -42,5 +42,5 @@ def _no_call_is_like_one_of_another_test():
 
 @pytest.fixture
 def without_the_library(monkeypatch):
-    """As on a processor for which attention.c was not compiled: torch's operators compute everything."""
+    """As on a processor for which the library was not compiled: torch's operators compute everything."""
     monkeypatch.setattr(native, "is_there", lambda dtype: False)

@@ -1,4 +1,4 @@
-"""The log-sum-exp of a call's scores: from one call of attention where that is fast, else tile by tile."""
+"""The log-sum-exp of a call's scores: tile by tile for any kind of score, or from one fused call of attention."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels import Call, choose
-from regard.kernels.strips import NATIVE_KERNEL
 from regard.numerics import exp, finite_lse, upcast
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import PerQuery, Result, Statistic
@@ -28,22 +27,8 @@ def settled(call: ObservedCall, entropy_alone: bool = False) -> tuple[ObservedCa
     if call.is_product and (entropy_alone or call.wants_grad):
         lse, entropy = fused_lse(call)
     else:
-        found = lse_alone(call)
-        lse = streamed_lse(call, range(call.grid.query_len)) if found is None else found
+        lse = streamed_lse(call, range(call.grid.query_len))
     return replace(call, lse=lse), entropy
-
-
-def lse_alone(call: ObservedCall) -> Tensor | None:
-    """lse from one call of the compiled library, without a gradient; None where it cannot do the call.
-
-    One feature of the keys stands in for the values: their product, half of the work, is left out.
-    """
-    query, key = upcast(call.query), upcast(call.key)
-    of_scores = Call(query, key, key[..., :1], call.scoring, None, wants_lse=True)
-    if call.wants_grad or NATIVE_KERNEL.cannot(of_scores) is not None:
-        return None
-    with torch.no_grad():
-        return NATIVE_KERNEL.run(of_scores)[1]
 
 
 def fused_lse(call: ObservedCall) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The compiled library: which one this processor can run, and the structures through which it is called.
 
-`attention.c` is compiled when regard is installed, once for each set of vector instructions, if there is a compiler.
+The code in c/ is compiled when regard is installed, once for each set of vector instructions, if there is a compiler.
 Without one, or with REGARD_NATIVE=0, the other engine computes everything. The library is called by ctypes, so it
 depends neither on torch's headers nor on Python's: it reads tensors where they are, and runs on torch's threads.
 """
@@ -51,7 +51,7 @@ class StripOf(ctypes.Structure):
 
 
 class CallOf(ctypes.Structure):
-    """`struct call` of attention.c, field by field."""
+    """`struct call` of c/call.h, field by field."""
 
     _fields_ = (
         *((name, TensorAt) for name in ("query", "key", "value", "output")),
@@ -85,7 +85,7 @@ class Library:
         library = ctypes.CDLL(str(path))
         library.regard_lanes.restype = library.regard_size_of_call.restype = _i64
         if library.regard_size_of_call() != ctypes.sizeof(CallOf):
-            raise OSError(f"{path.name} was compiled from another version of attention.c")
+            raise OSError(f"{path.name} was compiled from another version of c/call.h")
         self.lanes: int = library.regard_lanes()
         # torch's own threads: those of a second runtime would compete with them for the cores
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
@@ -123,7 +123,7 @@ def library(dtype: torch.dtype = torch.float32) -> Library | None:
     instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
     if instructions is None or os.environ.get("REGARD_NATIVE") == "0":
         return None
-    path = Path(__file__).with_name(f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1")
+    path = Path(__file__).parent / "c" / f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1"
     try:
         return Library(path, dtype)
     except OSError:  # not compiled, or for another system

@@ -1,7 +1,7 @@
 """The strips of a call by the compiled library: all of them in one call, forward and backward.
 
-`attention.c` computes the scores of a few queries with a few keys at a time and uses them while they are in the cache.
-So a score costs about the same in any strip, and what is added to it is read where it is:
+The library (c/attention.c) computes the scores of a few queries with a few keys at a time and uses them while they are
+in the cache. So a score costs about the same in any strip, and what is added to it is read where it is:
 
     a tensor            with its own strides
     a bias by distance  one row of numbers for the whole call, of which every strip reads a part

@@ -1,0 +1,54 @@
+/* What the library is called with: structures that library.py fills in, with the same fields in the same order. */
+
+#pragma once
+
+#include "vectors.h"
+
+enum dtype { OWN, BFLOAT16, FLOAT16 }; /* OWN: that of `real` */
+
+/* [batch, head, row, feature] with consecutive features; strides in numbers */
+struct tensor {
+    void *data;
+    i64 batch, head, row;
+};
+
+/* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. Up to `spare` further numbers may
+   be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart. */
+struct tile {
+    const real *numbers;
+    i64 batch, head, query, key, spare;
+    real *grads;
+    i64 grads_batch, grads_head, grads_query, grads_key, grads_chunk;
+};
+
+/* `count` keys, and what is added to their scores; causal: query i of the strip sees the first i + 1 */
+struct span {
+    i64 start, step, count, shift, causal, tile, tiles;
+};
+
+/* Queries that see the same spans; `times` such, the n-th of them n * shift further on. batch -1: all batch indices. */
+struct strip {
+    i64 batch, times, shift, start, step, count, span, spans;
+};
+
+struct call {
+    struct tensor query, key, value, output, grad_output, grad_query, grad_key, grad_value;
+    struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
+    real *lse;               /* [batch, heads, query_len]; not written where NULL */
+    const real *grad_lse;    /* the same, or NULL */
+    const real *sink;        /* [heads], or NULL */
+    const int32_t *row_bits;  /* dropout: random numbers of rows [batch, heads, query_len], or NULL: no dropout */
+    const int32_t *column_bits, *column_odd; /* and of columns [batch or 1, key_len] */
+    i64 column_batch;
+    i64 batches, heads, kv_heads, query_len, key_len, head_dim, value_dim;
+    i64 dtype, threads, strips;
+    i64 chunks; /* backward: queries are dealt out to so many threads, each with gradients of keys and values ... */
+    i64 chunk_key, chunk_value; /* ... so far apart */
+    const struct strip *strip;
+    const struct span *span;
+    const struct tile *tile;
+    double scale, softcap, kept_factor; /* softcap 0: none */
+    i64 kept_least;
+    /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
+    i64 careful, suspect, units, items, next;
+};

@@ -1,0 +1,236 @@
+/* The scores of some queries with some keys: reading both, what is added to scores and its gradients, and dropout. */
+
+#pragma once
+
+#include "call.h"
+
+/* numbers of a dtype in our own */
+static void widen(const void *from, i64 at, i64 count, i64 dtype, real *to)
+{
+    if (dtype == OWN)
+        memcpy(to, (const real *)from + at, count * sizeof(real));
+    else if (dtype == BFLOAT16)
+        for (i64 i = 0; i < count; i++) {
+            uint32_t x = (uint32_t)((const uint16_t *)from)[at + i] << 16;
+            float wide;
+            memcpy(&wide, &x, sizeof x);
+            to[i] = wide;
+        }
+    else
+        for (i64 i = 0; i < count; i++) to[i] = ((const _Float16 *)from)[at + i];
+}
+
+static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
+{
+    if (dtype == OWN)
+        memcpy((real *)to + at, from, count * sizeof(real));
+    else if (dtype == BFLOAT16)
+        for (i64 i = 0; i < count; i++) { /* to nearest, even */
+            float wide = from[i];
+            uint32_t x;
+            memcpy(&x, &wide, sizeof x);
+            ((uint16_t *)to)[at + i] = wide != wide ? 0x7fc0 : (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+        }
+    else
+        for (i64 i = 0; i < count; i++) ((_Float16 *)to)[at + i] = (_Float16)from[i];
+}
+
+/* Some queries of a strip with one kv head: those of one head, or, where they are few, of all that share it. */
+struct place {
+    const struct call *call;
+    const struct strip *strip;
+    i64 batch, kv_head, time, chunk, rows;
+    i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
+    int32_t index[UNITS * UNIT];                 /* of the strip */
+    int32_t lowest[UNITS], highest[UNITS];       /* of the indices of each unit */
+};
+
+INLINE i64 place_in(const struct tensor *t, i64 batch, i64 head, i64 row)
+{
+    return batch * t->batch + head * t->head + row * t->row;
+}
+
+/* `n` rows of keys or values, in our dtype: where they are, or in `room` */
+static const real *rows_of(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room,
+    i64 *row)
+{
+    i64 at = place_in(t, p->batch, p->kv_head, s->start + p->time * s->shift + first * s->step), by = s->step * t->row;
+    if (p->call->dtype == OWN) {
+        *row = by;
+        return (const real *)t->data + at;
+    }
+    *row = size;
+    for (i64 i = 0; i < n; i++) widen(t->data, at + i * by, size, p->call->dtype, room + i * size);
+    return room;
+}
+
+INLINE void suspect(const struct place *p)
+{
+    __atomic_store_n((i64 *)&p->call->suspect, 1, __ATOMIC_RELAXED);
+}
+
+/* Rows of keys or values, as 0 if no query of the unit sees them: a weight of 0 times NaN would be NaN. */
+static const real *without_unseen(
+    const struct place *p, i64 unit, i64 n, const real *scores, const real *rows, i64 *row, i64 size, real *room)
+{
+    i64 queries = least(UNIT, p->rows - unit * UNIT);
+    for (i64 j = 0; j < n; j++) {
+        int is_seen = 0;
+        for (i64 i = 0; i < queries; i++) is_seen |= scores[j * UNIT + i] != NONE;
+        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *row + d] : 0;
+    }
+    *row = size;
+    return room;
+}
+
+INLINE int width(const struct place *p, i64 unit) { return p->rows - unit * UNIT > LANES ? 2 : 1; }
+
+/* how many of `n` keys from `first` on any query of a unit sees */
+static i64 seen(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n)
+{
+    return s->causal ? least(n, p->highest[unit] + 1 - first) : n;
+}
+
+static i64 all_seen(const struct place *p, const struct span *s)
+{
+    i64 most = 0;
+    for (i64 u = 0; u * UNIT < p->rows; u++) {
+        i64 n = seen(p, s, u, 0, s->count);
+        most = n > most ? n : most;
+    }
+    return most;
+}
+
+/* adds numbers to scores [n][UNIT] of keys from `first` on */
+static void add_tile(const struct place *p, const struct tile *t, i64 unit, i64 first, i64 n, int wide, real *scores)
+{
+    const real *from[UNIT];
+    int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
+    for (int i = 0; i < rows; i++) {
+        i64 r = least(unit * UNIT + i, p->rows - 1);
+        from[i] = t->numbers + p->batch * t->batch + p->head[r] * t->head + p->index[r] * t->query + first * t->key;
+        alike &= from[i] == from[0];
+        by_lane &= from[i] == from[0] + i || unit * UNIT + i >= p->rows;
+    }
+    by_lane &= unit * UNIT + rows - p->rows <= t->spare; /* nothing beyond the last number is read */
+    if (by_lane || alike) {
+        for (i64 j = 0; j < n; j++)
+            for (int c = 0; c < wide; c++) {
+                real *at = scores + j * UNIT + c * LANES;
+                const real *of_key = from[0] + j * t->key;
+                vec x = by_lane ? load(of_key + c * LANES) : all(*of_key);
+                store(at, pick(x == NONE, x, load(at) + LOG2_E * x)); /* even if the score is NaN */
+            }
+        return;
+    }
+    i64 j = 0;
+    for (; t->key == 1 && j + LANES <= n; j += LANES)
+        for (int c = 0; c < rows; c += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(from[c + i] + j);
+            transpose(x);
+            for (int i = 0; i < LANES; i++) {
+                real *at = scores + (j + i) * UNIT + c;
+                store(at, pick(x[i] == NONE, x[i], load(at) + LOG2_E * x[i]));
+            }
+        }
+    for (; j < n; j++)
+        for (int i = 0; i < rows; i++) {
+            real x = from[i][j * t->key], *at = scores + j * UNIT + i;
+            *at = x == NONE ? x : *at + LOG2_E * x;
+        }
+}
+
+/* adds gradients of scores to those of the numbers that were added to them */
+static void pull_tile(
+    const struct place *p, const struct tile *t, i64 unit, i64 first, i64 n, int wide, const real *grads)
+{
+    i64 rows = least(p->rows - unit * UNIT, wide * LANES);
+    int apart = t->grads_query != 1 || p->head[unit * UNIT] != p->head[unit * UNIT + rows - 1];
+    for (i64 i = 0; i < (apart ? rows : 1); i++) {
+        i64 r = unit * UNIT + i;
+        real *to = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
+                    p->index[r] * t->grads_query + first * t->grads_key;
+        for (i64 j = 0; j < n; j++)
+            if (apart)
+                to[j * t->grads_key] += grads[j * UNIT + i];
+            else
+                for (i64 k = 0; k < rows; k++) to[j * t->grads_key + k] += grads[j * UNIT + k];
+    }
+}
+
+/* Scores of a unit with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or NULL. */
+static void scores_of(
+    const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *key, i64 key_row,
+    const real *query, real *scores, real *slope)
+{
+    const struct call *c = p->call;
+    rows_times(n, key, key_row, query, c->head_dim, wide, scores);
+    if (c->softcap > 0) /* c tanh(s / c), of which the product is 2 s / c */
+        for (i64 j = 0; j < n; j++)
+            for (int w = 0; w < wide; w++) {
+                real *at = scores + j * UNIT + w * LANES;
+                vec tanh = 1 - 2 / (exp2_of(load(at)) + 1);
+                store(at, (real)c->softcap * LOG2_E * tanh);
+                if (slope) store(slope + j * UNIT + w * LANES, 1 - tanh * tanh);
+            }
+    for (i64 t = 0; t < s->tiles; t++) add_tile(p, c->tile + s->tile + t, unit, first, n, wide, scores);
+    if (!s->causal) return;
+    const int32_t *index = p->index + unit * UNIT, after = p->lowest[unit] + 1;
+    for (i64 j = after > first ? after - first : 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            real *at = scores + j * UNIT + w * LANES;
+            ints later = __builtin_convertvector(load_bits(index + w * LANES) < (int32_t)(first + j), ints);
+            store(at, pick(later, all(NONE), load(at)));
+        }
+}
+
+/* which weights dropout keeps, as 0 and the factor of those that it keeps; weights [n][UNIT] are multiplied by it */
+static void drop(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, real *x, real *y)
+{
+    const struct call *c = p->call;
+    int32_t rows[UNIT] __attribute__((aligned(64)));
+    for (int i = 0; i < wide * LANES; i++) {
+        i64 r = least(unit * UNIT + i, p->rows - 1);
+        rows[i] = c->row_bits[(p->batch * c->heads + p->head[r]) * c->query_len + p->query[r]];
+    }
+    for (i64 j = 0; j < n; j++) {
+        i64 key = p->batch * c->column_batch + s->start + p->time * s->shift + (first + j) * s->step;
+        int32_t column = c->column_bits[key], odd = c->column_odd[key];
+        for (int w = 0; w < wide; w++) { /* the rest of MurmurHash3's finalizer; see dropout.py */
+            bits h = (bits)(load_bits(rows + w * LANES) ^ column);
+            h *= 0x85EBCA6Bu;
+            h ^= h >> 13;
+            h *= 0xC2B2AE35u;
+            h ^= h >> 16;
+            signed_bits half = odd ? (signed_bits)h >> 16 : (signed_bits)(h << 16) >> 16;
+            ints dropped = __builtin_convertvector(half < (int32_t)c->kept_least, ints);
+            vec kept = pick(dropped, all(0), all((real)c->kept_factor));
+            store(x + j * UNIT + w * LANES, load(x + j * UNIT + w * LANES) * kept);
+            if (y) store(y + j * UNIT + w * LANES, load(y + j * UNIT + w * LANES) * kept);
+        }
+    }
+}
+
+/* Queries, or gradients of outputs, side by side: [feature][UNIT]; and one after another, if `rows` is given. */
+static void side_by_side(
+    const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out, real *rows,
+    i64 padded, real rows_factor)
+{
+    i64 dtype = p->call->dtype, n = least(UNIT, p->rows - unit * UNIT);
+    const real *from[UNIT];
+    real room[dtype == OWN ? 1 : UNIT * size];
+    for (i64 i = 0; i < UNIT; i++) {
+        i64 r = unit * UNIT + least(i, n - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
+        from[i] = dtype == OWN ? (const real *)t->data + at : room + i * size;
+        if (dtype != OWN) widen(t->data, at, size, dtype, room + i * size);
+    }
+    to_columns(from, UNIT, size, factor, out);
+    if (!rows) return;
+    memset(rows, 0, UNIT * padded * sizeof(real));
+    for (i64 i = 0; i < n; i++) {
+        for (i64 d = 0; d < size; d++) rows[i * padded + d] = from[i][d] * rows_factor;
+        if (!is_finite(from[i], size)) suspect(p);
+    }
+}

@@ -1,0 +1,224 @@
+/* Numbers in vectors: types, 2^x, rows that become columns, and the one product that all others are made of. */
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+#include <tgmath.h>
+
+#ifdef FLOAT64 /* compiled once more for float64 */
+typedef double real;
+typedef int64_t whole;
+#else
+typedef float real;
+typedef int32_t whole;
+#endif
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#define LEFT 8 /* numbers of the left factor at a time: with two vectors of each, all sums stay in registers */
+#elif defined(__AVX2__)
+#define BYTES 32
+#define LEFT 6
+#else
+#define BYTES 16
+#define LEFT 8
+#endif
+
+#define LANES (BYTES / (int)sizeof(real))
+#define UNIT (2 * LANES) /* queries side by side */
+#define UNITS 4          /* units that use the same keys one after another, while a core caches them */
+#define KEYS 128         /* keys at a time, forward */
+#define KEYS_BACKWARD 64 /* twice as many numbers are held for each */
+#define LOG2_E ((real)1.4426950408889634074)
+#define LN_2 ((real)0.6931471805599453094)
+#define NONE (-(real)INFINITY)
+#define INLINE static inline __attribute__((always_inline))
+#define API __attribute__((visibility("default")))
+
+typedef int64_t i64;
+typedef real vec __attribute__((vector_size(BYTES)));
+typedef whole ints __attribute__((vector_size(BYTES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t signed_bits __attribute__((vector_size(4 * LANES)));
+typedef real loose __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t loose_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE vec load(const real *p) { return *(const loose *)p; }
+INLINE signed_bits load_bits(const int32_t *p) { return *(const loose_bits *)p; }
+INLINE void store(real *p, vec x) { *(loose *)p = x; }
+INLINE vec all(real x) { return (vec){0} + x; }
+INLINE vec pick(ints where, vec x, vec other) { return (vec)((where & (ints)x) | (~where & (ints)other)); }
+INLINE i64 least(i64 x, i64 y) { return x < y ? x : y; }
+INLINE i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
+
+/* 2^x, to about 1e-7 (1e-15 in float64); 0 below the smallest normal number; NaN stays NaN. */
+#ifdef FLOAT64
+#define LOWEST -1022.0
+#define FRACTION_BITS 52
+static const real POWERS[] = { /* ln(2)^n / n! */
+    2.5678435993488206e-11, 4.4455382718708116e-10, 7.0549116208011234e-09, 1.0178086009239699e-07,
+    1.3215486790144310e-06, 1.5252733804059841e-05, 1.5403530393381609e-04, 1.3333558146428444e-03,
+    9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910072e-01, 6.9314718055994531e-01, 1.0};
+#else
+#define LOWEST -126.0f
+#define FRACTION_BITS 23
+static const real POWERS[] = { /* of Cephes' exp2f */
+    1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f,
+    2.402264791363012e-1f, 6.931472028550421e-1f, 1};
+#endif
+
+INLINE vec exp2_of(vec x)
+{
+    x = pick(x < LOWEST, all(LOWEST - 1), x);
+    x = pick(x > 1 - LOWEST, all(1 - LOWEST), x);
+    const real shift = (real)3 * ((i64)1 << (FRACTION_BITS - 1)); /* leaves no place for fractions */
+    vec rounded = x + shift, fraction = x - (rounded - shift), power = all(POWERS[0]);
+    for (int n = 1; n < (int)(sizeof POWERS / sizeof *POWERS); n++) power = power * fraction + POWERS[n];
+    return power * (vec)(((ints)rounded << FRACTION_BITS) + (((whole)1 - (whole)LOWEST) << FRACTION_BITS));
+}
+
+/* sum x y, of rows of numbers */
+INLINE real dot(const real *x, const real *y, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * load(y + d);
+    for (; d < size; d++) sum += x[d] * y[d];
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    return sum;
+}
+
+/* whether all numbers of a row are finite: 0 times others is NaN */
+INLINE int is_finite(const real *x, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * 0;
+    for (; d < size; d++) sum += x[d] * 0;
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    return sum == 0;
+}
+
+/* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
+INLINE void transpose(vec x[LANES])
+{
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC unroll 4
+    for (int half = 1; half < LANES; half *= 2) {
+        ints first, second;
+        for (int lane = 0; lane < LANES; lane++) {
+            first[lane] = lane & half ? LANES + lane - half : lane;
+            second[lane] = lane & half ? LANES + lane : lane + half;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & half) continue;
+            vec one = x[i], other = x[i + half];
+            x[i] = __builtin_shuffle(one, other, first);
+            x[i + half] = __builtin_shuffle(one, other, second);
+        }
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            real one = x[i][j];
+            x[i][j] = x[j][i], x[j][i] = one;
+        }
+#endif
+}
+
+/* `rows` of `size` numbers, a multiple of LANES of them, side by side: out[number][UNIT] */
+static void to_columns(const real *const *rows, int count, i64 size, real factor, real *out)
+{
+    for (int c = 0; c < count; c += LANES) {
+        i64 d = 0;
+        for (; d + LANES <= size; d += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(rows[c + i] + d) * factor;
+            transpose(x);
+            for (int i = 0; i < LANES; i++) store(out + (d + i) * UNIT + c, x[i]);
+        }
+        for (; d < size; d++)
+            for (int i = 0; i < LANES; i++) out[d * UNIT + c + i] = rows[c + i][d] * factor;
+    }
+}
+
+/* the other way: out[row][size], for UNIT rows */
+static void to_rows(const real *columns, i64 size, real *out)
+{
+    for (int c = 0; c < UNIT; c += LANES) {
+        i64 d = 0;
+        for (; d + LANES <= size; d += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) x[i] = load(columns + (d + i) * UNIT + c);
+            transpose(x);
+            for (int i = 0; i < LANES; i++) store(out + (c + i) * size + d, x[i]);
+        }
+        for (; d < size; d++)
+            for (int i = 0; i < LANES; i++) out[(c + i) * size + d] = columns[d * UNIT + c + i];
+    }
+}
+
+/* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns */
+INLINE void block(
+    const int n, const int wide, const real *left, i64 row, i64 step, const real *right, i64 right_row, i64 depth,
+    real *out, i64 out_row, const int add)
+{
+    vec sum[LEFT][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < n; r++)
+        for (int c = 0; c < wide; c++) sum[r][c] = add ? load(out + r * out_row + c * LANES) : all(0);
+    for (i64 k = 0; k < depth; k++) {
+        vec x[2];
+        for (int c = 0; c < wide; c++) x[c] = load(right + k * right_row + c * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < n; r++)
+            for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[c];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < n; r++)
+        for (int c = 0; c < wide; c++) store(out + r * out_row + c * LANES, sum[r][c]);
+}
+
+INLINE void blocks(
+    i64 n, const int wide, const real *left, i64 row, i64 step, const real *right, i64 right_row, i64 depth,
+    real *out, i64 out_row, const int add)
+{
+    i64 r = 0;
+    for (; r + LEFT <= n; r += LEFT)
+        block(LEFT, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
+    for (; r + 2 <= n; r += 2)
+        block(2, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
+    for (; r < n; r++)
+        block(1, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
+}
+
+/* (1) and (3): rows of keys or values times what lies side by side for a unit */
+static void rows_times(i64 n, const real *left, i64 row, const real *right, i64 depth, int wide, real *out)
+{
+    if (wide == 2)
+        blocks(n, 2, left, row, 1, right, UNIT, depth, out, UNIT, 0);
+    else
+        blocks(n, 1, left, row, 1, right, UNIT, depth, out, UNIT, 0);
+}
+
+/* (2) and (4): features of keys or values times numbers of all scores */
+static void features_times(i64 n, const real *left, i64 row, const real *right, i64 depth, int wide, real *out)
+{
+    if (wide == 2)
+        blocks(n, 2, left, 1, row, right, UNIT, depth, out, UNIT, 1);
+    else
+        blocks(n, 1, left, 1, row, right, UNIT, depth, out, UNIT, 1);
+}
+
+/* (5): numbers of all scores times rows of queries or gradients, `padded` features each */
+static void scores_times(i64 n, const real *left, const real *right, i64 padded, i64 depth, real *out, i64 out_row)
+{
+    i64 c = 0;
+    for (; c + UNIT <= padded; c += UNIT)
+        blocks(n, 2, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
+    if (c < padded) blocks(n, 1, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
+}
