@@ -26,6 +26,7 @@ from regard.reference import reference
 
 ROOT = Path(__file__).parent.parent
 BUILDS = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
+IS_OFF = os.environ.get("REGARD_NATIVE") == "0"
 needs_library = pytest.mark.skipif(library.library() is None, reason="no library for this processor")
 
 
@@ -57,7 +58,7 @@ def checked(mask=None, bias=None, shape=(1, 2, 70, 8), kv_heads=2, dtype=torch.f
 # --- where it is, and where it is not ---------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not BUILDS, reason="it is compiled by cc on Linux, for x86-64")
+@pytest.mark.skipif(IS_OFF or not BUILDS, reason="it is compiled by cc on Linux, for x86-64")
 def test_it_is_compiled_where_there_is_a_compiler():
     assert library.library() is not None
     assert library.library(torch.float64).lanes * 2 == library.library().lanes
