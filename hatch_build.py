@@ -1,6 +1,7 @@
 """Compiles src/regard/kernels/strips/c when regard is installed or built: once for each set of vector
 instructions and dtype, in a few seconds. Where there is no compiler, or another processor or system, nothing is
-compiled, the installation says so in a line, and regard computes everything by torch's operators.
+compiled, and regard computes everything by torch's operators. The build says so in a line, which pip shows with -v; so
+does `regard.plan`, of every call.
 
 CC names the compiler, as for make: cc by default, of GCC 12 or Clang 15 on.
 """
