@@ -20,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src/regard/kernels/strips/c/attention.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-mprefer-vector-width=512"]
-INSTRUCTIONS = ("x86-64-v4", "x86-64-v3")  # with AVX-512 and with AVX2: kernels/strips/library.py chooses
+INSTRUCTIONS = ("x86-64-v4", "x86-64-v3")  # with AVX-512 and with AVX2: kernels/strips/binding.py chooses
 DTYPES = ("float32", "float64")
 
 

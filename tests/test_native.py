@@ -21,13 +21,13 @@ from comparing import assert_close, assert_within_budget
 from regard import Alibi, Causal, Dense, Document, Padding, Prefix, RelativeBias, Window, attention, attention_with_lse
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
-from regard.kernels.strips import library, native, work
+from regard.kernels.strips import binding, native, work
 from regard.reference import reference
 
 ROOT = Path(__file__).parent.parent
 BUILDS = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
 IS_OFF = os.environ.get("REGARD_NATIVE") == "0"
-needs_library = pytest.mark.skipif(library.library() is None, reason="no library for this processor")
+needs_library = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
 
 
 def run(program: str, **environment: str) -> str:
@@ -60,8 +60,8 @@ def checked(mask=None, bias=None, shape=(1, 2, 70, 8), kv_heads=2, dtype=torch.f
 
 @pytest.mark.skipif(IS_OFF or not BUILDS, reason="it is compiled by cc on Linux, for x86-64")
 def test_it_is_compiled_where_there_is_a_compiler():
-    assert library.library() is not None
-    assert library.library(torch.float64).lanes * 2 == library.library().lanes
+    assert binding.compiled() is not None
+    assert binding.compiled(torch.float64).lanes * 2 == binding.compiled().lanes
 
 
 def test_without_it_the_same_is_computed_by_torchs_operators():
@@ -82,18 +82,18 @@ except regard.KernelError as error:
     assert "turned off by REGARD_NATIVE=0" in off[1]
     assert "kernels that do: " in off[2]
     kernel, found = run(program).splitlines()[0].split()
-    assert kernel == ("native" if library.library() is not None else "strips")
+    assert kernel == ("native" if binding.compiled() is not None else "strips")
     assert math.isclose(float(found), float(off[0].split()[1]), rel_tol=1e-5)
 
 
 def test_a_library_of_another_version_is_left_alone(monkeypatch, tmp_path):
-    class Longer(library.CallOf):
+    class Longer(binding.CallOf):
         _fields_ = (("more", ctypes.c_int64),)
 
-    monkeypatch.setattr(library, "CallOf", Longer)
-    assert library.library.__wrapped__() is None
-    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
-    assert library.library.__wrapped__() is None
+    monkeypatch.setattr(binding, "CallOf", Longer)
+    assert binding.compiled.__wrapped__() is None
+    monkeypatch.setattr(binding, "__file__", str(tmp_path / "binding.py"))
+    assert binding.compiled.__wrapped__() is None
 
 
 def test_without_a_compiler_the_installation_says_why_and_leaves_nothing(tmp_path, monkeypatch):
@@ -118,8 +118,8 @@ import sys; sys.path.insert(0, "tests")
 import torch, regard
 from comparing import assert_close, assert_within_budget
 from regard import Alibi, Causal, Window
-from regard.kernels.strips.library import library
-assert library().lanes == 8
+from regard.kernels.strips.binding import compiled
+assert compiled().lanes == 8
 draw = torch.Generator().manual_seed(0)
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     inputs = [torch.randn(1, heads, 150, 20, generator=draw).to(dtype) for heads in (4, 2, 2)]
@@ -283,8 +283,10 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 1000)
     mask = Dense(torch.rand(1, 1, 300, 300, generator=torch.Generator().manual_seed(1)) < 0.5)
     call, calls = checked(mask, shape=(1, 2, 300, 8)), []
-    real = library.Library.forward
-    monkeypatch.setattr(library.Library, "forward", lambda self, order: calls.append(order.strips) or real(self, order))
+    real = binding.Compiled.forward
+    monkeypatch.setattr(
+        binding.Compiled, "forward", lambda self, order: calls.append(order.strips) or real(self, order)
+    )
     plan = native.plan_of(call)
     output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
     assert len(calls) > 1
@@ -317,8 +319,10 @@ def test_tiny_numbers_do_not_stay_flushed_in_the_callers_thread():
 def test_packed_documents_of_any_length_are_one_call(monkeypatch):
     lengths = [20, 111, 3, 64, 102]
     mask, calls = Document.from_lengths(lengths) & Causal(), []
-    real = library.Library.forward
-    monkeypatch.setattr(library.Library, "forward", lambda self, order: calls.append(order.strips) or real(self, order))
+    real = binding.Compiled.forward
+    monkeypatch.setattr(
+        binding.Compiled, "forward", lambda self, order: calls.append(order.strips) or real(self, order)
+    )
     query, key, value = torch.randn(3, 1, 4, sum(lengths), 16)
     output = regard.attention(query, key, value, mask=mask, kernel="native")
     assert len(calls) == 1

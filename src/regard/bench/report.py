@@ -17,7 +17,7 @@ from regard.bench.device import described
 from regard.bench.memory import in_one_line
 from regard.bench.task import CPU, Task, name_of
 from regard.bench.timing import measure
-from regard.kernels.strips import library
+from regard.kernels.strips import binding
 
 QUICK_SHRINK = 8
 """A quick run has the same tasks at an eighth of the length, in float32, five repeats each, without memory and without
@@ -40,7 +40,7 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
         "processor": processor.model(),
         "threads": torch.get_num_threads(),
         "products": _libraries(),
-        "library": library.name(),
+        "library": binding.name(),
         "python": platform.python_version(),
         **versions,
         **described(device),

@@ -7,7 +7,7 @@ This folder decides how a mask is cut into strips and how a strip is computed:
     options     how to cut a given call                      products    two products with a softmax between them
     reordering  sorting tokens by document                   engine      all strips, forward and backward
     view        a strip's part of a tensor                   native      the same by the compiled library
-    pieces      cache-sized pieces of a strip                library     finding it, and what it is called with
+    pieces      cache-sized pieces of a strip                binding     the library, and what it is called with
     apart       strips that share nothing                    tuning      measured constants
     partial     a part of the keys, to be merged             autograd, compiled, kernel    entry points
 """

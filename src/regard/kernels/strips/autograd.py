@@ -16,6 +16,21 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
 
 
+def _forward(
+    engine: Engine,
+    scoring: Scoring,
+    dropout: Dropout | None,
+    plan: StripPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    *learned: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, lse, and the output as the gradients take it."""
+    return engine.forward(query, key, value, sink, scoring, dropout, plan)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """For the gradients."""
     ctx.fixed = inputs[:4]
@@ -27,20 +42,9 @@ class Strips(torch.autograd.Function):
     """Attention by strips, as a differentiable function."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        engine: Engine,
-        scoring: Scoring,
-        dropout: Dropout | None,
-        plan: StripPlan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        *learned: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan)
-        _keep(ctx, (engine, scoring, dropout, plan, query, key, value, sink, *learned), (kept, lse))
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output, lse, kept = _forward(*inputs)
+        _keep(ctx, inputs, (kept, lse))
         return output, lse
 
     @staticmethod
@@ -62,19 +66,8 @@ class Transformed(Strips):
     call, which takes longer than a short text."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        engine: Engine,
-        scoring: Scoring,
-        dropout: Dropout | None,
-        plan: StripPlan,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        *learned: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse, _ = engine.forward(query, key, value, sink, scoring, dropout, plan)
-        return output, lse
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _forward(*inputs)[:2]
 
     setup_context = staticmethod(_keep)
 

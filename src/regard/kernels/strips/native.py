@@ -25,8 +25,8 @@ from regard.kernels import fused
 from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import Added, is_of_distance
+from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
-from regard.kernels.strips.library import AT, DTYPES, CallOf, Library, Words, is_there, library
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.kernels.strips.work import Work, works
@@ -103,7 +103,7 @@ def beats(call: Call, scores: int) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
-    if call.scoring.grid.query_len < 2 * _library(call.query.dtype).lanes:
+    if call.scoring.grid.query_len < 2 * _compiled(call.query.dtype).lanes:
         to_begin *= tuning.FEW_QUERIES
     bias = call.scoring.bias
     if bias is not None and (not is_of_distance(bias) or reordering(call) is not None):
@@ -135,7 +135,7 @@ def _two_ways(dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], ob
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square about half."""
     grid = call.scoring.grid
-    unit = 2 * _library(call.query.dtype).lanes
+    unit = 2 * _compiled(call.query.dtype).lanes
     return sum(
         (_of_square(strip, unit) if strip.kind is Kind.CAUSAL else len(strip.queries) * strip.keys)
         * strip.times
@@ -184,9 +184,9 @@ def forward(
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     if wants_lse:
         order.numbers("lse", lse)
-    order.run(order.library.forward)
+    order.run(order.compiled.forward)
     if order.is_suspect():  # a hidden key may have had a part
-        order.run(order.library.forward, careful=True)
+        order.run(order.compiled.forward, careful=True)
     return output, lse, exact
 
 
@@ -226,7 +226,7 @@ def backward(
 
 def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
     """The gradients of query, key and value; those of what is added to scores are left there."""
-    dtype, lanes = wide(query.dtype), order.library.lanes
+    dtype, lanes = wide(query.dtype), order.compiled.lanes
     chunks = _chunks(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
     of_query = query.new_empty(query.shape, dtype=dtype)
     order.tensor("grad_query", of_query)
@@ -242,7 +242,7 @@ def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, car
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
         by_distance = order.added.row.new_zeros(chunks, *query.shape[:2], order.added.row.shape[2])
-    order.run(order.library.backward, by_distance, careful=careful)
+    order.run(order.compiled.backward, by_distance, careful=careful)
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
     if chunks > 1:
@@ -267,8 +267,8 @@ def _chunks(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int
 
 
 @cache
-def _library(dtype: torch.dtype) -> Library:
-    found = library(wide(dtype))
+def _compiled(dtype: torch.dtype) -> Compiled:
+    found = compiled(wide(dtype))
     assert found is not None  # or `cannot` said so
     return found
 
@@ -280,7 +280,7 @@ class Order:
         learns: whether a bias wants a gradient.
     """
 
-    __slots__ = ("_added", "_call", "_held", "_learned", "_words", "learns", "library", "plan", "scoring")
+    __slots__ = ("_added", "_call", "_held", "_learned", "_words", "compiled", "learns", "plan", "scoring")
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class Order:
         plan: StripPlan,
         learned: Sequence[Tensor] = (),
     ) -> None:
-        self.scoring, self.plan, self.library = scoring, plan, _library(query.dtype)
+        self.scoring, self.plan, self.compiled = scoring, plan, _compiled(query.dtype)
         self._added: Added | None = None
         self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
         self._held: list[Any] = []
@@ -341,7 +341,7 @@ class Order:
     def added(self) -> Added:
         """What is added to scores."""
         if self._added is None:
-            self._added = Added(self.scoring, self.plan, self.library.dtype, self._learned)
+            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned)
         return self._added
 
     def begin_again(self) -> None:
@@ -366,12 +366,12 @@ class Order:
         known = None if kept_as is None else self.plan.work.get(kept_as)
         if known is not None:
             return (known,)
-        return works(self.plan, self.added, by_distance, 2 * self.library.lanes, kept_as)
+        return works(self.plan, self.added, by_distance, 2 * self.compiled.lanes, kept_as)
 
     def _kept_as(self) -> Hashable | None:
         """What is equal for two calls only if the library is told the same of all strips; None if that is not kept, as
         of biases that are tensors, which would not be freed."""
-        bias, dtype = self.scoring.bias, self.library.dtype
+        bias, dtype = self.scoring.bias, self.compiled.dtype
         if not self.plan.is_kept or self.learns:
             return None
         if bias is None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.strips.added import Added
+from regard.kernels.strips.binding import SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.library import SpanOf, StripOf, TileAt
 from regard.kernels.strips.plan import Kind, Strip
 
 Row = tuple[int | None, ...]

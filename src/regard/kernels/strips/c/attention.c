@@ -118,7 +118,7 @@ static void forward_place(const struct place *p, real *memory)
     real *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
     real *seen_room = part_of(&memory, KEYS * E);
-    real factor = c->softcap > 0 ? c->scale * 2 * LOG2_E / c->softcap : c->scale * LOG2_E;
+    real factor = query_factor(c);
     for (i64 u = 0; u < units; u++) {
         side_by_side(p, &c->query, u, D, factor, query + u * D * UNIT, NULL, 0, 0);
         for (int i = 0; i < UNIT; i++) {
@@ -215,7 +215,7 @@ static void backward_place(const struct place *p, real *memory, real *grad_key, 
     real *slope = part_of(&memory, KEYS_BACKWARD * UNIT), *dropped = part_of(&memory, KEYS_BACKWARD * UNIT);
     real *key_room = part_of(&memory, KEYS_BACKWARD * D), *value_room = part_of(&memory, KEYS_BACKWARD * E);
     real *seen_key = part_of(&memory, KEYS_BACKWARD * D), *seen_value = part_of(&memory, KEYS_BACKWARD * E);
-    real factor = c->softcap > 0 ? c->scale * 2 * LOG2_E / c->softcap : c->scale * LOG2_E;
+    real factor = query_factor(c);
     for (i64 u = 0; u < units; u++) {
         side_by_side(
             p, &c->query, u, D, factor, query + u * D * UNIT, query_rows + u * D_padded * UNIT, D_padded, c->scale);

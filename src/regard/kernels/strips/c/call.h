@@ -1,4 +1,4 @@
-/* What the library is called with: structures that library.py fills in, with the same fields in the same order. */
+/* What the library is called with: structures that binding.py fills in, with the same fields in the same order. */
 
 #pragma once
 

@@ -160,6 +160,12 @@ static void pull_tile(
     }
 }
 
+/* what queries are multiplied by, so that products are in units of log 2, or what `scores_of` takes a tanh of */
+INLINE real query_factor(const struct call *c)
+{
+    return c->softcap > 0 ? c->scale * 2 * LOG2_E / c->softcap : c->scale * LOG2_E;
+}
+
 /* Scores of a unit with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or NULL. */
 static void scores_of(
     const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *key, i64 key_row,

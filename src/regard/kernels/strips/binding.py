@@ -73,7 +73,7 @@ AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
 """Where each field begins in them."""
 
 
-class Library:
+class Compiled:
     """The compiled functions. Both take a `CallOf`, and run on as many of torch's threads as it says.
 
     Attributes:
@@ -82,15 +82,15 @@ class Library:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        library = ctypes.CDLL(str(path))
-        library.regard_lanes.restype = library.regard_size_of_call.restype = _i64
-        if library.regard_size_of_call() != ctypes.sizeof(CallOf):
+        loaded = ctypes.CDLL(str(path))
+        loaded.regard_lanes.restype = loaded.regard_size_of_call.restype = _i64
+        if loaded.regard_size_of_call() != ctypes.sizeof(CallOf):
             raise OSError(f"{path.name} was compiled from another version of c/call.h")
-        self.lanes: int = library.regard_lanes()
+        self.lanes: int = loaded.regard_lanes()
         # torch's own threads: those of a second runtime would compete with them for the cores
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
-        self._forward, self._backward = library.regard_forward, library.regard_backward
+        self._forward, self._backward = loaded.regard_forward, loaded.regard_backward
         for function in (self._forward, self._backward):
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
 
@@ -105,7 +105,7 @@ class Library:
 
 def is_there(dtype: torch.dtype) -> bool:
     """Whether there is a library that computes in float32 or float64 on this processor."""
-    return library(dtype) is not None
+    return compiled(dtype) is not None
 
 
 is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
@@ -117,7 +117,7 @@ def name() -> str | None:
 
 
 @cache
-def library(dtype: torch.dtype = torch.float32) -> Library | None:
+def compiled(dtype: torch.dtype = torch.float32) -> Compiled | None:
     """The library that computes in float32 or float64 on this processor; None if there is none, or if it is turned off
     by REGARD_NATIVE=0."""
     instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
@@ -125,6 +125,6 @@ def library(dtype: torch.dtype = torch.float32) -> Library | None:
         return None
     path = Path(__file__).parent / "c" / f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1"
     try:
-        return Library(path, dtype)
+        return Compiled(path, dtype)
     except OSError:  # not compiled, or for another system
         return None
