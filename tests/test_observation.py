@@ -61,12 +61,16 @@ CALLS = {
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
-TILINGS = ["at once", "in whole rows", "in tiles"]
+TILINGS = ["by the compiled kernel", "at once", "in whole rows", "in tiles"]
 
 
 @pytest.fixture(params=TILINGS)
 def _tiles(request, monkeypatch):
-    """All 7 x 11 scores at once; 3 rows of some heads; and 4 x 4 of all heads, where 2 keys may make a tile."""
+    """Without tiles, where the kernel is there and computes it; or all 7 x 11 scores at once; 3 rows of some heads; and
+    4 x 4 of all heads, where 2 keys may make a tile."""
+    if request.param == TILINGS[0]:
+        return
+    request.getfixturevalue("without_the_library")
     if request.param != "at once":
         whole = {"MAX_TILE_SCORES": 3 * 4 * KEY_LEN + 5, "TILE_QUERIES": 3}
         parts = {"MAX_TILE_SCORES": 4 * HEADS * 4 + 5, "MAX_WHOLE_ROW_KEYS": 4}
@@ -77,9 +81,9 @@ def _tiles(request, monkeypatch):
 
 
 in_tiles = pytest.mark.usefixtures("_tiles")
-# what is slow and is computed by the same tiles as the statistics: each call in one way, each way for a third of them
+# what is slow and is computed by the same tiles as the statistics: each call in one way, each way for a quarter of them
 every_call_in_tiles_of_some_kind = pytest.mark.parametrize(
-    ("name", "_tiles"), [(name, TILINGS[n % 3]) for n, name in enumerate(CALLS)], indirect=["_tiles"]
+    ("name", "_tiles"), [(name, TILINGS[n % 4]) for n, name in enumerate(CALLS)], indirect=["_tiles"]
 )
 
 
@@ -566,6 +570,7 @@ def test_a_statistic_from_elsewhere_may_keep_what_it_was_shown(monkeypatch):
                 assert_close(kept[0], expected, name)
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_lse_comes_out_of_the_pass_where_tiles_hold_whole_rows_at_little_more_cost(monkeypatch):
     computed = []
 

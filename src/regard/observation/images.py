@@ -28,7 +28,12 @@ class Image(Statistic[Tensor]):
             raise ValueError(f'Observation.image: pool must be "max" or "mean", got {pool!r}')
         self.size, self.pool = check_whole("Observation.image", "size", size), pool
         self.queries, self.keys = queries, keys
-        self.takes_strips = self.takes_strips and queries is None and keys is None
+        self.takes_strips = self.takes_strips and self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows all queries and keys."""
+        return self.queries is None and self.keys is None
 
     def start(self, call: ObservedCall) -> None:
         self.spans = span_of(self.queries, call.grid.query_len), span_of(self.keys, call.grid.key_len)

@@ -1,4 +1,5 @@
-"""The log-sum-exp of a call's scores: tile by tile for any kind of score, or from one fused call of attention."""
+"""The log-sum-exp of a call's scores: by the compiled kernel, tile by tile for any kind of score, or from one call of
+attention."""
 
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from regard.kernels import Call, choose
 from regard.numerics import exp, finite_lse, upcast
+from regard.observation import compiled
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import PerQuery, Result, Statistic
 from regard.observation.streaming import stream
@@ -19,7 +21,8 @@ from regard.observation.tiling import plan_tiles
 def settled(call: ObservedCall, entropy_alone: bool = False) -> tuple[ObservedCall, Tensor | None]:
     """A call with its lse; with its entropy too, if a fused call computed both.
 
-    A fused call is faster if only the entropy is wanted, or if gradients are: attention's backward pass is cheaper.
+    Without the compiled kernel, a fused call is faster if only the entropy is wanted, or if gradients are: attention's
+    backward pass is cheaper.
     """
     if call.knows_lse:
         return call, None
@@ -27,7 +30,7 @@ def settled(call: ObservedCall, entropy_alone: bool = False) -> tuple[ObservedCa
     if call.is_product and (entropy_alone or call.wants_grad):
         lse, entropy = fused_lse(call)
     else:
-        lse = streamed_lse(call, range(call.grid.query_len))
+        lse = lse_of(call, range(call.grid.query_len))
     return replace(call, lse=lse), entropy
 
 
@@ -46,8 +49,10 @@ def fused_lse(call: ObservedCall) -> tuple[Tensor, Tensor]:
     return lse, entropy.clamp(min=0.0)
 
 
-def streamed_lse(call: ObservedCall, queries: range) -> Tensor:
-    """lse of some queries, by tiles: [batch, heads, len(queries)]."""
+def lse_of(call: ObservedCall, queries: range) -> Tensor:
+    """lse of some queries, by the compiled kernel or by tiles: [batch, heads, len(queries)]."""
+    if compiled.supports(call) and (found := compiled.lse_of(call, queries)) is not None:
+        return found
     with torch.no_grad():
         lse = _one(replace(call, lse=None), _LogSumExp(queries))
     if not call.wants_grad:

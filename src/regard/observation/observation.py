@@ -17,10 +17,10 @@ from regard.functional import check_call
 from regard.hints import hinted
 from regard.masks import Mask
 from regard.numerics import exp, finite_lse, without_autocast
-from regard.observation import measures, passes, tuning
+from regard.observation import compiled, measures, passes, tuning
 from regard.observation.comparing import Compare, Comparison
 from regard.observation.images import Image, Pyramid
-from regard.observation.lse import settled, streamed_lse
+from regard.observation.lse import lse_of, settled
 from regard.observation.observed import ObservedCall
 from regard.observation.spans import Selection, Span, chosen_of, refuse_many, span_of
 from regard.observation.statistic import Result, Statistic, check_statistics
@@ -150,7 +150,7 @@ class Observation:
         if self.call.lse is not None and self.call.knows_lse:
             lse = self.call.lse[:, :, rows.start : rows.stop]
         else:  # only that of these queries is needed
-            lse = streamed_lse(self.call, rows)
+            lse = lse_of(self.call, rows)
         return exp(scores - finite_lse(lse)[..., None])
 
     # --- statistics ---
@@ -298,8 +298,8 @@ class Observation:
         """
         every = (measures.Attended(value), *statistics)
         with without_autocast(self.grid.device):
-            on_cpu = self.grid.device.type == "cpu"
-            plan = passes.whole_rows_for(self.call, every, tuning.MAX_ATTENDED_KEYS) if on_cpu else None
+            by_tiles = self.grid.device.type == "cpu" and not compiled.supports(self.call)
+            plan = passes.whole_rows_for(self.call, every, tuning.MAX_ATTENDED_KEYS) if by_tiles else None
             if plan is None:
                 return None
             (output, *results), lse = passes.gather(self.call, every, plan=plan)

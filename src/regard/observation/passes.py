@@ -1,4 +1,5 @@
-"""The passes that some statistics need: one, if tiles give lse as well, or one for lse first."""
+"""The passes that some statistics need: one by the compiled kernel, if it computes them; otherwise one over tiles, if
+these give lse as well, or one for lse first."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.indexing import hull
-from regard.observation import tuning
+from regard.observation import compiled, tuning
 from regard.observation.lse import settled
 from regard.observation.measures import Entropy
 from regard.observation.observed import ObservedCall
@@ -26,6 +27,8 @@ def gather(
     """
     entropy = None
     needing = [statistic for statistic in statistics if statistic.needs_weights]
+    if needing and plan is None and all(map(compiled.computes, needing)) and compiled.supports(call):
+        return _with_kernel(call, statistics, progress)
     if needing and plan is None and not call.knows_lse:
         entropy_alone = all(type(statistic) is Entropy for statistic in needing)
         fused = entropy_alone and call.is_product
@@ -39,14 +42,41 @@ def gather(
     if not asked:
         progress(call.grid.query_len, call.grid.query_len)
     elif plan is None:
-        areas = [statistic.area() for statistic in asked]
-        others = [other for statistic in asked for other in statistic.others()]
-        queries, keys = (hull([area[axis] for area in areas]) for axis in (0, 1))
-        stream(call, asked, plan_tiles(call, queries, keys, others, strips=_take_strips(asked)), progress)
+        _over_tiles(call, asked, progress)
     else:
         stream(replace(call, lse=None), asked, plan, progress, lse)
     results = (statistic.finish() for statistic in asked)
     return tuple(entropy if came else next(results) for came in along), lse
+
+
+def _with_kernel(
+    call: ObservedCall, statistics: Sequence[Statistic[Any]], progress: Progress
+) -> tuple[tuple[Any, ...], Tensor | None]:
+    """The same, if the compiled kernel computes all statistics that need weights."""
+    known = call if call.knows_lse else replace(call, lse=call.lse_of_empty)
+    begun = [statistic.begun(known) for statistic in statistics]
+    computed = [statistic for statistic in begun if compiled.computes(statistic)]
+    left = [statistic for statistic in begun if not compiled.computes(statistic)]
+    reports = [progress]
+    if left:
+        reports = [_part_of(progress, number, 2, call.grid.batch * call.grid.query_len) for number in range(2)]
+    compiled.compute(known, computed, reports[0], knows_lse=call.knows_lse)
+    if left:
+        _over_tiles(known, left, reports[1])
+    return tuple(statistic.finish() for statistic in begun), known.lse
+
+
+def _part_of(progress: Progress, number: int, passes: int, length: int) -> Progress:
+    """Reports the progress of one of several passes as a part of that of all."""
+    return lambda done, all: progress(number * length + length * done // all, passes * length)
+
+
+def _over_tiles(call: ObservedCall, statistics: Sequence[Statistic[Any]], progress: Progress) -> None:
+    """Passes the tiles to statistics that have started."""
+    areas = [statistic.area() for statistic in statistics]
+    others = [other for statistic in statistics for other in statistic.others()]
+    queries, keys = (hull([area[axis] for area in areas]) for axis in (0, 1))
+    stream(call, statistics, plan_tiles(call, queries, keys, others, strips=_take_strips(statistics)), progress)
 
 
 def whole_rows_for(call: ObservedCall, statistics: Sequence[Statistic[Any]], max_keys: int) -> TilePlan | None:

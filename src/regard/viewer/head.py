@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.numerics import LOG2_E, finite_lse, softmax
 from regard.observation import Entropy, Observation, Viewers, Visible
-from regard.observation.lse import streamed_lse
+from regard.observation.lse import lse_of
 from regard.observation.observed import ObservedCall
 from regard.observation.passes import gather
 from regard.observation.streaming import Progress, silent
@@ -192,7 +192,7 @@ class Head:
         if self.call.lse is None:
             parts = []
             for start in range(0, self.query_len, LSE_QUERIES):
-                parts.append(streamed_lse(self.call, range(start, min(start + LSE_QUERIES, self.query_len))))
+                parts.append(lse_of(self.call, range(start, min(start + LSE_QUERIES, self.query_len))))
                 progress(min(start + LSE_QUERIES, self.query_len), self.query_len)
             self.call = replace(self.call, lse=torch.cat(parts, dim=2))
         return self.call
@@ -201,7 +201,7 @@ class Head:
         """The call with the log-sum-exp of these queries at least."""
         if self.call.lse is not None or self.query_len * self.key_len <= MAX_EXACT_THUMB_WEIGHTS:
             return self.settled()
-        lse = streamed_lse(self.call, rows)
+        lse = lse_of(self.call, rows)
         return replace(self.call, lse=F.pad(lse, (rows.start, self.query_len - rows.stop)))
 
     # --- the pass ---

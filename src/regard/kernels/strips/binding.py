@@ -50,6 +50,18 @@ class StripOf(ctypes.Structure):
     _fields_ = tuple((name, _i64) for name in ("batch", "times", "shift", "start", "step", "count", "span", "spans"))
 
 
+class StatisticOf(ctypes.Structure):
+    """What is computed of the weights."""
+
+    _fields_ = (
+        ("kind", _i64),
+        ("numbers", TensorAt),
+        ("chunk", _i64),
+        ("keys", _address),
+        *((name, _i64) for name in ("n", "queries", "keys_of_pixel")),
+    )
+
+
 class CallOf(ctypes.Structure):
     """`struct call` of c/call.h, field by field."""
 
@@ -62,7 +74,10 @@ class CallOf(ctypes.Structure):
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
         *((name, _address) for name in ("strip", "span", "tile")),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
-        *((name, _i64) for name in ("kept_least", "careful", "suspect", "units", "items", "next")),
+        ("kept_least", _i64),
+        ("statistic", _address),
+        *((name, _i64) for name in ("statistics", "knows_lse", "part", "parts", "first_query", "last_query")),
+        *((name, _i64) for name in ("careful", "suspect", "units", "next")),
     )
 
 
@@ -74,7 +89,7 @@ AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
 
 
 class Compiled:
-    """The compiled functions. Both take a `CallOf`, and run on as many of torch's threads as it says.
+    """The compiled functions. All take a `CallOf`, and run on as many of torch's threads as it says.
 
     Attributes:
         dtype: in which it computes. lanes: numbers in a vector.
@@ -90,8 +105,8 @@ class Compiled:
         # torch's own threads: those of a second runtime would compete with them for the cores
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
-        self._forward, self._backward = loaded.regard_forward, loaded.regard_backward
-        for function in (self._forward, self._backward):
+        self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
+        for function in (self._forward, self._backward, self._look):
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
 
     def forward(self, call: CallOf) -> None:
@@ -101,6 +116,10 @@ class Compiled:
     def backward(self, call: CallOf) -> None:
         """Writes the gradient of the query, and adds to those of key, value and what was added to scores."""
         self._backward(call, self._in_parallel)
+
+    def look(self, call: CallOf) -> None:
+        """Writes lse if it is not known, and statistics of the weights."""
+        self._look(call, self._in_parallel)
 
 
 def is_there(dtype: torch.dtype) -> bool:

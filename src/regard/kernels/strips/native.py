@@ -81,7 +81,7 @@ def plan_of(call: Call) -> StripPlan:
     """The strips of a call."""
     scoring, grid = call.scoring, call.scoring.grid
     mask = scoring.mask_or_everything
-    evaluated = not mask.closed_form or _is_evaluated(scoring, call.query.dtype)
+    evaluated = not is_quickly_planned(call)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
     by = PlanOptions(
@@ -89,6 +89,11 @@ def plan_of(call: Call) -> StripPlan:
         most_scores=most,
     )  # fmt: skip
     return plan_strips(mask, grid, by)
+
+
+def is_quickly_planned(call: Call) -> bool:
+    """Whether neither mask nor bias is evaluated to find strips and what is added to them."""
+    return call.scoring.mask_or_everything.closed_form and not _is_evaluated(call.scoring, call.query.dtype)
 
 
 def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
@@ -227,7 +232,7 @@ def backward(
 def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
     """The gradients of query, key and value; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
-    chunks = _chunks(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
+    chunks = chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
     of_query = query.new_empty(query.shape, dtype=dtype)
     order.tensor("grad_query", of_query)
     grads = [of_query]
@@ -255,7 +260,7 @@ def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, car
     return [g if query.dtype is dtype else g.to(query.dtype) for g in grads]
 
 
-def _chunks(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int:
+def chunks_of(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int:
     """By how many threads the queries of a kv head are computed."""
     stacks = shape[0] * kv_heads
     most = min(threads, max(1, shape[2] // unit))
@@ -390,5 +395,6 @@ def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:
     call = CallOf()
     call.batches, call.heads, call.query_len, call.head_dim = query.shape
     _, call.kv_heads, call.key_len, call.value_dim = value.shape
+    call.parts, call.last_query = 1, call.query_len - 1
     call.dtype, call.scale, call.softcap = DTYPES[query.dtype], scoring.scale, scoring.softcap or 0.0
     return bytes(call)

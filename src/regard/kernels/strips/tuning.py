@@ -107,3 +107,6 @@ queries, ALiBi, causal"."""
 SCORES_TO_ADD = 1 << 16
 """The same for a bias that is told anew in every call, and that torch's own function reads as a kept table. Rows
 "bias, dense" and "8 documents, tokens apart, ALiBi" of 128 tokens."""
+
+SCORES_BETWEEN_REPORTS = 1 << 26
+"""Scores of statistics, for each thread, from one report of progress to the next: about a tenth of a second."""

@@ -16,12 +16,14 @@
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
 
-   vectors.h has the products, call.h the interface, scores.h what scores are. */
+   vectors.h has the products, call.h the interface, scores.h what scores are, forward.h, backward.h and statistics.h
+   what is computed of them, for some queries; here all queries of a call are given out to threads. */
 
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "scores.h"
+#include "backward.h"
+#include "statistics.h"
 
 /* memory of a thread, which it keeps */
 static pthread_key_t kept_memory;
@@ -53,241 +55,6 @@ static real *memory_for(i64 numbers)
         if (posix_memalign((void **)&m->numbers, 64, numbers * sizeof(real))) abort();
     }
     return m->numbers;
-}
-
-INLINE real *part_of(real **memory, i64 numbers)
-{
-    real *part = *memory;
-    *memory += round_up(numbers, 16);
-    return part;
-}
-
-/* --- forward ----------------------------------------------------------------------------------------------------- */
-
-static i64 forward_numbers(const struct call *c)
-{
-    i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
-    return UNITS * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
-}
-
-/* The output of a unit so far, with n more keys: largest score, sum of weights and output are brought up to date. */
-static void attend(
-    const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *value,
-    i64 value_row, real *scores, real *top, real *total, real *output)
-{
-    const struct call *c = p->call;
-    vec before[2], most[2], sum[2], by[2];
-    for (int w = 0; w < wide; w++) before[w] = most[w] = load(top + w * LANES);
-    for (i64 j = 0; j < n; j++)
-        for (int w = 0; w < wide; w++) {
-            vec x = load(scores + j * UNIT + w * LANES);
-            most[w] = pick(x > most[w], x, most[w]);
-        }
-    int grew = 0;
-    for (int w = 0; w < wide; w++) {
-        store(top + w * LANES, most[w]);
-        vec from = pick(most[w] == NONE, all(0), most[w]); /* -inf - -inf is NaN */
-        by[w] = exp2_of(before[w] - from);
-        sum[w] = load(total + w * LANES) * by[w];
-        most[w] = from;
-        for (int i = 0; i < LANES; i++) grew |= by[w][i] != 1;
-    }
-    for (i64 j = 0; j < n; j++)
-        for (int w = 0; w < wide; w++) {
-            vec weight = exp2_of(load(scores + j * UNIT + w * LANES) - most[w]);
-            sum[w] += weight;
-            store(scores + j * UNIT + w * LANES, weight);
-        }
-    for (int w = 0; w < wide; w++) store(total + w * LANES, sum[w]);
-    if (c->row_bits) drop(p, s, unit, first, n, wide, scores, NULL);
-    if (grew)
-        for (i64 e = 0; e < c->value_dim; e++)
-            for (int w = 0; w < wide; w++) {
-                real *at = output + e * UNIT + w * LANES;
-                store(at, load(at) * by[w]);
-            }
-    features_times(c->value_dim, value, value_row, scores, n, wide, output);
-}
-
-static void forward_place(const struct place *p, real *memory)
-{
-    const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
-    real *query = part_of(&memory, units * D * UNIT), *output = part_of(&memory, units * E * UNIT);
-    real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
-    real *scores = part_of(&memory, KEYS * UNIT);
-    real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
-    real *seen_room = part_of(&memory, KEYS * E);
-    real factor = query_factor(c);
-    for (i64 u = 0; u < units; u++) {
-        side_by_side(p, &c->query, u, D, factor, query + u * D * UNIT, NULL, 0, 0);
-        for (int i = 0; i < UNIT; i++) {
-            i64 r = least(u * UNIT + i, p->rows - 1);
-            top[u * UNIT + i] = c->sink ? c->sink[p->head[r]] * LOG2_E : NONE; /* a sink is a key without value */
-            total[u * UNIT + i] = c->sink && c->sink[p->head[r]] > NONE;
-        }
-    }
-    memset(output, 0, units * E * UNIT * sizeof(real));
-    for (i64 at = 0; at < p->strip->spans; at++) {
-        const struct span *s = c->span + p->strip->span + at;
-        i64 stop = all_seen(p, s);
-        for (i64 first = 0; first < stop; first += KEYS) {
-            i64 n = least(KEYS, stop - first), key_row, value_row;
-            const real *key = rows_of(p, &c->key, s, first, n, D, key_room, &key_row);
-            const real *value = rows_of(p, &c->value, s, first, n, E, value_room, &value_row);
-            for (i64 u = 0; u < units; u++) {
-                i64 of_unit = seen(p, s, u, first, n);
-                if (of_unit <= 0) continue;
-                int wide = width(p, u);
-                scores_of(p, s, u, first, of_unit, wide, key, key_row, query + u * D * UNIT, scores, NULL);
-                const real *of_seen = value;
-                i64 seen_row = value_row;
-                if (c->careful) of_seen = without_unseen(p, u, of_unit, scores, value, &seen_row, E, seen_room);
-                attend(
-                    p, s, u, first, of_unit, wide, of_seen, seen_row, scores, top + u * UNIT, total + u * UNIT,
-                    output + u * E * UNIT);
-            }
-        }
-    }
-    real rows[UNIT * E];
-    for (i64 r = 0; r < p->rows; r++) {
-        if (r % UNIT == 0) to_rows(output + r * E, E, rows);
-        real *row = rows + r % UNIT * E, sum = total[r], share = sum == 0 ? 0 : 1 / sum;
-        for (i64 e = 0; e < E; e++) row[e] *= share;
-        if (!is_finite(row, E) || sum * 0 != 0) suspect(p);
-        if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), E, OWN, row);
-        narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), E, c->dtype, row);
-        if (!c->lse) continue;
-        real sink = c->sink ? c->sink[p->head[r]] : NONE;
-        int alone = sum == 1 && top[r] == sink * LOG2_E; /* to the last bit, where no key is seen */
-        c->lse[(p->batch * c->heads + p->head[r]) * c->query_len + p->query[r]] =
-            alone ? sink : (top[r] + log2(sum)) * LN_2;
-    }
-}
-
-/* --- backward ---------------------------------------------------------------------------------------------------- */
-
-static i64 backward_numbers(const struct call *c)
-{
-    i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
-    return UNITS * UNIT * (2 * D + E + wide + 2) + KEYS_BACKWARD * (4 * UNIT + 2 * D + 2 * E) + 16 * 18;
-}
-
-/* Takes queries that see no key as 0, with their gradients. */
-static void forget_empty(
-    const struct place *p, real *query, real *grad, real *query_rows, real *grad_rows, real *delta, real *scores,
-    real *key_room)
-{
-    const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
-    int8_t sees[UNITS * UNIT] = {0};
-    for (i64 at = 0; at < p->strip->spans; at++) {
-        const struct span *s = c->span + p->strip->span + at;
-        for (i64 first = 0; first < s->count; first += KEYS_BACKWARD)
-            for (i64 u = 0; u * UNIT < p->rows; u++) {
-                i64 n = seen(p, s, u, first, least(KEYS_BACKWARD, s->count - first)), key_row;
-                if (n <= 0) continue;
-                const real *key = rows_of(p, &c->key, s, first, n, D, key_room, &key_row);
-                scores_of(p, s, u, first, n, 2, key, key_row, query + u * D * UNIT, scores, NULL);
-                for (i64 j = 0; j < n * UNIT; j++) sees[u * UNIT + j % UNIT] |= scores[j] != NONE;
-            }
-    }
-    for (i64 r = 0; r < p->rows; r++) {
-        if (sees[r]) continue;
-        i64 u = r / UNIT, i = r % UNIT;
-        for (i64 d = 0; d < D; d++) query[(u * D + d) * UNIT + i] = query_rows[r * D_padded + d] = 0;
-        for (i64 e = 0; e < E; e++) grad[(u * E + e) * UNIT + i] = grad_rows[r * E_padded + e] = 0;
-        delta[r] = 0;
-    }
-}
-
-static void backward_place(const struct place *p, real *memory, real *grad_key, real *grad_value)
-{
-    const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
-    i64 D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
-    real *query = part_of(&memory, units * D * UNIT), *grad = part_of(&memory, units * E * UNIT);
-    real *query_rows = part_of(&memory, units * D_padded * UNIT);
-    real *grad_rows = part_of(&memory, units * E_padded * UNIT);
-    real *grad_query = part_of(&memory, units * D * UNIT);
-    real *lse = part_of(&memory, units * UNIT), *delta = part_of(&memory, units * UNIT);
-    real *scores = part_of(&memory, KEYS_BACKWARD * UNIT), *grads = part_of(&memory, KEYS_BACKWARD * UNIT);
-    real *slope = part_of(&memory, KEYS_BACKWARD * UNIT), *dropped = part_of(&memory, KEYS_BACKWARD * UNIT);
-    real *key_room = part_of(&memory, KEYS_BACKWARD * D), *value_room = part_of(&memory, KEYS_BACKWARD * E);
-    real *seen_key = part_of(&memory, KEYS_BACKWARD * D), *seen_value = part_of(&memory, KEYS_BACKWARD * E);
-    real factor = query_factor(c);
-    for (i64 u = 0; u < units; u++) {
-        side_by_side(
-            p, &c->query, u, D, factor, query + u * D * UNIT, query_rows + u * D_padded * UNIT, D_padded, c->scale);
-        side_by_side(p, &c->grad_output, u, E, 1, grad + u * E * UNIT, grad_rows + u * E_padded * UNIT, E_padded, 1);
-        for (i64 r = u * UNIT; r < least(p->rows, (u + 1) * UNIT); r++) {
-            i64 at = (p->batch * c->heads + p->head[r]) * c->query_len + p->query[r];
-            const struct tensor *output = c->exact.data ? &c->exact : &c->output;
-            real row[E];
-            i64 from = place_in(output, p->batch, p->head[r], p->query[r]);
-            widen(output->data, from, E, c->exact.data ? OWN : c->dtype, row);
-            lse[r] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
-            delta[r] = dot(row, grad_rows + r * E_padded, E) - (c->grad_lse ? c->grad_lse[at] : 0);
-        }
-        for (i64 r = p->rows; r < (u + 1) * UNIT; r++) lse[r] = delta[r] = 0;
-    }
-    memset(grad_query, 0, units * D * UNIT * sizeof(real));
-    if (c->careful) forget_empty(p, query, grad, query_rows, grad_rows, delta, scores, key_room);
-    for (i64 at = 0; at < p->strip->spans; at++) {
-        const struct span *s = c->span + p->strip->span + at;
-        i64 stop = all_seen(p, s);
-        for (i64 first = 0; first < stop; first += KEYS_BACKWARD) {
-            i64 n = least(KEYS_BACKWARD, stop - first), key_row, value_row;
-            const real *key = rows_of(p, &c->key, s, first, n, D, key_room, &key_row);
-            const real *value = rows_of(p, &c->value, s, first, n, E, value_room, &value_row);
-            i64 row = s->start + p->time * s->shift + first * s->step;
-            real *to_key = grad_key + row * c->grad_key.row, *to_value = grad_value + row * c->grad_value.row;
-            for (i64 u = 0; u < units; u++) {
-                i64 m = seen(p, s, u, first, n);
-                if (m <= 0) continue;
-                int wide = width(p, u);
-                i64 rows = least(UNIT, p->rows - u * UNIT);
-                scores_of(p, s, u, first, m, wide, key, key_row, query + u * D * UNIT, scores, slope);
-                const real *k = key, *v = value;
-                i64 k_row = key_row, v_row = value_row;
-                if (c->careful) {
-                    k = without_unseen(p, u, m, scores, key, &k_row, D, seen_key);
-                    v = without_unseen(p, u, m, scores, value, &v_row, E, seen_value);
-                }
-                rows_times(m, v, v_row, grad + u * E * UNIT, E, wide, grads);
-                for (i64 j = 0; j < m; j++)
-                    for (int w = 0; w < wide; w++) {
-                        real *x = scores + j * UNIT + w * LANES;
-                        store(x, exp2_of(load(x) - load(lse + u * UNIT + w * LANES)));
-                    }
-                real *kept = scores; /* what values were multiplied by */
-                if (c->row_bits) {
-                    kept = memcpy(dropped, scores, m * UNIT * sizeof(real));
-                    drop(p, s, u, first, m, wide, kept, grads);
-                }
-                i64 key_step = s->step * c->grad_key.row, value_step = s->step * c->grad_value.row;
-                scores_times(m, kept, grad_rows + u * E_padded * UNIT, E_padded, rows, to_value, value_step);
-                for (i64 j = 0; j < m; j++)
-                    for (int w = 0; w < wide; w++) {
-                        real *x = grads + j * UNIT + w * LANES;
-                        store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + u * UNIT + w * LANES)));
-                    }
-                for (i64 t = 0; t < s->tiles; t++)
-                    if (c->tile[s->tile + t].grads) pull_tile(p, c->tile + s->tile + t, u, first, m, wide, grads);
-                if (c->softcap > 0)
-                    for (i64 j = 0; j < m * UNIT; j++) grads[j] *= slope[j];
-                features_times(D, k, k_row, grads, m, wide, grad_query + u * D * UNIT);
-                scores_times(m, grads, query_rows + u * D_padded * UNIT, D_padded, rows, to_key, key_step);
-            }
-        }
-    }
-    real of_unit[UNIT * D];
-    for (i64 r = 0; r < p->rows; r++) {
-        if (r % UNIT == 0) to_rows(grad_query + r * D, D, of_unit);
-        real *to = (real *)c->grad_query.data + place_in(&c->grad_query, p->batch, p->head[r], p->query[r]);
-        for (i64 d = 0; d < D; d++) to[d] = of_unit[r % UNIT * D + d] * (real)c->scale;
-        if (!is_finite(to, D)) suspect(p);
-    }
 }
 
 /* --- all places of a call ---------------------------------------------------------------------------------------- */
@@ -323,6 +90,8 @@ static void find_place(
         p->index[r] = index;
         p->lowest[u] = r % UNIT && p->lowest[u] < index ? p->lowest[u] : index;
         p->highest[u] = r % UNIT && p->highest[u] > index ? p->highest[u] : index;
+        p->first_query = r && p->first_query < p->query[r] ? p->first_query : p->query[r];
+        p->last_query = r && p->last_query > p->query[r] ? p->last_query : p->query[r];
     }
 }
 
@@ -371,20 +140,17 @@ static void forward_work(void *of_call)
     restore_tiny(tiny);
 }
 
-static void backward_work(void *of_call)
+/* Gives every query of a kv head to one of `chunks` threads, always the same, which adds up for its keys. */
+static void deal(struct call *c, void (*compute)(const struct place *, real *), i64 numbers)
 {
-    struct call *c = of_call;
-    real *memory = memory_for(backward_numbers(c));
+    real *memory = memory_for(numbers);
     unsigned tiny = flush_tiny();
     struct place p;
     i64 group = c->heads / c->kv_heads;
     for (;;) {
         i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (item >= c->items) break;
+        if (item >= c->batches * c->kv_heads * c->chunks) break;
         i64 chunk = item % c->chunks, kv_head = item / c->chunks % c->kv_heads, batch = item / c->chunks / c->kv_heads;
-        real *grad_key = (real *)c->grad_key.data + place_in(&c->grad_key, batch, kv_head, 0) + chunk * c->chunk_key;
-        real *grad_value =
-            (real *)c->grad_value.data + place_in(&c->grad_value, batch, kv_head, 0) + chunk * c->chunk_value;
         i64 dealt = 0;
         p.chunk = chunk;
         for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
@@ -392,15 +158,19 @@ static void backward_work(void *of_call)
             i64 first = is_folded(c, s) ? kv_head : kv_head * group, heads = is_folded(c, s) ? 1 : group;
             for (i64 time = 0; time < s->times; time++)
                 for (i64 head = first; head < first + heads; head++)
-                    for (i64 number = 0; number < blocks_of(c, s); number++) {
-                        if (dealt++ % c->chunks != chunk) continue;
+                    for (i64 number = 0; number < blocks_of(c, s); number++, dealt++) {
+                        if (dealt % c->chunks != chunk || dealt / c->chunks % c->parts != c->part) continue;
                         find_place(&p, c, s, batch, head, time, number);
-                        backward_place(&p, memory, grad_key, grad_value);
+                        if (p.first_query <= c->last_query && p.last_query >= c->first_query) compute(&p, memory);
                     }
         }
     }
     restore_tiny(tiny);
 }
+
+static void backward_work(void *call) { deal(call, backward_place, backward_numbers(call)); }
+
+static void look_work(void *call) { deal(call, look_place, look_numbers(call)); }
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the OpenMP that torch uses */
 
@@ -423,15 +193,26 @@ API void regard_forward(struct call *c, parallel *in_parallel)
     run(c, forward_work, in_parallel);
 }
 
-API void regard_backward(struct call *c, parallel *in_parallel)
+/* enough blocks for all chunks */
+static void divide(struct call *c)
 {
-    c->items = c->batches * c->kv_heads * c->chunks;
     for (c->units = UNITS; c->units > 1; c->units /= 2) {
         i64 dealt = 0;
         for (i64 n = 0; n < c->strips; n++) dealt += blocks_of(c, c->strip + n) * c->strip[n].times;
         if (dealt >= 4 * c->chunks || c->chunks == 1) break;
     }
+}
+
+API void regard_backward(struct call *c, parallel *in_parallel)
+{
+    divide(c);
     run(c, backward_work, in_parallel);
+}
+
+API void regard_look(struct call *c, parallel *in_parallel)
+{
+    divide(c);
+    run(c, look_work, in_parallel);
 }
 
 API i64 regard_lanes(void) { return LANES; }

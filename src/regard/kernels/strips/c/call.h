@@ -31,6 +31,22 @@ struct strip {
     i64 batch, times, shift, start, step, count, span, spans;
 };
 
+enum kind { ENTROPY, RECEIVED, LARGEST, PIXEL_SUMS, PIXEL_MAXIMA };
+
+/* What is computed of the weights, each into its own numbers:
+
+       ENTROPY        [query]      sum_j w log2 w
+       RECEIVED       [key]        sum_i w, in float64
+       LARGEST        [query][n]   the n largest w, largest first, and their keys
+       PIXEL_...      [row][col]   the sum, or the largest, of so many queries and keys each */
+struct statistic {
+    i64 kind;
+    struct tensor numbers; /* [batch, head, row, ...]; of batch, head and row, the strides are in numbers */
+    i64 chunk;             /* those of different threads lie so far apart, unless they are of queries */
+    i64 *keys;
+    i64 n, queries, keys_of_pixel;
+};
+
 struct call {
     struct tensor query, key, value, output, grad_output, grad_query, grad_key, grad_value;
     struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
@@ -42,13 +58,17 @@ struct call {
     i64 column_batch;
     i64 batches, heads, kv_heads, query_len, key_len, head_dim, value_dim;
     i64 dtype, threads, strips;
-    i64 chunks; /* backward: queries are dealt out to so many threads, each with gradients of keys and values ... */
+    i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
     const struct strip *strip;
     const struct span *span;
     const struct tile *tile;
     double scale, softcap, kept_factor; /* softcap 0: none */
     i64 kept_least;
+    const struct statistic *statistic;
+    i64 statistics, knows_lse; /* lse is read; otherwise it is computed first */
+    i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
+    i64 first_query, last_query; /* ... and only those with any of these */
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
-    i64 careful, suspect, units, items, next;
+    i64 careful, suspect, units, next;
 };

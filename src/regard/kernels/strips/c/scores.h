@@ -43,11 +43,18 @@ struct place {
     i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
     int32_t index[UNITS * UNIT];                 /* of the strip */
     int32_t lowest[UNITS], highest[UNITS];       /* of the indices of each unit */
+    i64 first_query, last_query;
 };
 
 INLINE i64 place_in(const struct tensor *t, i64 batch, i64 head, i64 row)
 {
     return batch * t->batch + head * t->head + row * t->row;
+}
+
+/* a query of the place among all of the call: [batch, heads, query_len] */
+INLINE i64 number_of(const struct place *p, i64 r)
+{
+    return (p->batch * p->call->heads + p->head[r]) * p->call->query_len + p->query[r];
 }
 
 /* `n` rows of keys or values, in our dtype: where they are, or in `room` */
@@ -63,6 +70,14 @@ static const real *rows_of(
     *row = size;
     for (i64 i = 0; i < n; i++) widen(t->data, at + i * by, size, p->call->dtype, room + i * size);
     return room;
+}
+
+/* numbers of a thread's memory, for one purpose */
+INLINE real *part_of(real **memory, i64 numbers)
+{
+    real *part = *memory;
+    *memory += round_up(numbers, 16);
+    return part;
 }
 
 INLINE void suspect(const struct place *p)
@@ -100,6 +115,25 @@ static i64 all_seen(const struct place *p, const struct span *s)
         most = n > most ? n : most;
     }
     return most;
+}
+
+/* Some keys of a span: n of them from `first` on. */
+struct keys {
+    const struct span *span;
+    i64 first, n, stop, spans;
+};
+
+/* the next keys of a place, of which at most so many come at a time; to begin with, all is 0 */
+static int next_keys(const struct place *p, struct keys *k, i64 most)
+{
+    k->first += k->n;
+    while (k->first >= k->stop) {
+        if (k->spans == p->strip->spans) return 0;
+        k->span = p->call->span + p->strip->span + k->spans++;
+        k->first = 0, k->stop = all_seen(p, k->span);
+    }
+    k->n = least(most, k->stop - k->first);
+    return 1;
 }
 
 /* adds numbers to scores [n][UNIT] of keys from `first` on */
@@ -199,7 +233,7 @@ static void drop(const struct place *p, const struct span *s, i64 unit, i64 firs
     int32_t rows[UNIT] __attribute__((aligned(64)));
     for (int i = 0; i < wide * LANES; i++) {
         i64 r = least(unit * UNIT + i, p->rows - 1);
-        rows[i] = c->row_bits[(p->batch * c->heads + p->head[r]) * c->query_len + p->query[r]];
+        rows[i] = c->row_bits[number_of(p, r)];
     }
     for (i64 j = 0; j < n; j++) {
         i64 key = p->batch * c->column_batch + s->start + p->time * s->shift + (first + j) * s->step;

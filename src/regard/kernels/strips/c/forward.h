@@ -1,0 +1,118 @@
+/* The output and the log-sum-exp of some queries. */
+
+#pragma once
+
+#include "scores.h"
+
+static i64 forward_numbers(const struct call *c)
+{
+    i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
+    return UNITS * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
+}
+
+/* Before the first key: a sink is a key without value. */
+static void begin_softmax(const struct place *p, i64 units, real *top, real *total)
+{
+    const real *sink = p->call->sink;
+    for (i64 i = 0; i < units * UNIT; i++) {
+        i64 head = p->head[least(i, p->rows - 1)];
+        top[i] = sink ? sink[head] * LOG2_E : NONE;
+        total[i] = sink && sink[head] > NONE;
+    }
+}
+
+/* Scores of a unit with n more keys become weights, relative to the largest score so far; that and the sum of weights
+   are brought up to date. by: what earlier weights are multiplied by; returns whether that is not 1 everywhere. */
+static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by[2])
+{
+    vec before[2], most[2], sum[2];
+    for (int w = 0; w < wide; w++) before[w] = most[w] = load(top + w * LANES);
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            vec x = load(scores + j * UNIT + w * LANES);
+            most[w] = pick(x > most[w], x, most[w]);
+        }
+    int grew = 0;
+    for (int w = 0; w < wide; w++) {
+        store(top + w * LANES, most[w]);
+        most[w] = pick(most[w] == NONE, all(0), most[w]); /* -inf - -inf is NaN */
+        by[w] = exp2_of(before[w] - most[w]);
+        sum[w] = all(0);
+        for (int i = 0; i < LANES; i++) grew |= by[w][i] != 1;
+    }
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            vec weight = exp2_of(load(scores + j * UNIT + w * LANES) - most[w]);
+            sum[w] += weight;
+            store(scores + j * UNIT + w * LANES, weight);
+        }
+    for (int w = 0; w < wide; w++) store(total + w * LANES, load(total + w * LANES) * by[w] + sum[w]);
+    return grew;
+}
+
+/* The log-sum-exp of a query, in natural units; exactly that of the sink where no key is seen. */
+static real lse_of(const struct call *c, i64 head, real top, real total)
+{
+    real sink = c->sink ? c->sink[head] : NONE;
+    return total == 1 && top == sink * LOG2_E ? sink : (top + log2(total)) * LN_2;
+}
+
+/* The output of a unit so far, with n more keys. */
+static void attend(
+    const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *value,
+    i64 value_row, real *scores, real *top, real *total, real *output)
+{
+    const struct call *c = p->call;
+    vec by[2];
+    int grew = softmax(n, wide, scores, top, total, by);
+    if (c->row_bits) drop(p, s, unit, first, n, wide, scores, NULL);
+    if (grew)
+        for (i64 e = 0; e < c->value_dim; e++)
+            for (int w = 0; w < wide; w++) {
+                real *at = output + e * UNIT + w * LANES;
+                store(at, load(at) * by[w]);
+            }
+    features_times(c->value_dim, value, value_row, scores, n, wide, output);
+}
+
+static void forward_place(const struct place *p, real *memory)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
+    real *query = part_of(&memory, units * D * UNIT), *output = part_of(&memory, units * E * UNIT);
+    real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
+    real *scores = part_of(&memory, KEYS * UNIT);
+    real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
+    real *seen_room = part_of(&memory, KEYS * E);
+    for (i64 u = 0; u < units; u++)
+        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT, NULL, 0, 0);
+    begin_softmax(p, units, top, total);
+    memset(output, 0, units * E * UNIT * sizeof(real));
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        i64 key_row, value_row;
+        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, key_room, &key_row);
+        const real *value = rows_of(p, &c->value, k.span, k.first, k.n, E, value_room, &value_row);
+        for (i64 u = 0; u < units; u++) {
+            i64 n = seen(p, k.span, u, k.first, k.n);
+            if (n <= 0) continue;
+            int wide = width(p, u);
+            scores_of(p, k.span, u, k.first, n, wide, key, key_row, query + u * D * UNIT, scores, NULL);
+            const real *of_seen = value;
+            i64 seen_row = value_row;
+            if (c->careful) of_seen = without_unseen(p, u, n, scores, value, &seen_row, E, seen_room);
+            attend(
+                p, k.span, u, k.first, n, wide, of_seen, seen_row, scores, top + u * UNIT, total + u * UNIT,
+                output + u * E * UNIT);
+        }
+    }
+    real rows[UNIT * E];
+    for (i64 r = 0; r < p->rows; r++) {
+        if (r % UNIT == 0) to_rows(output + r * E, E, rows);
+        real *row = rows + r % UNIT * E, sum = total[r], share = sum == 0 ? 0 : 1 / sum;
+        for (i64 e = 0; e < E; e++) row[e] *= share;
+        if (!is_finite(row, E) || sum * 0 != 0) suspect(p);
+        if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), E, OWN, row);
+        narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), E, c->dtype, row);
+        if (c->lse) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top[r], sum);
+    }
+}

@@ -1,0 +1,218 @@
+/* Statistics of the weights, computed block by block, so that the weights are never all in memory. */
+
+#pragma once
+
+#include "forward.h"
+
+#define LOOKS 16 /* keys among which the largest weight is sought before they are looked at one by one */
+
+/* numbers that are not negative have the order of their bits, and NaN is above all */
+#define SIGN ((whole)1 << (8 * sizeof(whole) - 1))
+typedef whole loose_whole __attribute__((may_alias));
+
+INLINE ints order_of(vec x) { return (ints)x & ~SIGN; }
+INLINE ints larger(ints x, ints y) { return (ints)pick(x > y, (vec)x, (vec)y); }
+
+static i64 look_numbers(const struct call *c)
+{
+    return UNITS * UNIT * (c->head_dim + 4) + KEYS * (UNIT + c->head_dim) + 16 * 7;
+}
+
+/* Scores of a unit become weights, 0 in lanes without a query; lse in units of log 2. entropy: w log2 w is added. */
+static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores, real *entropy)
+{
+    vec sum[2] = {all(0), all(0)};
+    ints idle[2];
+    for (int i = 0; i < UNIT; i++) idle[i / LANES][i % LANES] = -(i >= rows);
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            real *at = scores + j * UNIT + w * LANES;
+            vec score = load(at), hidden = all(2 * LOWEST);
+            vec log = pick((score == NONE) | idle[w], hidden, score - load(lse + w * LANES));
+            vec weight = exp2_of(log);
+            sum[w] += weight * log;
+            store(at, weight);
+        }
+    for (int w = 0; w < wide; w++) store(entropy + w * LANES, load(entropy + w * LANES) + sum[w]);
+}
+
+/* where the numbers of a statistic begin, of a head, and of a query or key */
+INLINE void *numbers_at(const struct place *p, const struct statistic *t, i64 head, i64 row, i64 size)
+{
+    i64 of_chunk = t->kind == ENTROPY || t->kind == LARGEST ? 0 : p->chunk * t->chunk;
+    return (char *)t->numbers.data + size * (of_chunk + place_in(&t->numbers, p->batch, head, row));
+}
+
+/* A unit of weights with n keys: `key`, key + step, ... */
+struct seen {
+    const real *weights;
+    i64 unit, rows, key, step, n;
+    int wide;
+};
+
+INLINE int is_one_head(const struct place *p, const struct seen *s)
+{
+    return p->head[s->unit * UNIT] == p->head[s->unit * UNIT + s->rows - 1];
+}
+
+static void receive(const struct place *p, const struct statistic *t, const struct seen *s)
+{
+    for (i64 j = 0; j < s->n; j += LANES) {
+        i64 n = least(LANES, s->n - j);
+        if (!is_one_head(p, s)) {
+            for (i64 i = 0; i < s->rows; i++) {
+                double *to = numbers_at(p, t, p->head[s->unit * UNIT + i], s->key, sizeof *to);
+                for (i64 k = j; k < j + n; k++) to[k * s->step] += s->weights[k * UNIT + i];
+            }
+            continue;
+        }
+        vec x[LANES], sum = all(0);
+        for (i64 k = 0; k < LANES; k++) {
+            const real *of_key = s->weights + (j + least(k, n - 1)) * UNIT;
+            x[k] = s->wide == 2 ? load(of_key) + load(of_key + LANES) : load(of_key);
+        }
+        transpose(x);
+        for (i64 i = 0; i < LANES; i++) sum += x[i];
+        double *to = numbers_at(p, t, p->head[s->unit * UNIT], s->key, sizeof *to);
+        for (i64 k = 0; k < n; k++) to[(j + k) * s->step] += sum[k];
+    }
+}
+
+static void insert(real *numbers, i64 *keys, i64 n, real x, i64 key)
+{
+    i64 at = n - 1;
+    whole order = *(loose_whole *)&x & ~SIGN;
+    for (; at > 0 && order > (((loose_whole *)numbers)[at - 1] & ~SIGN); at--)
+        numbers[at] = numbers[at - 1], keys[at] = keys[at - 1];
+    numbers[at] = x, keys[at] = key;
+}
+
+static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s)
+{
+    whole least_kept[UNIT];
+    real *numbers[UNIT];
+    for (i64 i = 0; i < s->rows; i++) {
+        i64 r = s->unit * UNIT + i;
+        numbers[i] = numbers_at(p, t, p->head[r], p->query[r], sizeof(real));
+        least_kept[i] = ((loose_whole *)numbers[i])[t->n - 1] & ~SIGN;
+    }
+    for (i64 first = 0; first < s->n; first += LOOKS) {
+        i64 stop = least(first + LOOKS, s->n);
+        whole most[UNIT];
+        for (int w = 0; w < s->wide; w++) {
+            ints x = {0};
+            for (i64 j = first; j < stop; j++) x = larger(x, order_of(load(s->weights + j * UNIT + w * LANES)));
+            memcpy(most + w * LANES, &x, sizeof x);
+        }
+        for (i64 i = 0; i < s->rows; i++) {
+            if (most[i] <= least_kept[i]) continue;
+            i64 *keys = t->keys + (numbers[i] - (real *)t->numbers.data);
+            for (i64 j = first; j < stop; j++) {
+                real x = s->weights[j * UNIT + i];
+                if ((*(loose_whole *)&x & ~SIGN) <= least_kept[i]) continue;
+                insert(numbers[i], keys, t->n, x, s->key + j * s->step);
+                least_kept[i] = ((loose_whole *)numbers[i])[t->n - 1] & ~SIGN;
+            }
+        }
+    }
+}
+
+/* a number is drawn over a pixel */
+INLINE void draw(const struct statistic *t, real *pixel, real x)
+{
+    int is_more = (*(loose_whole *)&x & ~SIGN) > (*(loose_whole *)pixel & ~SIGN);
+    *pixel = t->kind == PIXEL_SUMS ? *pixel + x : is_more ? x : *pixel;
+}
+
+static void draw_unit(const struct place *p, const struct statistic *t, const struct seen *s)
+{
+    real *row[UNIT]; /* of pixels */
+    int is_one_row = 1;
+    for (i64 i = 0; i < s->rows; i++) {
+        i64 r = s->unit * UNIT + i;
+        row[i] = numbers_at(p, t, p->head[r], p->query[r] / t->queries, sizeof(real));
+        is_one_row &= row[i] == row[0];
+    }
+    for (i64 j = 0; j < s->n;) {
+        i64 column = (s->key + j * s->step) / t->keys_of_pixel, next = (column + 1) * t->keys_of_pixel;
+        i64 stop = least(s->n, (next - s->key + s->step - 1) / s->step);
+        real drawn[UNIT];
+        for (int w = 0; w < s->wide; w++) {
+            const real *from = s->weights + w * LANES;
+            vec x = load(from + j * UNIT);
+            for (i64 k = j + 1; k < stop; k++) {
+                vec y = load(from + k * UNIT);
+                x = t->kind == PIXEL_SUMS ? x + y : pick(order_of(y) > order_of(x), y, x);
+            }
+            store(drawn + w * LANES, x);
+        }
+        j = stop;
+        if (is_one_row) {
+            real x = drawn[0];
+            for (i64 i = 1; i < s->rows; i++) draw(t, &x, drawn[i]);
+            draw(t, row[0] + column, x);
+        } else
+            for (i64 i = 0; i < s->rows; i++) draw(t, row[i] + column, drawn[i]);
+    }
+}
+
+/* The lse of all queries of a place, from a pass over their keys of its own. */
+static void find_lse(const struct place *p, const real *query, real *top, real *total, real *scores, real *key_room)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
+    begin_softmax(p, units, top, total);
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        i64 key_row;
+        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, key_room, &key_row);
+        for (i64 u = 0; u < units; u++) {
+            i64 n = seen(p, k.span, u, k.first, k.n);
+            if (n <= 0) continue;
+            vec by[2];
+            scores_of(p, k.span, u, k.first, n, width(p, u), key, key_row, query + u * D * UNIT, scores, NULL);
+            softmax(n, width(p, u), scores, top + u * UNIT, total + u * UNIT, by);
+        }
+    }
+    for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top[r], total[r]);
+}
+
+static void look_place(const struct place *p, real *memory)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
+    real *query = part_of(&memory, units * D * UNIT), *lse = part_of(&memory, units * UNIT);
+    real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
+    real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
+    real *key_room = part_of(&memory, KEYS * D);
+    for (i64 u = 0; u < units; u++)
+        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT, NULL, 0, 0);
+    if (!c->knows_lse) find_lse(p, query, top, total, scores, key_room);
+    if (!c->statistics) return;
+    for (i64 r = 0; r < units * UNIT; r++) {
+        real of_query = c->lse[number_of(p, least(r, p->rows - 1))] * LOG2_E;
+        lse[r] = of_query == NONE ? 0 : of_query;
+    }
+    memset(entropy, 0, units * UNIT * sizeof(real));
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        const struct span *s = k.span;
+        i64 key_row, at = s->start + p->time * s->shift + k.first * s->step;
+        const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
+        for (i64 u = 0; u < units; u++) {
+            i64 n = seen(p, s, u, k.first, k.n);
+            if (n <= 0) continue;
+            struct seen seen = {scores, u, least(UNIT, p->rows - u * UNIT), at, s->step, n, width(p, u)};
+            scores_of(p, s, u, k.first, n, seen.wide, key, key_row, query + u * D * UNIT, scores, NULL);
+            weights_of(n, seen.rows, seen.wide, lse + u * UNIT, scores, entropy + u * UNIT);
+            for (const struct statistic *t = c->statistic; t < c->statistic + c->statistics; t++)
+                if (t->kind == RECEIVED)
+                    receive(p, t, &seen);
+                else if (t->kind == LARGEST)
+                    find_largest(p, t, &seen);
+                else if (t->kind != ENTROPY)
+                    draw_unit(p, t, &seen);
+        }
+    }
+    for (const struct statistic *t = c->statistic; t < c->statistic + c->statistics; t++)
+        for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++)
+            *(real *)numbers_at(p, t, p->head[r], p->query[r], sizeof(real)) = entropy[r];
+}

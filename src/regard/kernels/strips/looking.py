@@ -1,0 +1,114 @@
+"""Statistics of the weights by the compiled library, and lse without an output.
+
+Blocks of scores are computed as for attention, and each statistic adds up what it needs of them while they are in the
+cache. Sums over queries are added up by one thread for each kv head, or by several, each with its own numbers.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels.call import Call
+from regard.kernels.strips import native, tuning
+from regard.kernels.strips.binding import StatisticOf, TensorAt
+from regard.numerics import upcast
+from regard.scores import Scoring
+
+
+class Kind(IntEnum):
+    """What is computed of weights w, as in c/call.h, and the shape of its numbers after [batch, heads]."""
+
+    ENTROPY = 0
+    """sum_j w log2 w: [query_len]."""
+    RECEIVED = 1
+    """sum_i w: [key_len]."""
+    LARGEST = 2
+    """The n largest, largest first: [query_len, n]."""
+    PIXEL_SUMS = 3
+    """Sums over so many queries and keys each: [rows, columns]."""
+    PIXEL_MAXIMA = 4
+    """The largest of so many."""
+
+
+class Wanted(NamedTuple):
+    """A statistic, and zeros that become its numbers.
+
+    Attributes:
+        keys: of `LARGEST`: int64, the key of each number; left as they are where fewer weights are above 0.
+        pixel: of images: queries and keys of a pixel.
+    """
+
+    kind: Kind
+    numbers: Tensor
+    keys: Tensor | None = None
+    pixel: tuple[int, int] = (1, 1)
+
+
+def as_call(query: Tensor, key: Tensor, scoring: Scoring) -> Call:
+    """A call whose weights are looked at: in float32 or wider, and without values."""
+    query, key = upcast(query), upcast(key)
+    return Call(query, key, key, scoring, None, wants_lse=True)
+
+
+def look(
+    call: Call,
+    lse: Tensor,
+    wanted: Sequence[Wanted] = (),
+    *,
+    knows_lse: bool = False,
+    queries: range | None = None,
+    progress: Callable[[int, int], None] = lambda done, all: None,
+) -> None:
+    """Computes statistics of a call that `native` supports.
+
+    Args:
+        lse: [batch, heads, query_len], contiguous, in float32 or wider; written if it is not known.
+        queries: those of which lse is wanted, without statistics, and perhaps others beside them; None for all.
+        progress: called with the parts done, and all; they take about equally long.
+    """
+    query, key, value, scoring, _, _ = call
+    order = native.Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call))
+    chunks = native.chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * order.compiled.lanes)
+    order.number("chunks", chunks)
+    order.numbers("lse", lse)
+    order.number("knows_lse", knows_lse)
+    if queries is not None:
+        order.number("first_query", queries.start)
+        order.number("last_query", queries.stop - 1)
+    sums = [_sums(statistic, chunks) for statistic in wanted]
+    told = (StatisticOf * len(wanted))(*map(_told, wanted, sums))
+    order.number("statistic", ctypes.addressof(told))
+    order.number("statistics", len(wanted))
+    parts = max(1, native.num_scores(call) // (tuning.SCORES_BETWEEN_REPORTS * torch.get_num_threads()))
+    order.number("parts", parts)
+    for part in range(parts):
+        order.number("part", part)
+        order.run(order.compiled.look)
+        progress(part + 1, parts)
+    for statistic, of_chunks in zip(wanted, sums, strict=True):
+        if of_chunks is not statistic.numbers:
+            total = of_chunks.amax(0) if statistic.kind is Kind.PIXEL_MAXIMA else of_chunks.sum(0)
+            statistic.numbers.copy_(total)
+
+
+def _sums(wanted: Wanted, chunks: int) -> Tensor:
+    """Where a statistic is added up: a part for each thread, if several have to do with the same number."""
+    numbers = wanted.numbers
+    if wanted.kind is Kind.RECEIVED:  # of very many queries
+        return numbers.new_zeros((chunks, *numbers.shape), dtype=torch.float64)
+    if wanted.kind in (Kind.PIXEL_SUMS, Kind.PIXEL_MAXIMA) and chunks > 1:
+        return numbers.new_zeros((chunks, *numbers.shape))
+    return numbers
+
+
+def _told(wanted: Wanted, sums: Tensor) -> StatisticOf:
+    """A statistic as the library reads it."""
+    numbers = wanted.numbers if sums is wanted.numbers else sums[0]
+    chunk = 0 if sums is wanted.numbers else sums.stride(0)
+    keys = None if wanted.keys is None else wanted.keys.data_ptr()
+    at = TensorAt(numbers.data_ptr(), *numbers.stride()[:3])
+    return StatisticOf(wanted.kind, at, chunk, keys, numbers.shape[-1], *wanted.pixel)
