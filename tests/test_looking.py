@@ -178,6 +178,7 @@ def test_what_the_library_does_not_compute_is_computed_by_tiles(monkeypatch):
     seen.ask(Squares())
     seen.image(4, queries=slice(3, 20))
     seen.distance()
+    observe(query, torch.randn(1, 2, 90, 4), lse=torch.zeros(1, 2, 30)).top(60)
     observe(query.clone().requires_grad_(), query, mask=Causal()).entropy().sum().backward()
     with pytest.raises(pytest.fail.Exception):
         seen.entropy()

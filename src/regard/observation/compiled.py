@@ -7,11 +7,13 @@ from torch import Tensor
 
 from regard.kernels.strips import native
 from regard.kernels.strips.looking import Kind, Wanted, as_call, look
+from regard.observation import tuning
 from regard.observation.images import Image, Pyramid
 from regard.observation.measures import Entropy, Received, Top
 from regard.observation.observed import ObservedCall
 from regard.observation.statistic import Statistic
 from regard.observation.streaming import Progress
+from regard.shapes import is_number
 
 
 def supports(call: ObservedCall) -> bool:
@@ -21,8 +23,11 @@ def supports(call: ObservedCall) -> bool:
 
 def computes(statistic: Statistic[Any]) -> bool:
     """Whether the kernel computes a statistic."""
-    found = type(statistic) in _WANTED  # a class that derives from one of these may compute something else
-    return found and not (isinstance(statistic, Image) and not statistic.is_whole)
+    if isinstance(statistic, Image) and not statistic.is_whole:
+        return False
+    if isinstance(statistic, Top) and is_number(statistic.count) and statistic.count > tuning.MAX_COMPILED_TOP:
+        return False
+    return type(statistic) in _WANTED  # a class that derives from one of these may compute something else
 
 
 def lse_of(call: ObservedCall, queries: range) -> Tensor | None:

@@ -23,6 +23,9 @@ for lse is faster."""
 MAX_ATTENDED_KEYS = 4096
 """The same for a pass that also computes attention's output, which costs a second product."""
 
+MAX_COMPILED_TOP = 48
+"""Largest weights of each query that the compiled kernel finds: of more, tiles find them in less time."""
+
 MIN_HEADS_OF_WIDE_TILES = 4
 """Batch size times heads from which on tiles are `MAX_TILE_KEYS` wide; below, half of that is faster."""
 

@@ -7,15 +7,28 @@
 #define LOOKS 16 /* keys among which the largest weight is sought before they are looked at one by one */
 
 /* numbers that are not negative have the order of their bits, and NaN is above all */
-#define SIGN ((whole)1 << (8 * sizeof(whole) - 1))
 typedef whole loose_whole __attribute__((may_alias));
+typedef int8_t flags __attribute__((vector_size(LANES)));
 
-INLINE ints order_of(vec x) { return (ints)x & ~SIGN; }
-INLINE ints larger(ints x, ints y) { return (ints)pick(x > y, (vec)x, (vec)y); }
+INLINE whole bits_of(real x) { return *(loose_whole *)&x; }
+
+INLINE vec positive(vec x) { return (vec)((ints)x & ~((whole)1 << (8 * sizeof(whole) - 1))); } /* NaN, too */
+
+INLINE vec larger(vec x, vec y) { return pick((ints)x > (ints)y, x, y); }
+
+INLINE int any(ints where)
+{
+    flags flag = __builtin_convertvector(where, flags);
+    unsigned __int128 found = 0;
+    memcpy(&found, &flag, sizeof flag);
+    return found != 0;
+}
 
 static i64 look_numbers(const struct call *c)
 {
-    return UNITS * UNIT * (c->head_dim + 4) + KEYS * (UNIT + c->head_dim) + 16 * 7;
+    i64 lists = 0;
+    for (i64 t = 0; t < c->statistics; t++) lists += c->statistic[t].kind == LARGEST ? 2 * c->statistic[t].n : 0;
+    return UNITS * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
 }
 
 /* Scores of a unit become weights, 0 in lanes without a query; lse in units of log 2. entropy: w log2 w is added. */
@@ -29,7 +42,7 @@ static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores,
             real *at = scores + j * UNIT + w * LANES;
             vec score = load(at), hidden = all(2 * LOWEST);
             vec log = pick((score == NONE) | idle[w], hidden, score - load(lse + w * LANES));
-            vec weight = exp2_of(log);
+            vec weight = positive(exp2_of(log));
             sum[w] += weight * log;
             store(at, weight);
         }
@@ -78,55 +91,59 @@ static void receive(const struct place *p, const struct statistic *t, const stru
     }
 }
 
-static void insert(real *numbers, i64 *keys, i64 n, real x, i64 key)
+/* The list of a vector of queries, [n][UNIT] weights and their keys, largest first, takes in one more weight of each. */
+INLINE void insert(real *numbers, real *keys, i64 n, vec weight, whole key)
 {
-    i64 at = n - 1;
-    whole order = *(loose_whole *)&x & ~SIGN;
-    for (; at > 0 && order > (((loose_whole *)numbers)[at - 1] & ~SIGN); at--)
-        numbers[at] = numbers[at - 1], keys[at] = keys[at - 1];
-    numbers[at] = x, keys[at] = key;
+    vec of_weight = (vec)((ints){0} + key);
+    ints is_in = {0};
+    for (i64 l = 0; l < n; l++, numbers += UNIT, keys += UNIT) {
+        vec number = load(numbers), of_number = load(keys);
+        is_in |= (ints)weight > (ints)number; /* what it takes the place of moves down */
+        store(numbers, pick(is_in, weight, number));
+        store(keys, pick(is_in, of_weight, of_number));
+        weight = pick(is_in, number, weight);
+        of_weight = pick(is_in, of_number, of_weight);
+    }
 }
 
-static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s)
+static void find_largest(const struct statistic *t, const struct seen *s, real *list)
 {
-    whole least_kept[UNIT];
-    real *numbers[UNIT];
-    for (i64 i = 0; i < s->rows; i++) {
-        i64 r = s->unit * UNIT + i;
-        numbers[i] = numbers_at(p, t, p->head[r], p->query[r], sizeof(real));
-        least_kept[i] = ((loose_whole *)numbers[i])[t->n - 1] & ~SIGN;
-    }
-    for (i64 first = 0; first < s->n; first += LOOKS) {
-        i64 stop = least(first + LOOKS, s->n);
-        whole most[UNIT];
-        for (int w = 0; w < s->wide; w++) {
-            ints x = {0};
-            for (i64 j = first; j < stop; j++) x = larger(x, order_of(load(s->weights + j * UNIT + w * LANES)));
-            memcpy(most + w * LANES, &x, sizeof x);
-        }
-        for (i64 i = 0; i < s->rows; i++) {
-            if (most[i] <= least_kept[i]) continue;
-            i64 *keys = t->keys + (numbers[i] - (real *)t->numbers.data);
+    i64 n = t->n;
+    for (int w = 0; w < s->wide; w++) {
+        real *numbers = list + 2 * n * UNIT * s->unit + w * LANES, *keys = numbers + n * UNIT;
+        const real *weights = s->weights + w * LANES, *least_kept = numbers + (n - 1) * UNIT;
+        for (i64 first = 0; first < s->n; first += LOOKS) {
+            i64 stop = least(first + LOOKS, s->n);
+            vec most = all(0);
+            for (i64 j = first; j < stop; j++) most = larger(load(weights + j * UNIT), most);
+            if (!any((ints)most > (ints)load(least_kept))) continue;
             for (i64 j = first; j < stop; j++) {
-                real x = s->weights[j * UNIT + i];
-                if ((*(loose_whole *)&x & ~SIGN) <= least_kept[i]) continue;
-                insert(numbers[i], keys, t->n, x, s->key + j * s->step);
-                least_kept[i] = ((loose_whole *)numbers[i])[t->n - 1] & ~SIGN;
+                vec weight = load(weights + j * UNIT);
+                if (any((ints)weight > (ints)load(least_kept))) insert(numbers, keys, n, weight, s->key + j * s->step);
             }
         }
+    }
+}
+
+static void write_largest(const struct place *p, const struct statistic *t, const real *list)
+{
+    for (i64 r = 0; r < p->rows; r++) {
+        const real *numbers = list + 2 * t->n * UNIT * (r / UNIT) + r % UNIT, *keys = numbers + t->n * UNIT;
+        real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
+        i64 *to_keys = t->keys + (to - (real *)t->numbers.data); /* with the same strides */
+        for (i64 l = 0; l < t->n; l++) to[l] = numbers[l * UNIT], to_keys[l] = bits_of(keys[l * UNIT]);
     }
 }
 
 /* a number is drawn over a pixel */
 INLINE void draw(const struct statistic *t, real *pixel, real x)
 {
-    int is_more = (*(loose_whole *)&x & ~SIGN) > (*(loose_whole *)pixel & ~SIGN);
-    *pixel = t->kind == PIXEL_SUMS ? *pixel + x : is_more ? x : *pixel;
+    *pixel = t->kind == PIXEL_SUMS ? *pixel + x : bits_of(x) > bits_of(*pixel) ? x : *pixel;
 }
 
 static void draw_unit(const struct place *p, const struct statistic *t, const struct seen *s)
 {
-    real *row[UNIT]; /* of pixels */
+    real *row[UNIT] = {0}; /* of pixels */
     int is_one_row = 1;
     for (i64 i = 0; i < s->rows; i++) {
         i64 r = s->unit * UNIT + i;
@@ -142,7 +159,7 @@ static void draw_unit(const struct place *p, const struct statistic *t, const st
             vec x = load(from + j * UNIT);
             for (i64 k = j + 1; k < stop; k++) {
                 vec y = load(from + k * UNIT);
-                x = t->kind == PIXEL_SUMS ? x + y : pick(order_of(y) > order_of(x), y, x);
+                x = t->kind == PIXEL_SUMS ? x + y : larger(y, x);
             }
             store(drawn + w * LANES, x);
         }
@@ -183,7 +200,11 @@ static void look_place(const struct place *p, real *memory)
     real *query = part_of(&memory, units * D * UNIT), *lse = part_of(&memory, units * UNIT);
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
     real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
-    real *key_room = part_of(&memory, KEYS * D);
+    real *key_room = part_of(&memory, KEYS * D), *list[c->statistics + 1];
+    for (i64 t = 0; t < c->statistics; t++) {
+        i64 numbers = c->statistic[t].kind == LARGEST ? 2 * c->statistic[t].n * units * UNIT : 0;
+        list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
+    }
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT, NULL, 0, 0);
     if (!c->knows_lse) find_lse(p, query, top, total, scores, key_room);
@@ -203,16 +224,21 @@ static void look_place(const struct place *p, real *memory)
             struct seen seen = {scores, u, least(UNIT, p->rows - u * UNIT), at, s->step, n, width(p, u)};
             scores_of(p, s, u, k.first, n, seen.wide, key, key_row, query + u * D * UNIT, scores, NULL);
             weights_of(n, seen.rows, seen.wide, lse + u * UNIT, scores, entropy + u * UNIT);
-            for (const struct statistic *t = c->statistic; t < c->statistic + c->statistics; t++)
+            for (i64 n_th = 0; n_th < c->statistics; n_th++) {
+                const struct statistic *t = c->statistic + n_th;
                 if (t->kind == RECEIVED)
                     receive(p, t, &seen);
                 else if (t->kind == LARGEST)
-                    find_largest(p, t, &seen);
+                    find_largest(t, &seen, list[n_th]);
                 else if (t->kind != ENTROPY)
                     draw_unit(p, t, &seen);
+            }
         }
     }
-    for (const struct statistic *t = c->statistic; t < c->statistic + c->statistics; t++)
+    for (i64 n_th = 0; n_th < c->statistics; n_th++) {
+        const struct statistic *t = c->statistic + n_th;
+        if (t->kind == LARGEST) write_largest(p, t, list[n_th]);
         for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++)
             *(real *)numbers_at(p, t, p->head[r], p->query[r], sizeof(real)) = entropy[r];
+    }
 }
