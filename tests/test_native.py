@@ -19,6 +19,7 @@ import torch
 import regard
 from comparing import assert_close, assert_within_budget
 from regard import Alibi, Causal, Dense, Document, Padding, Prefix, RelativeBias, Window, attention, attention_with_lse
+from regard.biases import as_bias
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
 from regard.kernels.strips import binding, native, work
@@ -342,3 +343,34 @@ def test_a_bias_whose_numbers_lie_apart_is_copied_strip_by_strip():
         found.append((output, *torch.autograd.grad(output.square().sum(), (query,))))
     for one, other in zip(*found, strict=True):
         assert_close(one, other)
+
+
+@needs_library
+@pytest.mark.parametrize("orders", [1, 2])
+@pytest.mark.parametrize("kind", ["alibi", "relative, learned", "tensor", "tensor in float64", "two"])
+def test_a_bias_of_sorted_tokens_is_read_where_it_is_by_the_places_where_they_were(kind, orders):
+    draw = torch.Generator().manual_seed(0)
+    relative = RelativeBias(torch.randn(32, 4, generator=draw).requires_grad_(kind != "two"))
+    numbers = torch.randn(4, 150, 150, generator=draw)
+    biases = {"alibi": Alibi(4), "relative, learned": relative, "tensor": numbers, "two": relative + as_bias(numbers)}
+    bias = biases.get(kind, numbers.double())
+    ids = torch.arange(150)[None] % 3
+    mask = Causal() & Document(torch.cat([ids, 2 - ids]) if orders == 2 else ids)  # sorted, all are alike
+    found = []
+    for kernel in ("native", "reference"):
+        tensors = [torch.randn(2, heads, 150, 8, generator=draw.manual_seed(1)).requires_grad_() for heads in (4, 2, 2)]
+        learned = [relative.table] if "learned" in kind else []
+        output = attention(*tensors, mask=mask, bias=bias, kernel=kernel)
+        found.append((output, *torch.autograd.grad(output.square().sum(), (*tensors, *learned))))
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, kind, tolerance=2e-6)
+
+
+@needs_library
+def test_places_of_sorted_tokens_are_told_once_and_never_taken_for_others():
+    query, key, value = torch.randn(3, 1, 2, 90, 8)
+    for start in range(12):  # more orders than are kept, of documents that are alike once sorted
+        mask = Document((torch.arange(90)[None] + start) % 3 if start % 2 else (torch.arange(90)[None] * 7 + start) % 3)
+        expected = attention(query, key, value, mask=mask, bias=Alibi(2), kernel="reference")
+        for _ in range(2):
+            assert_close(attention(query, key, value, mask=mask, bias=Alibi(2), kernel="native"), expected)

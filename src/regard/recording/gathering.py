@@ -51,9 +51,9 @@ def gather(
     """Computes statistics of a model's attention layers while the ``with`` block runs.
 
     `record` keeps query and key for later questions. This keeps only the results, so each layer adds no more memory
-    than these. It is also faster: on a CPU, if a tile holds all keys that its queries see (up to
-    `regard.observation.tuning.MAX_ATTENDED_KEYS`), output and statistics are computed from the same weights. The output
-    is then equally accurate, though not bit-identical to the kernel's.
+    than these. On a CPU without the compiled kernel, output and statistics are computed from the same weights if a tile
+    holds all keys that its queries see (up to `regard.observation.tuning.MAX_ATTENDED_KEYS`): the output is then
+    equally accurate, though not bit-identical to attention's.
 
     Every call of a layer is handled separately: during generation with a cache, a call has the new queries and all
     keys. The statistics are differentiable if gradients are recorded: an entropy penalty on a whole model is one line,

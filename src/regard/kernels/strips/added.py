@@ -19,6 +19,7 @@ from regard.indexing import indices
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
 from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.reordering import SortedBias
 from regard.masks import EVERYTHING, Band
 from regard.numerics import wide
 from regard.scores import Scoring
@@ -31,17 +32,32 @@ class Added:
     Args:
         dtype: of the query. learned: tensors of the bias that may need a gradient; those that do are in `wanted`,
             gradients in `grads`.
+        by_place: whether biases of sorted tokens are read by the places where these were, instead of being evaluated.
     Attributes:
         dtype: of what is added: 0 and -inf for a mask alone are exact in half precision, and are fewer bytes.
         row: all biases by distance, [batch or 1, heads or 1, query_len + key_len - 1], from (last query, first key) to
             (first query, last key); None if there are none. If the mask is a band, `band_is_in_row`, too.
         given: bias tensors, each with its gradient or None.
+        places: the places of queries and keys, [batch or 1, length], by which `row` and `given` are read; None
+            for their own.
     """
 
-    def __init__(self, scoring: Scoring, plan: StripPlan, dtype: torch.dtype, learned: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        scoring: Scoring,
+        plan: StripPlan,
+        dtype: torch.dtype,
+        learned: Iterable[Tensor] = (),
+        *,
+        by_place: bool = False,
+    ) -> None:
         self.scoring, self.plan = scoring, plan
         self.dtype = dtype = dtype if scoring.bias is None else wide(dtype)
         leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(scoring.bias.terms())
+        self.places: tuple[Tensor, Tensor] | None = None
+        if by_place and (found := read_by_place(scoring.bias, dtype)) is not None:
+            self.places = found.queries, found.keys
+            leaves = tuple(leaf.bias for leaf in leaves if isinstance(leaf, SortedBias))
         by_distance = [leaf for leaf in leaves if leaf.of_distance]
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
         learned = tuple(learned)
@@ -103,6 +119,21 @@ class Added:
         for total, one in zip(self.grads, more, strict=True):
             if one is not None:
                 total += one
+
+
+def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a bias tensor is read where it is, for scores of a dtype: not if numbers would be picked one by one."""
+    in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
+    return numbers.dtype is dtype and in_order and not numbers.is_neg()
+
+
+def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:
+    """The bias, if it is of sorted tokens and its numbers are read by the places where these were."""
+    if not isinstance(bias, SortedBias):
+        return None
+    terms = bias.bias.terms()
+    are_read = all(term.of_distance or (isinstance(term, Given) and is_read(term.numbers, dtype)) for term in terms)
+    return bias if are_read else None
 
 
 def is_of_distance(bias: Bias) -> bool:

@@ -35,6 +35,8 @@ class TileAt(ctypes.Structure):
         *((name, _i64) for name in ("batch", "head", "query", "key", "spare")),
         ("grads", _address),
         *((f"grads_{name}", _i64) for name in ("batch", "head", "query", "key", "chunk")),
+        *((name, _address) for name in ("queries", "keys")),
+        *((name, _i64) for name in ("queries_batch", "keys_batch")),
     )
 
 

@@ -24,7 +24,7 @@ from regard.graphs import concrete
 from regard.kernels import fused
 from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, tuning
-from regard.kernels.strips.added import Added, is_of_distance
+from regard.kernels.strips.added import Added, is_of_distance, read_by_place
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
@@ -98,9 +98,11 @@ def is_quickly_planned(call: Call) -> bool:
 
 def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
     """Whether a bias makes a number for every score, which is then held."""
-    terms = () if scoring.bias is None else scoring.bias.terms()
+    bias = scoring.bias
+    if bias is None or read_by_place(bias, wide(dtype)) is not None:
+        return False
     return not all(
-        term.of_distance or (isinstance(term, Given) and term.numbers.dtype is wide(dtype)) for term in terms
+        term.of_distance or (isinstance(term, Given) and term.numbers.dtype is wide(dtype)) for term in bias.terms()
     )
 
 
@@ -346,7 +348,7 @@ class Order:
     def added(self) -> Added:
         """What is added to scores."""
         if self._added is None:
-            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned)
+            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned, by_place=True)
         return self._added
 
     def begin_again(self) -> None:
@@ -381,8 +383,11 @@ class Order:
             return None
         if bias is None:
             return dtype
+        places = None
+        if (by_place := read_by_place(bias, dtype)) is not None:  # the work holds them: no others take their names
+            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias
         found = contents(bias) if is_of_distance(bias) else None
-        return None if found is None else (dtype, found)
+        return None if found is None else (dtype, places, found)
 
     def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.hidden import MAX_KEPT_SCORES
-from regard.kernels.strips.added import Added
+from regard.kernels.strips.added import Added, is_read
 from regard.kernels.strips.binding import SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, Strip
@@ -62,6 +62,9 @@ def _array(kind: Any, rows: list[Row]) -> Any:
     return (kind * len(rows))(*rows)
 
 
+AS_THEY_ARE: Row = (None, None, 0, 0)
+"""Places of tokens that are not sorted."""
+
 MAX_KEPT = 8
 """Biases by distance for which the strips of a plan are kept: those of a model whose layers differ."""
 
@@ -110,18 +113,28 @@ class Tiles:
         of_strip, queries = self._added.of(strip), strip.queries
 
         def of_span(column: int, keys: range) -> Iterator[Row]:
+            places = self._places(held)
+            at = (queries, keys) if places is AS_THEY_ARE else (range(1), range(1))
             if self._row is not None:
-                yield self._of_distance(self._row, queries, keys, held)
+                yield (*self._of_distance(self._row, *at, held), *places)
             for numbers, total in self._added.given:
-                yield _of_given(numbers, self._added.dtype, total, queries, keys, held)
+                yield (*_of_given(numbers, self._added.dtype, total, *at, held), *places)
             if of_strip.made is not None:
-                yield _whole(of_strip.made.detach(), column, len(keys), 0, held)
+                assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
+                yield (*_whole(of_strip.made, column, len(keys), 0, held), *AS_THEY_ARE)
             if of_strip.hidden is not None:
-                yield _whole(
-                    of_strip.hidden.by_key(self._added.dtype, self._spare).mT, column, len(keys), self._spare, held
-                )
+                hidden = of_strip.hidden.by_key(self._added.dtype, self._spare).mT
+                yield (*_whole(hidden, column, len(keys), self._spare, held), *AS_THEY_ARE)
 
         return of_span
+
+    def _places(self, held: dict[int, Tensor]) -> Row:
+        """The places of sorted tokens."""
+        if self._added.places is None:
+            return AS_THEY_ARE
+        queries, keys = self._added.places
+        of_batch = (len(places) > 1 and places.stride(0) for places in (queries, keys))
+        return _address(queries, 0, held), _address(keys, 0, held), *of_batch
 
     def _of_distance(self, row: Tensor, queries: range, keys: range, held: dict[int, Tensor]) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
@@ -132,12 +145,6 @@ class Tiles:
             chunk, batch, head, _ = grads.stride()
             of_grads = grads.data_ptr() + grads.element_size() * first, batch, head, *steps, chunk
         return (_address(row, first, held), *_strides(row)[:2], *steps, self._spare, *of_grads)
-
-
-def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a bias tensor is read where it is, for scores of a dtype: not if numbers would be picked one by one."""
-    in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
-    return numbers.dtype is dtype and in_order and not numbers.is_neg()
 
 
 def _of_given(

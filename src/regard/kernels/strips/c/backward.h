@@ -71,7 +71,7 @@ static void backward_place(const struct place *p, real *memory)
     real *all_values = (real *)c->grad_value.data + place_in(&c->grad_value, p->batch, p->kv_head, 0);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
         const struct span *s = k.span;
-        i64 key_row, value_row, row = s->start + p->time * s->shift + k.first * s->step;
+        i64 key_row, value_row, row = key_of(p, s, k.first);
         const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, s, k.first, k.n, E, value_room, &value_row);
         real *to_key = all_keys + p->chunk * c->chunk_key + row * c->grad_key.row;
@@ -107,7 +107,7 @@ static void backward_place(const struct place *p, real *memory)
                     store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + u * UNIT + w * LANES)));
                 }
             for (i64 t = 0; t < s->tiles; t++)
-                if (c->tile[s->tile + t].grads) pull_tile(p, c->tile + s->tile + t, u, k.first, n, wide, grads);
+                if (c->tile[s->tile + t].grads) pull_tile(p, s, c->tile + s->tile + t, u, k.first, n, wide, grads);
             if (c->softcap > 0)
                 for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
             features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT);

@@ -13,12 +13,16 @@ struct tensor {
 };
 
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. Up to `spare` further numbers may
-   be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart. */
+   be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart.
+   queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
+   NULL, they are by the places in strip and span. */
 struct tile {
     const real *numbers;
     i64 batch, head, query, key, spare;
     real *grads;
     i64 grads_batch, grads_head, grads_query, grads_key, grads_chunk;
+    const i64 *queries, *keys;
+    i64 queries_batch, keys_batch;
 };
 
 /* `count` keys, and what is added to their scores; causal: query i of the strip sees the first i + 1 */

@@ -57,12 +57,18 @@ INLINE i64 number_of(const struct place *p, i64 r)
     return (p->batch * p->call->heads + p->head[r]) * p->call->query_len + p->query[r];
 }
 
+/* key `first` of a span, among all of the call */
+INLINE i64 key_of(const struct place *p, const struct span *s, i64 first)
+{
+    return s->start + p->time * s->shift + first * s->step;
+}
+
 /* `n` rows of keys or values, in our dtype: where they are, or in `room` */
 static const real *rows_of(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room,
     i64 *row)
 {
-    i64 at = place_in(t, p->batch, p->kv_head, s->start + p->time * s->shift + first * s->step), by = s->step * t->row;
+    i64 at = place_in(t, p->batch, p->kv_head, key_of(p, s, first)), by = s->step * t->row;
     if (p->call->dtype == OWN) {
         *row = by;
         return (const real *)t->data + at;
@@ -136,61 +142,76 @@ static int next_keys(const struct place *p, struct keys *k, i64 most)
     return 1;
 }
 
+/* the place of a query by which a tile has its numbers */
+INLINE i64 query_in(const struct place *p, const struct tile *t, i64 r)
+{
+    return t->queries ? t->queries[p->batch * t->queries_batch + p->query[r]] : p->index[r];
+}
+
+/* and that of a key */
+INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile *t, i64 at)
+{
+    return t->keys ? t->keys[p->batch * t->keys_batch + key_of(p, s, at)] : at;
+}
+
+INLINE void add(real *score, vec x) { store(score, pick(x == NONE, x, load(score) + LOG2_E * x)); } /* even to NaN */
+
 /* adds numbers to scores [n][UNIT] of keys from `first` on */
-static void add_tile(const struct place *p, const struct tile *t, i64 unit, i64 first, i64 n, int wide, real *scores)
+static void add_tile(
+    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    real *scores)
 {
     const real *from[UNIT];
     int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
     for (int i = 0; i < rows; i++) {
         i64 r = least(unit * UNIT + i, p->rows - 1);
-        from[i] = t->numbers + p->batch * t->batch + p->head[r] * t->head + p->index[r] * t->query + first * t->key;
+        from[i] = t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query;
         alike &= from[i] == from[0];
         by_lane &= from[i] == from[0] + i || unit * UNIT + i >= p->rows;
     }
     by_lane &= unit * UNIT + rows - p->rows <= t->spare; /* nothing beyond the last number is read */
-    if (by_lane || alike) {
-        for (i64 j = 0; j < n; j++)
-            for (int c = 0; c < wide; c++) {
-                real *at = scores + j * UNIT + c * LANES;
-                const real *of_key = from[0] + j * t->key;
-                vec x = by_lane ? load(of_key + c * LANES) : all(*of_key);
-                store(at, pick(x == NONE, x, load(at) + LOG2_E * x)); /* even if the score is NaN */
-            }
-        return;
-    }
     i64 j = 0;
-    for (; t->key == 1 && j + LANES <= n; j += LANES)
+    if (by_lane || alike)
+        for (; j < n; j++)
+            for (int c = 0; c < rows; c += LANES) {
+                const real *of_key = from[0] + key_in(p, s, t, first + j) * t->key;
+                add(scores + j * UNIT + c, by_lane ? load(of_key + c) : all(*of_key));
+            }
+    for (; t->key == 1 && !t->keys && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
-            for (int i = 0; i < LANES; i++) x[i] = load(from[c + i] + j);
+            for (int i = 0; i < LANES; i++) x[i] = load(from[c + i] + first + j);
             transpose(x);
-            for (int i = 0; i < LANES; i++) {
-                real *at = scores + (j + i) * UNIT + c;
-                store(at, pick(x[i] == NONE, x[i], load(at) + LOG2_E * x[i]));
-            }
+            for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, x[i]);
         }
-    for (; j < n; j++)
-        for (int i = 0; i < rows; i++) {
-            real x = from[i][j * t->key], *at = scores + j * UNIT + i;
-            *at = x == NONE ? x : *at + LOG2_E * x;
+    for (; j < n; j++) {
+        i64 of_key = key_in(p, s, t, first + j) * t->key;
+        for (int c = 0; c < rows; c += LANES) {
+            vec x;
+            for (int i = 0; i < LANES; i++) x[i] = from[c + i][of_key];
+            add(scores + j * UNIT + c, x);
         }
+    }
 }
 
 /* adds gradients of scores to those of the numbers that were added to them */
 static void pull_tile(
-    const struct place *p, const struct tile *t, i64 unit, i64 first, i64 n, int wide, const real *grads)
+    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    const real *grads)
 {
     i64 rows = least(p->rows - unit * UNIT, wide * LANES);
-    int apart = t->grads_query != 1 || p->head[unit * UNIT] != p->head[unit * UNIT + rows - 1];
+    int apart = t->queries || t->grads_query != 1 || p->head[unit * UNIT] != p->head[unit * UNIT + rows - 1];
     for (i64 i = 0; i < (apart ? rows : 1); i++) {
         i64 r = unit * UNIT + i;
         real *to = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
-                    p->index[r] * t->grads_query + first * t->grads_key;
-        for (i64 j = 0; j < n; j++)
+                   query_in(p, t, r) * t->grads_query;
+        for (i64 j = 0; j < n; j++) {
+            i64 of_key = key_in(p, s, t, first + j) * t->grads_key;
             if (apart)
-                to[j * t->grads_key] += grads[j * UNIT + i];
+                to[of_key] += grads[j * UNIT + i];
             else
-                for (i64 k = 0; k < rows; k++) to[j * t->grads_key + k] += grads[j * UNIT + k];
+                for (i64 k = 0; k < rows; k++) to[of_key + k] += grads[j * UNIT + k];
+        }
     }
 }
 
@@ -215,7 +236,7 @@ static void scores_of(
                 store(at, (real)c->softcap * LOG2_E * tanh);
                 if (slope) store(slope + j * UNIT + w * LANES, 1 - tanh * tanh);
             }
-    for (i64 t = 0; t < s->tiles; t++) add_tile(p, c->tile + s->tile + t, unit, first, n, wide, scores);
+    for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, unit, first, n, wide, scores);
     if (!s->causal) return;
     const int32_t *index = p->index + unit * UNIT, after = p->lowest[unit] + 1;
     for (i64 j = after > first ? after - first : 0; j < n; j++)
@@ -236,7 +257,7 @@ static void drop(const struct place *p, const struct span *s, i64 unit, i64 firs
         rows[i] = c->row_bits[number_of(p, r)];
     }
     for (i64 j = 0; j < n; j++) {
-        i64 key = p->batch * c->column_batch + s->start + p->time * s->shift + (first + j) * s->step;
+        i64 key = p->batch * c->column_batch + key_of(p, s, first + j);
         int32_t column = c->column_bits[key], odd = c->column_odd[key];
         for (int w = 0; w < wide; w++) { /* the rest of MurmurHash3's finalizer; see dropout.py */
             bits h = (bits)(load_bits(rows + w * LANES) ^ column);

@@ -216,7 +216,7 @@ static void look_place(const struct place *p, real *memory)
     memset(entropy, 0, units * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        i64 key_row, at = s->start + p->time * s->shift + k.first * s->step;
+        i64 key_row, at = key_of(p, s, k.first);
         const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, s, u, k.first, k.n);
