@@ -96,9 +96,11 @@ _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 def _suits_the_library(call: Call) -> bool:
     """Whether the compiled library takes less time than all others: where torch's own function is none of them, or
-    would compute more; not for one query, whose time is that of reading keys and values."""
-    if tracing() or call.scoring.grid.query_len == 1:
+    would compute more; or, of one query, read more."""
+    if tracing():
         return False
+    if call.scoring.grid.query_len == 1:
+        return not call.learns and (sdpa.cannot(call) is not None or native.reads_less(call))
     return sdpa.cannot(call) is not None or native.beats(call, sdpa.num_scores(call))
 
 

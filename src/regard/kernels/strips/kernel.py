@@ -26,6 +26,7 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
+from regard.kernels.strips.single import single
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
@@ -90,10 +91,18 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
     any_length = scoring.mask is None and scoring.grid.query_len == 1
+    if any_length and by is NATIVE and scoring.bias is None and call.dropout is None:
+        return _of_one(call)
     if any_length or not call.concrete or call.dropout is not None or scoring.bias is not None:
         return None
     planned = _planned(call, by)
     return planned if planned.plan.is_kept else None
+
+
+def _of_one(call: Call) -> Prepared | None:
+    """One query and all keys, of which there may be more in the next call."""
+    attend = single(call)
+    return None if attend is None else lambda query, key, value, sink: (attend(query, key, value, sink, None), None)
 
 
 def _planned(call: Call, by: Engine) -> "Planned":
@@ -162,11 +171,13 @@ class Planned:
             output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
-        with torch.no_grad():
-            output, lse, _ = self.engine.forward(
-                *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False
-            )
-        return output.to(dtype), lse if self.wants_lse else None
+        rest = sink, scoring, self.dropout, self.plan
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                output, lse, _ = self.engine.forward(*three, *rest, wants_lse=self.wants_lse, learns=False)
+        else:
+            output, lse, _ = self.engine.forward(*three, *rest, wants_lse=self.wants_lse, learns=False)
+        return output if output.dtype is dtype else output.to(dtype), lse if self.wants_lse else None
 
 
 def _is_one_call(strip: Strip, call: Call) -> bool:
@@ -269,4 +280,5 @@ NATIVE_KERNEL = Kernel(
     quadratic_numbers=lambda call: 0,
     peak_bytes=lambda call: native.peak_bytes(_sorted(call)),
     prepare=lambda call: prepare(call, NATIVE),
+    single=single,
 )

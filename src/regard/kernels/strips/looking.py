@@ -15,6 +15,7 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.kernels.strips import native, tuning
 from regard.kernels.strips.binding import StatisticOf, TensorAt
+from regard.kernels.strips.order import Order
 from regard.numerics import upcast
 from regard.scores import Scoring
 
@@ -71,7 +72,7 @@ def look(
         progress: called with the parts done, and all; they take about equally long.
     """
     query, key, value, scoring, _, _ = call
-    order = native.Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call))
+    order = Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call))
     chunks = native.chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * order.compiled.lanes)
     order.number("chunks", chunks)
     order.numbers("lse", lse)

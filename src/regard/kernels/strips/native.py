@@ -10,9 +10,8 @@ in the cache. So a score costs about the same in any strip, and what is added to
 Scores, weights and all sums are float32 or wider, whatever the dtype of query, key and value.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from regard.graphs import concrete
 from regard.kernels import fused
 from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, tuning
-from regard.kernels.strips.added import Added, is_of_distance, read_by_place
-from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled, is_there
+from regard.kernels.strips.added import is_of_distance, read_by_place
+from regard.kernels.strips.binding import DTYPES, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
+from regard.kernels.strips.order import Order, library_for
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
-from regard.kernels.strips.work import Work, works
 from regard.numerics import row_products, upcast, wide
-from regard.rules import contents
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -110,7 +108,7 @@ def beats(call: Call, scores: int) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
-    if call.scoring.grid.query_len < 2 * _compiled(call.query.dtype).lanes:
+    if call.scoring.grid.query_len < 2 * library_for(call.query.dtype).lanes:
         to_begin *= tuning.FEW_QUERIES
     bias = call.scoring.bias
     if bias is not None and (not is_of_distance(bias) or reordering(call) is not None):
@@ -119,6 +117,13 @@ def beats(call: Call, scores: int) -> bool:
     if most <= 0:
         return False
     return size * num_scores(call) / torch.get_num_threads() * price(call.query.dtype) < most
+
+
+def reads_less(call: Call) -> bool:
+    """Whether this takes less time than torch's own function for one query: that copies keys and values for the heads
+    that share them, and in half precision widens them; otherwise both read the same, and this takes longer to begin."""
+    copies = call.key.shape[1] != call.scoring.grid.heads or call.query.dtype is not wide(call.query.dtype)
+    return copies or call.key.numel() >= tuning.MIN_NUMBERS_OF_ONE
 
 
 @cache
@@ -142,7 +147,7 @@ def _two_ways(dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], ob
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square about half."""
     grid = call.scoring.grid
-    unit = 2 * _compiled(call.query.dtype).lanes
+    unit = 2 * library_for(call.query.dtype).lanes
     return sum(
         (_of_square(strip, unit) if strip.kind is Kind.CAUSAL else len(strip.queries) * strip.keys)
         * strip.times
@@ -183,11 +188,11 @@ def forward(
     precision unrounded, if something learns, since the gradients of scores are differences from it."""
     order = Order(query, key, value, sink, scoring, dropout, plan)
     exact = output = query.new_empty((*query.shape[:3], value.shape[3]))
-    order.tensor("output", output)
+    order.tensors("output", output)
     dtype = wide(query.dtype)
     if learns and query.dtype is not dtype:
         exact = query.new_empty(output.shape, dtype=dtype)
-        order.tensor("exact", exact)
+        order.tensors("exact", exact)
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     if wants_lse:
         order.numbers("lse", lse)
@@ -213,8 +218,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
     order = Order(query, key, value, sink, scoring, dropout, plan, learned)
-    order.tensor("output" if output.dtype is query.dtype else "exact", output)
-    order.tensor("grad_output", grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
+    order.tensors("output" if output.dtype is query.dtype else "exact", output)
+    order.tensors("grad_output", grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
     order.numbers("lse", lse)
     if grad_lse is not None:
         order.numbers("grad_lse", grad_lse.to(lse.dtype))
@@ -231,17 +236,17 @@ def backward(
     return (*found, grad_sink, *grads)
 
 
-def _gradients(order: "Order", query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
+def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
     """The gradients of query, key and value; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
     chunks = chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
     of_query = query.new_empty(query.shape, dtype=dtype)
-    order.tensor("grad_query", of_query)
+    order.tensors("grad_query", of_query)
     grads = [of_query]
     for name, tensor in (("key", key), ("value", value)):
         size = -(-tensor.shape[3] // lanes) * lanes
         total = tensor.new_zeros((chunks, *tensor.shape[:3], size), dtype=dtype)
-        order.tensor(f"grad_{name}", total[0])
+        order.tensors(f"grad_{name}", total[0])
         order.number(f"chunk_{name}", total.stride(0))
         grads.append((total[0], total)[chunks > 1])
     order.number("chunks", chunks)
@@ -271,135 +276,3 @@ def chunks_of(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> i
         if -(-items // threads) * threads <= MAX_UNEVEN * items:
             return chunks
     return most
-
-
-@cache
-def _compiled(dtype: torch.dtype) -> Compiled:
-    found = compiled(wide(dtype))
-    assert found is not None  # or `cannot` said so
-    return found
-
-
-class Order:
-    """A call of the library: what both passes are told, and tensors whose memory must not be freed before.
-
-    Attributes:
-        learns: whether a bias wants a gradient.
-    """
-
-    __slots__ = ("_added", "_call", "_held", "_learned", "_words", "compiled", "learns", "plan", "scoring")
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        scoring: Scoring,
-        dropout: Dropout | None,
-        plan: StripPlan,
-        learned: Sequence[Tensor] = (),
-    ) -> None:
-        self.scoring, self.plan, self.compiled = scoring, plan, _compiled(query.dtype)
-        self._added: Added | None = None
-        self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
-        self._held: list[Any] = []
-        form = query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap
-        known = plan.orders.get(form)
-        if known is None:
-            known = plan.orders[form] = _order(query, value, scoring)
-        self._call = CallOf.from_buffer_copy(known)
-        self._words = Words.from_buffer(self._call)
-        self.tensor("query", query)
-        self.tensor("key", key)
-        self.tensor("value", value)
-        self.number("threads", torch.get_num_threads())
-        if sink is not None:
-            self.numbers("sink", sink.to(wide(query.dtype)))
-        if dropout is not None:
-            numbers = dropout.numbers(scoring.grid)
-            self.numbers("row_bits", numbers.rows)
-            self.numbers("column_bits", numbers.columns)
-            self.numbers("column_odd", numbers.odds().expand_as(numbers.columns).int())
-            self.number("column_batch", scoring.grid.key_len if len(numbers.columns) > 1 else 0)
-            self._call.kept_factor, self._call.kept_least = dropout.factor, dropout.least
-
-    def tensor(self, name: str, tensor: Tensor) -> None:
-        """Tells of a tensor [batch, heads, length, size]; of a copy, if its features are not consecutive."""
-        batch, head, row, feature = tensor.stride()
-        if (feature != 1 and tensor.shape[3] > 1) or tensor.is_neg():
-            tensor = tensor.resolve_neg().contiguous()
-            batch, head, row, _ = tensor.stride()
-        self._held.append(tensor)
-        at = AT[name]
-        self._words[at : at + 4] = [tensor.data_ptr(), batch, head, row]
-
-    def numbers(self, name: str, tensor: Tensor) -> None:
-        """Tells of numbers one after another."""
-        tensor = tensor.resolve_neg().contiguous()
-        self._held.append(tensor)
-        self._words[AT[name]] = tensor.data_ptr()
-
-    def number(self, name: str, number: int) -> None:
-        """Tells a number."""
-        self._words[AT[name]] = number
-
-    @property
-    def added(self) -> Added:
-        """What is added to scores."""
-        if self._added is None:
-            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned, by_place=True)
-        return self._added
-
-    def begin_again(self) -> None:
-        """Forgets the gradients of what is added to scores."""
-        self._added = None
-
-    def run(self, way: Callable[[CallOf], None], by_distance: Tensor | None = None, *, careful: bool = False) -> None:
-        """Computes all strips, one way.
-
-        Args:
-            by_distance: as of `work.Tiles`. careful: takes what nobody sees as 0.
-        """
-        self.number("careful", careful)
-        for work in self._works(by_distance):
-            at = AT["strip"]
-            self._words[at : at + 3] = [*work.addresses()]
-            self.number("strips", len(work.strips))
-            way(self._call)
-
-    def _works(self, by_distance: Tensor | None) -> Iterable[Work]:
-        kept_as = self._kept_as()
-        known = None if kept_as is None else self.plan.work.get(kept_as)
-        if known is not None:
-            return (known,)
-        return works(self.plan, self.added, by_distance, 2 * self.compiled.lanes, kept_as)
-
-    def _kept_as(self) -> Hashable | None:
-        """What is equal for two calls only if the library is told the same of all strips; None if that is not kept, as
-        of biases that are tensors, which would not be freed."""
-        bias, dtype = self.scoring.bias, self.compiled.dtype
-        if not self.plan.is_kept or self.learns:
-            return None
-        if bias is None:
-            return dtype
-        places = None
-        if (by_place := read_by_place(bias, dtype)) is not None:  # the work holds them: no others take their names
-            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias
-        found = contents(bias) if is_of_distance(bias) else None
-        return None if found is None else (dtype, places, found)
-
-    def is_suspect(self) -> bool:
-        """Whether something hidden may have had a part in what was computed."""
-        found = self._words[AT["suspect"]] != 0
-        return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
-
-
-def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:
-    """What an order begins with."""
-    call = CallOf()
-    call.batches, call.heads, call.query_len, call.head_dim = query.shape
-    _, call.kv_heads, call.key_len, call.value_dim = value.shape
-    call.parts, call.last_query = 1, call.query_len - 1
-    call.dtype, call.scale, call.softcap = DTYPES[query.dtype], scoring.scale, scoring.softcap or 0.0
-    return bytes(call)

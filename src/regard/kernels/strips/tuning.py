@@ -110,3 +110,10 @@ SCORES_TO_ADD = 1 << 16
 
 SCORES_BETWEEN_REPORTS = 1 << 26
 """Scores of statistics, for each thread, from one report of progress to the next: about a tenth of a second."""
+
+NUMBERS_OF_A_THREAD = 1 << 15
+"""Numbers in the keys of one query that one thread reads before another has begun. Rows "generates" of models.py."""
+
+MIN_NUMBERS_OF_ONE = 1 << 17
+"""Fewest numbers in the keys of one query of which the library takes less time than torch's own function in float32.
+Rows "one query" of features.py."""

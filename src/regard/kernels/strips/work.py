@@ -27,11 +27,12 @@ class Work:
     held: dict[int, Tensor] = field(default_factory=dict)
     arrays: Sequence[Any] = ()
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> tuple[int, int, int]:
         """Where strips, spans and tiles are; no strip may be added afterwards."""
         if not self.arrays:
             self.arrays = _array(StripOf, self.strips), _array(SpanOf, self.spans), _array(TileAt, self.tiles)
-        return [*map(ctypes.addressof, self.arrays)]
+        strips, spans, tiles = map(ctypes.addressof, self.arrays)
+        return strips, spans, tiles
 
     @property
     def numbers(self) -> int:

@@ -16,13 +16,14 @@
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
 
-   vectors.h has the products, call.h the interface, scores.h what scores are, forward.h, backward.h and statistics.h
-   what is computed of them, for some queries; here all queries of a call are given out to threads. */
+   vectors.h has the products, call.h the interface, scores.h what scores are, forward.h, few.h, backward.h and
+   statistics.h what is computed of them, for some queries; here all queries of a call are given out to threads. */
 
 #include <pthread.h>
 #include <stdlib.h>
 
 #include "backward.h"
+#include "few.h"
 #include "statistics.h"
 
 /* memory of a thread, which it keeps */
@@ -135,7 +136,10 @@ static void forward_work(void *of_call)
         i64 head = at % heads, batch = at / heads % batches, time = at / heads / batches % s->times;
         i64 from_end = at / heads / batches / s->times; /* the longest rows of a causal square come first */
         find_place(&p, c, s, s->batch < 0 ? batch : s->batch, head, time, blocks_of(c, s) - 1 - from_end);
-        forward_place(&p, memory);
+        if (p.rows <= FEW)
+            few_place(&p, memory);
+        else
+            forward_place(&p, memory);
     }
     restore_tiny(tiny);
 }

@@ -75,6 +75,19 @@ static void attend(
     features_times(c->value_dim, value, value_row, scores, n, wide, output);
 }
 
+/* The output of a query, from weighted values and the sum of weights; and its lse. */
+static void write_row(const struct place *p, i64 r, real *row, real top, real total)
+{
+    const struct call *c = p->call;
+    i64 size = c->value_dim;
+    real share = total == 0 ? 0 : 1 / total;
+    for (i64 e = 0; e < size; e++) row[e] *= share;
+    if (!is_finite(row, size) || total * 0 != 0) suspect(p);
+    if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), size, OWN, row);
+    narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), size, c->dtype, row);
+    if (c->lse) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top, total);
+}
+
 static void forward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
@@ -108,11 +121,6 @@ static void forward_place(const struct place *p, real *memory)
     real rows[UNIT * E];
     for (i64 r = 0; r < p->rows; r++) {
         if (r % UNIT == 0) to_rows(output + r * E, E, rows);
-        real *row = rows + r % UNIT * E, sum = total[r], share = sum == 0 ? 0 : 1 / sum;
-        for (i64 e = 0; e < E; e++) row[e] *= share;
-        if (!is_finite(row, E) || sum * 0 != 0) suspect(p);
-        if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), E, OWN, row);
-        narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), E, c->dtype, row);
-        if (c->lse) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top[r], sum);
+        write_row(p, r, rows + r % UNIT * E, top[r], total[r]);
     }
 }

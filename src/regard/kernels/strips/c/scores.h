@@ -221,6 +221,14 @@ INLINE real query_factor(const struct call *c)
     return c->softcap > 0 ? c->scale * 2 * LOG2_E / c->softcap : c->scale * LOG2_E;
 }
 
+/* c tanh(s / c), of which the product is 2 s / c; and its slope, if wanted */
+INLINE void cap(const struct call *c, real *score, real *slope)
+{
+    vec tanh = 1 - 2 / (exp2_of(load(score)) + 1);
+    store(score, (real)c->softcap * LOG2_E * tanh);
+    if (slope) store(slope, 1 - tanh * tanh);
+}
+
 /* Scores of a unit with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or NULL. */
 static void scores_of(
     const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *key, i64 key_row,
@@ -228,14 +236,9 @@ static void scores_of(
 {
     const struct call *c = p->call;
     rows_times(n, key, key_row, query, c->head_dim, wide, scores);
-    if (c->softcap > 0) /* c tanh(s / c), of which the product is 2 s / c */
-        for (i64 j = 0; j < n; j++)
-            for (int w = 0; w < wide; w++) {
-                real *at = scores + j * UNIT + w * LANES;
-                vec tanh = 1 - 2 / (exp2_of(load(at)) + 1);
-                store(at, (real)c->softcap * LOG2_E * tanh);
-                if (slope) store(slope + j * UNIT + w * LANES, 1 - tanh * tanh);
-            }
+    for (i64 j = 0; c->softcap > 0 && j < n; j++)
+        for (int w = 0; w < wide * LANES; w += LANES)
+            cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
     for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, unit, first, n, wide, scores);
     if (!s->causal) return;
     const int32_t *index = p->index + unit * UNIT, after = p->lowest[unit] + 1;
@@ -247,31 +250,30 @@ static void scores_of(
         }
 }
 
-/* which weights dropout keeps, as 0 and the factor of those that it keeps; weights [n][UNIT] are multiplied by it */
+/* 0 where dropout drops a weight, its factor where it keeps it; from the random numbers of rows, and of a key */
+INLINE vec kept_of(const struct call *c, signed_bits rows, i64 key)
+{
+    bits h = (bits)(rows ^ c->column_bits[key]); /* the rest of MurmurHash3's finalizer; see dropout.py */
+    h *= 0x85EBCA6Bu;
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    h ^= h >> 16;
+    signed_bits half = c->column_odd[key] ? (signed_bits)h >> 16 : (signed_bits)(h << 16) >> 16;
+    return pick(__builtin_convertvector(half < (int32_t)c->kept_least, ints), all(0), all((real)c->kept_factor));
+}
+
+/* weights [n][UNIT], and y if given, are multiplied by that */
 static void drop(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, real *x, real *y)
 {
     const struct call *c = p->call;
     int32_t rows[UNIT] __attribute__((aligned(64)));
-    for (int i = 0; i < wide * LANES; i++) {
-        i64 r = least(unit * UNIT + i, p->rows - 1);
-        rows[i] = c->row_bits[number_of(p, r)];
-    }
-    for (i64 j = 0; j < n; j++) {
-        i64 key = p->batch * c->column_batch + key_of(p, s, first + j);
-        int32_t column = c->column_bits[key], odd = c->column_odd[key];
-        for (int w = 0; w < wide; w++) { /* the rest of MurmurHash3's finalizer; see dropout.py */
-            bits h = (bits)(load_bits(rows + w * LANES) ^ column);
-            h *= 0x85EBCA6Bu;
-            h ^= h >> 13;
-            h *= 0xC2B2AE35u;
-            h ^= h >> 16;
-            signed_bits half = odd ? (signed_bits)h >> 16 : (signed_bits)(h << 16) >> 16;
-            ints dropped = __builtin_convertvector(half < (int32_t)c->kept_least, ints);
-            vec kept = pick(dropped, all(0), all((real)c->kept_factor));
-            store(x + j * UNIT + w * LANES, load(x + j * UNIT + w * LANES) * kept);
-            if (y) store(y + j * UNIT + w * LANES, load(y + j * UNIT + w * LANES) * kept);
+    for (int i = 0; i < wide * LANES; i++) rows[i] = c->row_bits[number_of(p, least(unit * UNIT + i, p->rows - 1))];
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide * LANES; w += LANES) {
+            vec kept = kept_of(c, load_bits(rows + w), p->batch * c->column_batch + key_of(p, s, first + j));
+            store(x + j * UNIT + w, load(x + j * UNIT + w) * kept);
+            if (y) store(y + j * UNIT + w, load(y + j * UNIT + w) * kept);
         }
-    }
 }
 
 /* Queries, or gradients of outputs, side by side: [feature][UNIT]; and one after another, if `rows` is given. */

@@ -26,6 +26,7 @@ typedef int32_t whole;
 #endif
 
 #define LANES (BYTES / (int)sizeof(real))
+#define FEW (LANES / 2) /* fewer queries than this and one more leave lanes empty, and keys lie side by side instead */
 #define UNIT (2 * LANES) /* queries side by side */
 #define UNITS 4          /* units that use the same keys one after another, while a core caches them */
 #define KEYS 128         /* keys at a time, forward */
@@ -102,17 +103,23 @@ INLINE int is_finite(const real *x, i64 size)
     return sum == 0;
 }
 
+/* 0, 1, 2, ... */
+INLINE ints each_lane(void)
+{
+    static const whole lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints each;
+    memcpy(&each, lanes, sizeof each);
+    return each;
+}
+
 /* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
 INLINE void transpose(vec x[LANES])
 {
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC unroll 4
     for (int half = 1; half < LANES; half *= 2) {
-        ints first, second;
-        for (int lane = 0; lane < LANES; lane++) {
-            first[lane] = lane & half ? LANES + lane - half : lane;
-            second[lane] = lane & half ? LANES + lane : lane + half;
-        }
+        ints lane = each_lane(), is_second = (lane & half) != 0;
+        ints first = lane + (is_second & (LANES - half)), second = lane + (is_second & (LANES - half)) + half;
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) {
             if (i & half) continue;

@@ -1,0 +1,170 @@
+"""A call of the compiled library: what it is told, from the structures of a plan and the tensors of the call."""
+
+import ctypes
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.dropout import Dropout
+from regard.kernels.strips.added import Added, is_of_distance, read_by_place
+from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
+from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.work import Work, works
+from regard.numerics import wide
+from regard.rules import contents
+from regard.scores import Scoring
+
+
+@cache
+def library_for(dtype: torch.dtype) -> Compiled:
+    """The library for tensors of a dtype, which must be there."""
+    found = compiled(wide(dtype))
+    assert found is not None  # or `native.cannot` said so
+    return found
+
+
+def as_read(tensor: Tensor) -> Tensor:
+    """A tensor [batch, heads, length, size], or a copy of it, if its features are not consecutive numbers."""
+    if (tensor.stride(3) == 1 or tensor.shape[3] == 1) and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().contiguous()
+
+
+class Order:
+    """A call of the library: what both passes are told, and tensors whose memory must not be freed before.
+
+    Attributes:
+        learns: whether a bias wants a gradient.
+    """
+
+    __slots__ = (
+        "_added", "_call", "_form", "_held", "_learned", "_words", "_work", "compiled", "learns", "plan", "scoring",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        scoring: Scoring,
+        dropout: Dropout | None,
+        plan: StripPlan,
+        learned: Sequence[Tensor] = (),
+    ) -> None:
+        self.scoring, self.plan, self.compiled = scoring, plan, library_for(query.dtype)
+        self._added: Added | None = None
+        self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
+        self._held: list[Any] = []
+        self._form = query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, scoring.bias is None
+        known = plan.orders.get(self._form)
+        if known is None:
+            known = plan.orders[self._form] = _order(query, value, scoring), None
+        told: bytes = known[0]
+        self._work: Work | None = known[1]
+        self._call = CallOf.from_buffer_copy(told)
+        self._words = Words.from_buffer(self._call)
+        self.tensors("query", query, key, value)
+        self._words[AT["threads"]] = torch.get_num_threads()
+        if sink is not None:
+            self.numbers("sink", sink.detach().to(wide(query.dtype)))
+        if dropout is not None:
+            numbers = dropout.numbers(scoring.grid)
+            self.numbers("row_bits", numbers.rows)
+            self.numbers("column_bits", numbers.columns)
+            self.numbers("column_odd", numbers.odds().expand_as(numbers.columns).int())
+            self.number("column_batch", scoring.grid.key_len if len(numbers.columns) > 1 else 0)
+            self._call.kept_factor, self._call.kept_least = dropout.factor, dropout.least
+
+    def tensors(self, name: str, *tensors: Tensor) -> None:
+        """Tells of tensors [batch, heads, length, size], the first by this name and the others by those that follow; of
+        copies, if their features are not consecutive."""
+        told: list[ctypes.c_int64 | int] = []
+        for tensor in map(as_read, tensors):
+            self._held.append(tensor)
+            told += tensor.data_ptr(), *tensor.stride()[:3]
+        at = AT[name]
+        self._words[at : at + len(told)] = told
+
+    def numbers(self, name: str, tensor: Tensor) -> None:
+        """Tells of numbers one after another."""
+        tensor = tensor.resolve_neg().contiguous()
+        self._held.append(tensor)
+        self._words[AT[name]] = tensor.data_ptr()
+
+    def number(self, name: str, number: int) -> None:
+        """Tells a number."""
+        self._words[AT[name]] = number
+
+    @property
+    def added(self) -> Added:
+        """What is added to scores."""
+        if self._added is None:
+            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned, by_place=True)
+        return self._added
+
+    def begin_again(self) -> None:
+        """Forgets the gradients of what is added to scores."""
+        self._added = None
+
+    def run(self, way: Callable[[CallOf], None], by_distance: Tensor | None = None, *, careful: bool = False) -> None:
+        """Computes all strips, one way.
+
+        Args:
+            by_distance: as of `work.Tiles`. careful: takes what nobody sees as 0.
+        """
+        self._words[AT["careful"]] = careful
+        if self._work is not None:  # it is told of its strips
+            way(self._call)
+            return
+        for work in self._works(by_distance):
+            self._tell(self._call, work)
+            way(self._call)
+            if self.scoring.bias is None and self.plan.work.get(self._kept_as()) is work:
+                call = CallOf.from_buffer_copy(self.plan.orders[self._form][0])
+                self._tell(call, work)
+                self.plan.orders[self._form] = bytes(call), work
+
+    @staticmethod
+    def _tell(call: CallOf, work: Work) -> None:
+        call.strip, call.span, call.tile = work.addresses()
+        call.strips = len(work.strips)
+
+    def _works(self, by_distance: Tensor | None) -> Iterable[Work]:
+        kept_as = self._kept_as()
+        known = None if kept_as is None else self.plan.work.get(kept_as)
+        if known is not None:
+            return (known,)
+        return works(self.plan, self.added, by_distance, 2 * self.compiled.lanes, kept_as)
+
+    def _kept_as(self) -> Hashable | None:
+        """What is equal for two calls only if the library is told the same of all strips; None if that is not kept, as
+        of biases that are tensors, which would not be freed."""
+        bias, dtype = self.scoring.bias, self.compiled.dtype
+        if not self.plan.is_kept or self.learns:
+            return None
+        if bias is None:
+            return dtype
+        places = None
+        if (by_place := read_by_place(bias, dtype)) is not None:  # the work holds them: no others take their names
+            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias
+        found = contents(bias) if is_of_distance(bias) else None
+        return None if found is None else (dtype, places, found)
+
+    def is_suspect(self) -> bool:
+        """Whether something hidden may have had a part in what was computed."""
+        found = self._words[AT["suspect"]] != 0
+        return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
+
+
+def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:
+    """What an order begins with."""
+    call = CallOf()
+    call.batches, call.heads, call.query_len, call.head_dim = query.shape
+    _, call.kv_heads, call.key_len, call.value_dim = value.shape
+    call.parts, call.last_query = 1, call.query_len - 1
+    call.dtype, call.scale, call.softcap = DTYPES[query.dtype], scoring.scale, scoring.softcap or 0.0
+    return bytes(call)
