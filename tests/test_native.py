@@ -374,3 +374,65 @@ def test_places_of_sorted_tokens_are_told_once_and_never_taken_for_others():
         expected = attention(query, key, value, mask=mask, bias=Alibi(2), kernel="reference")
         for _ in range(2):
             assert_close(attention(query, key, value, mask=mask, bias=Alibi(2), kernel="native"), expected)
+
+
+ONES = {
+    "plain": {},
+    "softcap, sink": {"softcap": 2.0, "sink": torch.linspace(-1, 1, 8)},
+    "padding": {"mask": Padding([70, 13, 0])},
+    "a bias": {"bias": torch.randn(1, 8, 1, 70, generator=torch.Generator().manual_seed(5))},
+    "a bias in float64": {
+        "bias": torch.randn(8, 1, 70, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    },
+    "window": {"mask": Causal() & Window(20)},
+    "any cells": {"mask": Dense(torch.rand(3, 1, 1, 70, generator=torch.Generator().manual_seed(6)) < 0.5)},
+}
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ONES)
+def test_few_queries_have_their_keys_side_by_side(name, dtype):
+    """Fewer than half a vector of queries, with those of the heads that share a kv head; any number of features."""
+    draw = torch.Generator().manual_seed(0)
+    for rows, kv_heads, size, value_size in (
+        (1, 8, 16, 16),
+        (1, 4, 5, 33),
+        (1, 2, 64, 64),
+        (1, 1, 40, 70),
+        (3, 8, 7, 130),
+    ):
+        if rows > 1 and name != "plain":
+            continue
+        query = torch.randn(3, 8, rows, size, generator=draw).to(dtype)
+        key = torch.randn(3, kv_heads, 70, size, generator=draw).to(dtype)
+        value = torch.randn(3, kv_heads, 70, value_size, generator=draw).to(dtype)
+        given = {what: part.to(dtype) if what == "sink" else part for what, part in ONES[name].items()}
+        with torch.no_grad():
+            output = attention(query, key, value, **given, kernel="native")
+            with_lse, lse = attention_with_lse(query, key, value, **given, kernel="native")
+            plain = attention(query, key, value, **given, kernel="reference")
+            wide = query.double(), key.double(), value.double()
+            exact, exact_lse = attention_with_lse(*wide, **given, kernel="reference")
+            for found in (output, with_lse):
+                if dtype is torch.float64:
+                    assert_close(found, exact, name, tolerance=1e-14)
+                else:
+                    assert_within_budget(found, exact, plain, name)
+            seen = exact_lse > -math.inf
+            assert_close(lse[seen].double(), exact_lse[seen], tolerance=1e-5)
+            apart = value.transpose(2, 3).contiguous().transpose(2, 3)  # features are not consecutive
+            assert torch.equal(attention(query, key, apart, **given, kernel="native"), output)
+
+
+@needs_library
+def test_an_output_lies_as_its_query_does_and_gradients_as_what_they_belong_to():
+    for shape in ((2, 40, 4, 16), (2, 4, 40, 16)):
+        within = shape[1] == 40  # heads within each token, as a layer projects them
+        tensors = [torch.randn(shape) for _ in range(3)]
+        query, key, value = (t.transpose(1, 2) if within else t for t in tensors)
+        query, key, value = (t.detach().requires_grad_() for t in (query, key, value))
+        output = attention(query, key, value, mask=Causal(), kernel="native")
+        assert output.transpose(1, 2).is_contiguous() == within
+        grads = torch.autograd.grad(output.square().sum(), (query, key, value))
+        assert [grad.transpose(1, 2).is_contiguous() for grad in grads] == [within] * 3

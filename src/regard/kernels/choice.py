@@ -208,6 +208,8 @@ def kernel_with_lse(call: Call) -> Kernel | None:
     if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
         return None
     kernel = choose(call)
+    if kernel is strips.NATIVE_KERNEL and grid.query_len == 1:
+        return None  # with lse it has strips, whose sums are others
     if kernel is not sdpa.KERNEL:
         return kernel if kernel in (strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL) else None
     sizes = {t.shape[3] for t in (query, call.key, call.value)}

@@ -62,7 +62,7 @@ def _received(statistic: Received) -> Wanted:
 
 
 def _top(statistic: Top) -> Wanted:
-    return Wanted(Kind.LARGEST, statistic.weights, statistic.keys)
+    return Wanted(Kind.TOP, statistic.weights, statistic.keys)
 
 
 def _image(statistic: Image) -> Wanted:

@@ -1,5 +1,4 @@
-"""The log-sum-exp of a call's scores: by the compiled kernel, tile by tile for any kind of score, or from one call of
-attention."""
+"""The log-sum-exp of a call's scores: by the compiled kernel, by tiles, or from one call of attention."""
 
 import math
 from dataclasses import replace

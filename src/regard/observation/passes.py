@@ -1,5 +1,7 @@
-"""The passes that some statistics need: one by the compiled kernel, if it computes them; otherwise one over tiles, if
-these give lse as well, or one for lse first."""
+"""The passes that some statistics need: by the compiled kernel, or over tiles.
+
+Over tiles it is one pass, if these give lse as well, or one for lse first.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -28,7 +28,8 @@ def in_graph(
     learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`Strips` as a custom operator: output, log-sum-exp, and the output in float32 if the backward pass takes that,
-    else nothing.
+    else nothing. A graph wants to know how they lie in memory: outputs are [batch, query_len, heads, value_dim], as
+    layers take them back, and so are gradients.
 
     Args:
         by: the name of the engine. learns: whether there will be a backward pass.
@@ -37,9 +38,13 @@ def in_graph(
     """
     engine, scoring, plan = _of_node(query, key, value, sink, tensors, mask, scale, softcap, numbers, bias, rate, by)
     output, lse, kept = engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan, learns=learns)
-    if not _keeps_exact(query, by, learns):
-        return output, lse, output.new_empty(0, dtype=torch.float32)
-    return output, lse, output.float() if kept is output else kept
+    exact = kept.float() if _keeps_exact(query, by, learns) else output.new_empty(0, 0, 0, dtype=torch.float32)
+    return _by_token(output), lse, _by_token(exact)
+
+
+def _by_token(tensor: Tensor) -> Tensor:
+    """Heads and tokens change places, in memory, too."""
+    return tensor.transpose(1, 2).contiguous()
 
 
 def _keeps_exact(query: Tensor, by: str, learns: bool) -> bool:
@@ -58,11 +63,10 @@ def _in_graph_backward(
     learned = scoring.learned()
     grads = engine.backward(
         query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
-        output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
+        output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
     )  # fmt: skip
-    of_query, of_key, of_value, of_sink, of_bias = (
-        query.new_empty(0) if grad is None else grad for grad in (*grads, None)[:5]
-    )
+    of_query, of_key, of_value = (_by_token(grad) for grad in grads[:3] if grad is not None)
+    of_sink, of_bias = (query.new_empty(0) if grad is None else grad for grad in (*grads, None)[3:5])
     return of_query, of_key, of_value, of_sink, of_bias
 
 
@@ -87,8 +91,9 @@ def _of_node(
 @in_graph.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    output = query.new_empty(*query.shape[:3], value.shape[3])
-    exact = output.shape if _keeps_exact(query, *rest[-2:]) else (0,)
+    batch, heads, query_len, _ = query.shape
+    output = query.new_empty(batch, query_len, heads, value.shape[3])
+    exact = output.shape if _keeps_exact(query, *rest[-2:]) else (0, 0, 0)
     return output, lse, query.new_empty(exact, dtype=torch.float32)
 
 
@@ -96,8 +101,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     query, key, value, sink, bias = inputs[4:9]
     none, learns = query.new_empty(0), inputs[-1]
-    five = query, key, value, none if sink is None else sink, bias if bias is not None and learns else none
-    return tuple(tensor.new_empty(tensor.shape) for tensor in five)
+    three = (tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value))
+    two = none if sink is None else sink, bias if bias is not None and learns else none
+    return (*three, *(tensor.new_empty(tensor.shape) for tensor in two))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -118,6 +124,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: 
     )
     of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
     of_tensors = [None] * len(tensors)
+    three = [grad.transpose(1, 2) for grad in three]
     of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for a list of tensors
     return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None, None, None)
 

@@ -17,6 +17,7 @@ from regard.dropout import Dropout
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
+from regard.kernels.hidden import hidden_in
 from regard.kernels.strips import engine, native, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
@@ -30,7 +31,7 @@ from regard.kernels.strips.single import single
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
-from regard.numerics import add_sink, upcast
+from regard.numerics import add_sink, upcast, wide
 from regard.rules import serialise
 from regard.scores import Scoring
 
@@ -52,7 +53,8 @@ def cannot_natively(call: Call) -> str | None:
 def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     """Computes the strips; in a graph of torch.compile, as one node."""
     if not tracing():
-        return _run(call, by)
+        of_one = _of_one(call) if by is NATIVE else None
+        return _run(call, by) if of_one is None else of_one(*call[:3], call.scoring.sink)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
@@ -68,7 +70,7 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
         call.learns,
     )  # fmt: skip
-    return output.to(call.query.dtype), lse
+    return output.transpose(1, 2).to(call.query.dtype), lse
 
 
 def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants_lse: bool) -> Three:
@@ -90,9 +92,10 @@ def _run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
 def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
+    of_one = _of_one(call) if by is NATIVE and scoring.bias is None else None
+    if of_one is not None:
+        return of_one
     any_length = scoring.mask is None and scoring.grid.query_len == 1
-    if any_length and by is NATIVE and scoring.bias is None and call.dropout is None:
-        return _of_one(call)
     if any_length or not call.concrete or call.dropout is not None or scoring.bias is not None:
         return None
     planned = _planned(call, by)
@@ -100,9 +103,27 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
 
 
 def _of_one(call: Call) -> Prepared | None:
-    """One query and all keys, of which there may be more in the next call."""
+    """One query that reads all keys, without a plan: in the next call there may be one more. None where strips leave
+    keys out for all batch indices, and where gradients or lse are wanted."""
+    scoring, mask = call.scoring, call.scoring.mask
+    leaves_out = mask is not None and mask.closed_form and not mask.varies_by_batch
+    if leaves_out or scoring.grid.query_len > 1 or call.dropout is not None:
+        return None
     attend = single(call)
-    return None if attend is None else lambda query, key, value, sink: (attend(query, key, value, sink, None), None)
+    if attend is None:
+        return None
+    added = _added_to_one(scoring, wide(call.query.dtype))
+    return lambda query, key, value, sink: (attend(query, key, value, sink, added), None)
+
+
+def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
+    """What mask and bias add to the scores of one query."""
+    hidden, biases = hidden_in(scoring.mask, scoring.grid), None
+    if scoring.bias is not None:
+        biases = scoring.biases(range(1), range(scoring.grid.key_len), dtype)
+    if hidden is None or biases is None:
+        return biases if hidden is None else hidden.numbers(dtype)
+    return biases + hidden.numbers(dtype)
 
 
 def _planned(call: Call, by: Engine) -> "Planned":

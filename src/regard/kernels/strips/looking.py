@@ -27,7 +27,7 @@ class Kind(IntEnum):
     """sum_j w log2 w: [query_len]."""
     RECEIVED = 1
     """sum_i w: [key_len]."""
-    LARGEST = 2
+    TOP = 2
     """The n largest, largest first: [query_len, n]."""
     PIXEL_SUMS = 3
     """Sums over so many queries and keys each: [rows, columns]."""
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     """A statistic, and zeros that become its numbers.
 
     Attributes:
-        keys: of `LARGEST`: int64, the key of each number; left as they are where fewer weights are above 0.
+        keys: of `TOP`: int64, the key of each number; left as they are where fewer weights are above 0.
         pixel: of images: queries and keys of a pixel.
     """
 

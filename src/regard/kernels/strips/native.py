@@ -26,7 +26,7 @@ from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
-from regard.kernels.strips.order import Order, library_for
+from regard.kernels.strips.order import Order, heads_lie_within, laid_like, library_for
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.numerics import row_products, upcast, wide
@@ -53,7 +53,7 @@ def cannot(call: Call) -> str | None:
         return "it reads tensors where they are: on a CPU, outside of transforms of torch.func"
     if query.dtype not in DTYPES:
         return f"it does not compute in {query.dtype}"
-    if query.dtype is torch.bfloat16 and processor.AMX:
+    if query.dtype is torch.bfloat16 and processor.AMX and grid.query_len > 1:
         return "it does not use the matrix instructions (AMX) that this processor has for bfloat16"
     if scoring.additive is not None:
         return "it does not support additive similarity"
@@ -187,11 +187,11 @@ def forward(
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
     precision unrounded, if something learns, since the gradients of scores are differences from it."""
     order = Order(query, key, value, sink, scoring, dropout, plan)
-    exact = output = query.new_empty((*query.shape[:3], value.shape[3]))
+    exact = output = laid_like(query, value.shape[3])
     order.tensors("output", output)
     dtype = wide(query.dtype)
     if learns and query.dtype is not dtype:
-        exact = query.new_empty(output.shape, dtype=dtype)
+        exact = laid_like(query, value.shape[3], dtype)
         order.tensors("exact", exact)
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     if wants_lse:
@@ -240,12 +240,12 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     """The gradients of query, key and value; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
     chunks = chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
-    of_query = query.new_empty(query.shape, dtype=dtype)
+    of_query = laid_like(query, query.shape[3], dtype)
     order.tensors("grad_query", of_query)
     grads = [of_query]
     for name, tensor in (("key", key), ("value", value)):
-        size = -(-tensor.shape[3] // lanes) * lanes
-        total = tensor.new_zeros((chunks, *tensor.shape[:3], size), dtype=dtype)
+        size = -(-tensor.shape[3] // lanes) * lanes  # whole vectors are added
+        total = _zeros(tensor, chunks, size, dtype)
         order.tensors(f"grad_{name}", total[0])
         order.number(f"chunk_{name}", total.stride(0))
         grads.append((total[0], total)[chunks > 1])
@@ -259,12 +259,23 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
         order.added.pull_distances(by_distance.sum(0).flip(2))
     if chunks > 1:
         grads[1:] = [total.sum(0) for total in grads[1:]]
-    tensors = query, key, value
-    grads = [
-        g if g.shape[3] == t.shape[3] else g[..., : t.shape[3]].contiguous()
-        for g, t in zip(grads, tensors, strict=True)
-    ]
-    return [g if query.dtype is dtype else g.to(query.dtype) for g in grads]
+    return [_as_wanted(grad, tensor) for grad, tensor in zip(grads, (query, key, value), strict=True)]
+
+
+def _zeros(tensor: Tensor, chunks: int, size: int, dtype: torch.dtype) -> Tensor:
+    """[chunks, batch, heads, length, size], whose axes lie as those of a tensor do."""
+    batch, heads, length, _ = tensor.shape
+    if heads_lie_within(tensor):
+        return tensor.new_zeros((chunks, batch, length, heads, size), dtype=dtype).transpose(2, 3)
+    return tensor.new_zeros((chunks, batch, heads, length, size), dtype=dtype)
+
+
+def _as_wanted(grad: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient in the dtype of a tensor, without the features that fill up a vector."""
+    size = tensor.shape[3]
+    if grad.shape[3] == size and grad.dtype is tensor.dtype:
+        return grad
+    return laid_like(tensor, size).copy_(grad[..., :size])
 
 
 def chunks_of(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int:

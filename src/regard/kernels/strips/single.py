@@ -1,5 +1,7 @@
-"""One query by the compiled library, at once: the strip of a call that is like an earlier one but for its numbers and
-for how many keys there are, as in writing token by token."""
+"""One query by the compiled library, for calls that are alike but for their numbers and how many keys there are.
+
+So it is in writing token by token: what the library is told is made once, and only what changes is filled in.
+"""
 
 import ctypes
 
@@ -29,11 +31,12 @@ def _at(part: str, field: str) -> int:
 
 _KEY_LEN, _THREADS, _SINK = _at("call", "key_len"), _at("call", "threads"), _at("call", "sink")
 _STRIP, _COUNT, _TILES = _at("call", "strip"), _at("span", "count"), _at("span", "tiles")
-_NUMBERS = _at("tile", "numbers")
+_NUMBERS, _SUSPECT, _CAREFUL = _at("tile", "numbers"), _at("call", "suspect"), _at("call", "careful")
 
 
 def single(call: Call) -> Single | None:
-    """A function of query, key, value, sink and what is added; None where gradients or lse are wanted."""
+    """A function of query, key, value, sink and what is added, in which nothing that is hidden has a part; None where
+    gradients or lse are wanted."""
     if not call.inspectable or call.wants_lse:
         return None
     (batch, heads, rows, size), dtype = call.query.shape, wide(call.query.dtype)
@@ -50,13 +53,16 @@ def single(call: Call) -> Single | None:
     alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * call.key.shape[1] * size)
 
     def attend_one(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
-        query, key, value = as_read(query), as_read(key), as_read(value)
+        of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
+        together = of_query[3] == of_key[3] == of_value[3] == 1
+        if not together or query.is_neg() or key.is_neg() or value.is_neg():
+            query, key, value = as_read(query), as_read(key), as_read(value)
+            of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
         told = _Told.from_buffer_copy(known)
         words, output = _WORDS.from_buffer(told), query.new_empty(shape)
-        of_key = key.stride()
         words[:16] = [
-            query.data_ptr(), *query.stride()[:3], key.data_ptr(), *of_key[:3],
-            value.data_ptr(), *value.stride()[:3], output.data_ptr(), *of_output,
+            query.data_ptr(), *of_query[:3], key.data_ptr(), *of_key[:3],
+            value.data_ptr(), *of_value[:3], output.data_ptr(), *of_output,
         ]  # fmt: skip
         first, key_len = ctypes.addressof(told), key.shape[2]
         words[_STRIP : _STRIP + 3] = [first + strip, first + span, first + tile]
@@ -68,10 +74,15 @@ def single(call: Call) -> Single | None:
             words[_SINK] = sink.data_ptr()
         if added is not None:
             added = added.to(dtype)
-            strides = zip(added.stride(), added.shape, strict=True)
+            apart, sizes = added.stride(), added.shape  # where one number serves all, it is read again and again
             words[_TILES] = 1
-            words[_NUMBERS : _NUMBERS + 5] = [added.data_ptr(), *(by if size > 1 else 0 for by, size in strides)]
+            words[_NUMBERS : _NUMBERS + 5] = [
+                added.data_ptr(), apart[0] * (sizes[0] > 1), apart[1] * (sizes[1] > 1), 0, apart[3] * (sizes[3] > 1)
+            ]  # fmt: skip
         library.forward(told.call)
+        if added is not None and words[_SUSPECT]:  # a hidden key may have had a part
+            words[_CAREFUL] = 1
+            library.forward(told.call)
         return output
 
     return attend_one

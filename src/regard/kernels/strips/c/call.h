@@ -35,13 +35,13 @@ struct strip {
     i64 batch, times, shift, start, step, count, span, spans;
 };
 
-enum kind { ENTROPY, RECEIVED, LARGEST, PIXEL_SUMS, PIXEL_MAXIMA };
+enum kind { ENTROPY, RECEIVED, TOP, PIXEL_SUMS, PIXEL_MAXIMA };
 
 /* What is computed of the weights, each into its own numbers:
 
        ENTROPY        [query]      sum_j w log2 w
        RECEIVED       [key]        sum_i w, in float64
-       LARGEST        [query][n]   the n largest w, largest first, and their keys
+       TOP            [query][n]   the n largest w, largest first, and their keys
        PIXEL_...      [row][col]   the sum, or the largest, of so many queries and keys each */
 struct statistic {
     i64 kind;

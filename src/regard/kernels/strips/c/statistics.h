@@ -27,7 +27,7 @@ INLINE int any(ints where)
 static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
-    for (i64 t = 0; t < c->statistics; t++) lists += c->statistic[t].kind == LARGEST ? 2 * c->statistic[t].n : 0;
+    for (i64 t = 0; t < c->statistics; t++) lists += c->statistic[t].kind == TOP ? 2 * c->statistic[t].n : 0;
     return UNITS * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
 }
 
@@ -52,7 +52,7 @@ static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores,
 /* where the numbers of a statistic begin, of a head, and of a query or key */
 INLINE void *numbers_at(const struct place *p, const struct statistic *t, i64 head, i64 row, i64 size)
 {
-    i64 of_chunk = t->kind == ENTROPY || t->kind == LARGEST ? 0 : p->chunk * t->chunk;
+    i64 of_chunk = t->kind == ENTROPY || t->kind == TOP ? 0 : p->chunk * t->chunk;
     return (char *)t->numbers.data + size * (of_chunk + place_in(&t->numbers, p->batch, head, row));
 }
 
@@ -202,7 +202,7 @@ static void look_place(const struct place *p, real *memory)
     real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *list[c->statistics + 1];
     for (i64 t = 0; t < c->statistics; t++) {
-        i64 numbers = c->statistic[t].kind == LARGEST ? 2 * c->statistic[t].n * units * UNIT : 0;
+        i64 numbers = c->statistic[t].kind == TOP ? 2 * c->statistic[t].n * units * UNIT : 0;
         list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
     }
     for (i64 u = 0; u < units; u++)
@@ -228,7 +228,7 @@ static void look_place(const struct place *p, real *memory)
                 const struct statistic *t = c->statistic + n_th;
                 if (t->kind == RECEIVED)
                     receive(p, t, &seen);
-                else if (t->kind == LARGEST)
+                else if (t->kind == TOP)
                     find_largest(t, &seen, list[n_th]);
                 else if (t->kind != ENTROPY)
                     draw_unit(p, t, &seen);
@@ -237,7 +237,7 @@ static void look_place(const struct place *p, real *memory)
     }
     for (i64 n_th = 0; n_th < c->statistics; n_th++) {
         const struct statistic *t = c->statistic + n_th;
-        if (t->kind == LARGEST) write_largest(p, t, list[n_th]);
+        if (t->kind == TOP) write_largest(p, t, list[n_th]);
         for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++)
             *(real *)numbers_at(p, t, p->head[r], p->query[r], sizeof(real)) = entropy[r];
     }
