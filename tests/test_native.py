@@ -48,12 +48,14 @@ def build():
     return module
 
 
-def checked(mask=None, bias=None, shape=(1, 2, 70, 8), kv_heads=2, dtype=torch.float32, **more):
+def checked(
+    mask=None, bias=None, shape=(1, 2, 70, 8), kv_heads=2, dtype=torch.float32, softcap=None, sink=None, **more
+):
     batch, _, length, size = shape
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(shape, generator=draw).to(dtype)
     key, value = torch.randn(2, batch, kv_heads, length, size, generator=draw).to(dtype)
-    return check_call("attention", query, key, value, mask, bias, None, None, None, None, **more)
+    return check_call("attention", query, key, value, mask, bias, None, softcap, sink, None, **more)
 
 
 # --- where it is, and where it is not ---------------------------------------------------------------------------------
@@ -165,13 +167,15 @@ def test_it_takes_calls_in_which_others_would_compute_more(parts, kernel):
 @needs_library
 def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     call = checked(shape=(1, 8, 600, 64), kv_heads=8)
-    monkeypatch.setattr(native, "price", lambda dtype: 0.8)
+    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.8)
     assert choose(call).name == "native"
-    monkeypatch.setattr(native, "price", lambda dtype: 1.2)
+    monkeypatch.setattr(native, "price", lambda dtype, learns: 1.2)
     assert choose(call).name == "sdpa"
-    one, other = native._two_ways(torch.float32)
-    output, _, _ = one()
-    assert_close(output, other())
+    one, other = native._two_ways(torch.float32, learns=False)
+    assert_close(one(), other())
+    one, other = native._two_ways(torch.float32, learns=True)
+    for mine, theirs in zip(one(), other(), strict=False):
+        assert_close(mine, theirs)
 
 
 @needs_library
@@ -191,10 +195,20 @@ def test_it_says_what_it_does_not_support(parts, why):
 
 
 @needs_library
-def test_with_amx_bfloat16_is_left_to_torch(monkeypatch):
-    monkeypatch.setattr(native.processor, "AMX", True)
-    assert "AMX" in native.cannot(checked(dtype=torch.bfloat16))
-    assert native.cannot(checked()) is None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, monkeypatch):
+    """As on a processor whose matrix instructions the library does not use."""
+
+    def kernel(price, **parts):
+        monkeypatch.setattr(native, "price", lambda dtype, learns: price)
+        return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, **parts)).name
+
+    assert kernel(1.5, mask=Causal()) == "sdpa"
+    assert kernel(1.5, mask=Causal(), sink=torch.zeros(8)) == "strips"  # by torch's operator, which tells lse
+    assert kernel(1.1, mask=Causal() & Window(40)) == "native"
+    assert kernel(3.0, mask=Causal() & Window(40)) == "strips"
+    assert kernel(1.5, mask=Dense(torch.rand(1200, 1200) < 0.5)) != "native"
+    assert kernel(3.0, mask=Causal(), softcap=20.0) == "native"  # which torch's operator has not
 
 
 # --- what only it decides ---------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ Found = TypeVar("Found")
 ROUNDS = 5
 """How often both are timed, in turns; the shortest times are compared, since other programs only add to them."""
 
+ENOUGH_SECONDS = 0.05
+"""No further round begins after this time."""
+
 
 def ratio(name: str, one: Callable[[], object], other: Callable[[], object]) -> float:
     """Time of `one` over that of `other` on this machine, on one thread; 1 where measuring is off.
@@ -64,7 +67,10 @@ def _ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
     torch.set_num_threads(1)
     try:
         both: tuple[list[float], list[float]] = [], []
-        for _ in range(1 + ROUNDS):
+        began = time.perf_counter()
+        for number in range(1 + ROUNDS):  # the first is to warm up
+            if number > 1 and time.perf_counter() - began > ENOUGH_SECONDS:
+                break
             for run, times in zip((one, other), both, strict=True):
                 start = time.perf_counter()
                 run()

@@ -11,8 +11,8 @@ import torch
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
+from regard.kernels.strips import engine, native, options
 from regard.kernels.strips import kernel as strips_kernel
-from regard.kernels.strips import native, options
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -95,13 +95,17 @@ _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 
 def _suits_the_library(call: Call) -> bool:
-    """Whether the compiled library takes less time than all others: where torch's own function is none of them, or
-    would compute more; or, of one query, read more."""
+    """Whether the compiled library takes less time than all others: of one query, where these read more; otherwise,
+    where torch's own function and strips by its operator do not exist, or compute so much more that a score may cost
+    what it costs here."""
     if tracing():
         return False
     if call.scoring.grid.query_len == 1:
         return not call.learns and (sdpa.cannot(call) is not None or native.reads_less(call))
-    return sdpa.cannot(call) is not None or native.beats(call, sdpa.num_scores(call))
+    others = [] if sdpa.cannot(call) is not None else [float(sdpa.num_scores(call))]
+    if native.price(call.query.dtype, call.learns) > 1 and engine.flash_can(call.query, call.scoring, call.dropout):
+        others.append(strips_kernel.cost(call))
+    return not others or native.beats(call, min(others))
 
 
 PREFERENCES = (

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from regard import measured, processor
+from regard import measured
 from regard.biases import Given
 from regard.dropout import Dropout
 from regard.graphs import concrete
@@ -53,8 +53,6 @@ def cannot(call: Call) -> str | None:
         return "it reads tensors where they are: on a CPU, outside of transforms of torch.func"
     if query.dtype not in DTYPES:
         return f"it does not compute in {query.dtype}"
-    if query.dtype is torch.bfloat16 and processor.AMX and grid.query_len > 1:
-        return "it does not use the matrix instructions (AMX) that this processor has for bfloat16"
     if scoring.additive is not None:
         return "it does not support additive similarity"
     if not (all(grid[:4]) and query.shape[3] and call.value.shape[3]):
@@ -104,7 +102,7 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
     )
 
 
-def beats(call: Call, scores: int) -> bool:
+def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
     to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
@@ -116,7 +114,7 @@ def beats(call: Call, scores: int) -> bool:
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False
-    return size * num_scores(call) / torch.get_num_threads() * price(call.query.dtype) < most
+    return size * num_scores(call) / torch.get_num_threads() * price(call.query.dtype, learns) < most
 
 
 def reads_less(call: Call) -> bool:
@@ -127,21 +125,32 @@ def reads_less(call: Call) -> bool:
 
 
 @cache
-def price(dtype: torch.dtype) -> float:
-    """How long a score takes, over the time that torch's operator takes here; 1 where nothing is measured."""
-    return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}", *_two_ways(dtype)))
+def price(dtype: torch.dtype, learns: bool) -> float:
+    """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
+    1 where nothing is measured."""
+    name = f"native / fused, {dtype}" + (", gradients" if learns else "")
+    return measured.alone(lambda: measured.ratio(name, *_two_ways(dtype, learns)))
 
 
-def _two_ways(dtype: torch.dtype) -> tuple[Callable[[], object], Callable[[], object]]:
+def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same scores, computed here and by torch's operator."""
     draw = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 4, 256, 64, generator=draw).to(dtype).unbind()
-    call = Call(query, key, value, Scoring(Grid(1, 4, 256, 256, query.device), 0.125, None, None, None, None, None))
+    three = query, key, value = torch.randn(3, 1, 1, 1024, 64, generator=draw).to(dtype).unbind()
+    leaves = [tensor.detach().requires_grad_() for tensor in three]
+    call = Call(query, key, value, Scoring(Grid(1, 1, 1024, 1024, query.device), 0.125, None, None, None, None, None))
     given = query, key, value, None, call.scoring, None, plan_of(call)
-    return (
-        lambda: forward(*given, wants_lse=False, learns=False),
-        lambda: fused.full_attention(query, key, value, scale=0.125),
-    )
+
+    def here() -> object:
+        output, lse, exact = forward(*given, wants_lse=learns, learns=learns)
+        return backward(*given, output=exact, lse=lse, grad_output=value, grad_lse=None) if learns else output
+
+    def by_torch() -> object:
+        if not learns:
+            return fused.full_attention(query, key, value, scale=0.125)
+        with torch.enable_grad():
+            return torch.autograd.grad(fused.full_attention(*leaves, scale=0.125), leaves, value)
+
+    return here, by_torch
 
 
 def num_scores(call: Call) -> int:
