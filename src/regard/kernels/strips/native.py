@@ -105,12 +105,14 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
 def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
-    to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if learns else tuning.SCORES_TO_BEGIN
+    begins_late = learns and call.query.dtype not in fused.HALF  # in which torch's gradients take as long to begin
+    to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if begins_late else tuning.SCORES_TO_BEGIN
     if call.scoring.grid.query_len < 2 * library_for(call.query.dtype).lanes:
         to_begin *= tuning.FEW_QUERIES
-    bias = call.scoring.bias
-    if bias is not None and (not is_of_distance(bias) or reordering(call) is not None):
+    if call.scoring.bias is not None and not is_of_distance(call.scoring.bias):
         to_begin += tuning.SCORES_TO_ADD
+    if reordering(call) is not None:
+        to_begin += tuning.SCORES_TO_SORT
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False

@@ -94,13 +94,12 @@ INLINE void few_outputs(
 static void few_add(
     const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, real *scores)
 {
-    const real *from =
-        t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query + first * t->key;
+    const real *from = t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query;
     i64 j = 0;
     if (!t->keys && t->key == 1)
-        for (; j + LANES <= n; j += LANES) add(scores + j, load(from + j));
+        for (; j + LANES <= n; j += LANES) add(scores + j, load(from + first + j));
     for (; j < n; j++) {
-        real x = t->keys ? from[(key_in(p, s, t, first + j) - first) * t->key] : from[j * t->key];
+        real x = from[key_in(p, s, t, first + j) * t->key];
         scores[j] = x == NONE ? x : scores[j] + LOG2_E * x;
     }
 }

@@ -199,19 +199,31 @@ static void pull_tile(
     const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
     const real *grads)
 {
-    i64 rows = least(p->rows - unit * UNIT, wide * LANES);
-    int apart = t->queries || t->grads_query != 1 || p->head[unit * UNIT] != p->head[unit * UNIT + rows - 1];
-    for (i64 i = 0; i < (apart ? rows : 1); i++) {
+    i64 rows = least(p->rows - unit * UNIT, wide * LANES), whole = t->keys || t->grads_key != 1 ? 0 : n / LANES * LANES;
+    real *to[UNIT];
+    int beside = !t->queries && t->grads_query == 1; /* as the queries, so are their numbers */
+    for (i64 i = 0; i < rows; i++) {
         i64 r = unit * UNIT + i;
-        real *to = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
-                   query_in(p, t, r) * t->grads_query;
-        for (i64 j = 0; j < n; j++) {
-            i64 of_key = key_in(p, s, t, first + j) * t->grads_key;
-            if (apart)
-                to[of_key] += grads[j * UNIT + i];
-            else
-                for (i64 k = 0; k < rows; k++) to[of_key + k] += grads[j * UNIT + k];
+        to[i] = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
+                query_in(p, t, r) * t->grads_query;
+        beside &= to[i] == to[0] + i;
+    }
+    for (i64 j = beside ? n : 0; j < whole; j += LANES)
+        for (i64 c = 0; c < rows; c += LANES) {
+            vec x[LANES];
+            for (int k = 0; k < LANES; k++) x[k] = load(grads + (j + k) * UNIT + c);
+            transpose(x);
+            for (i64 i = c; i < least(c + LANES, rows); i++) {
+                real *at = to[i] + first + j;
+                store(at, load(at) + x[i - c]);
+            }
         }
+    for (i64 j = beside ? 0 : whole; j < n; j++) {
+        i64 of_key = key_in(p, s, t, first + j) * t->grads_key;
+        if (beside)
+            for (i64 i = 0; i < rows; i++) to[0][of_key + i] += grads[j * UNIT + i];
+        else
+            for (i64 i = 0; i < rows; i++) to[i][of_key] += grads[j * UNIT + i];
     }
 }
 
