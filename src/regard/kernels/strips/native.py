@@ -26,7 +26,7 @@ from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
-from regard.kernels.strips.order import Order, heads_lie_within, laid_like, library_for
+from regard.kernels.strips.order import Order, laid_like, library_for
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.numerics import row_products, upcast, wide
@@ -256,7 +256,7 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     grads = [of_query]
     for name, tensor in (("key", key), ("value", value)):
         size = -(-tensor.shape[3] // lanes) * lanes  # whole vectors are added
-        total = _zeros(tensor, chunks, size, dtype)
+        total = laid_like(tensor, size, dtype, times=(chunks,)).zero_()
         order.tensors(f"grad_{name}", total[0])
         order.number(f"chunk_{name}", total.stride(0))
         grads.append((total[0], total)[chunks > 1])
@@ -271,14 +271,6 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     if chunks > 1:
         grads[1:] = [total.sum(0) for total in grads[1:]]
     return [_as_wanted(grad, tensor) for grad, tensor in zip(grads, (query, key, value), strict=True)]
-
-
-def _zeros(tensor: Tensor, chunks: int, size: int, dtype: torch.dtype) -> Tensor:
-    """[chunks, batch, heads, length, size], whose axes lie as those of a tensor do."""
-    batch, heads, length, _ = tensor.shape
-    if heads_lie_within(tensor):
-        return tensor.new_zeros((chunks, batch, length, heads, size), dtype=dtype).transpose(2, 3)
-    return tensor.new_zeros((chunks, batch, heads, length, size), dtype=dtype)
 
 
 def _as_wanted(grad: Tensor, tensor: Tensor) -> Tensor:
