@@ -16,7 +16,6 @@ from regard.kernels.call import Call
 from regard.kernels.strips import native, tuning
 from regard.kernels.strips.binding import StatisticOf, TensorAt
 from regard.kernels.strips.order import Order
-from regard.numerics import upcast
 from regard.scores import Scoring
 
 
@@ -50,8 +49,7 @@ class Wanted(NamedTuple):
 
 
 def as_call(query: Tensor, key: Tensor, scoring: Scoring) -> Call:
-    """A call whose weights are looked at: in float32 or wider, and without values."""
-    query, key = upcast(query), upcast(key)
+    """A call whose weights are looked at, without values."""
     return Call(query, key, key, scoring, None, wants_lse=True)
 
 
