@@ -378,6 +378,7 @@ def held_tensors():
     return [t for s in scorings for t in ([] if s.sink is None else [s.sink]) + list(s.learned())]
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_tables_are_kept_up_to_a_number_of_numbers(monkeypatch):
     made = []
     make = hidden._made

@@ -148,6 +148,7 @@ def test_what_torchs_operator_cannot_do_is_computed_at_once_whatever_the_library
     assert regard.plan(few, few, few, mask=Window(100)).kernel == "sdpa"
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_one_query_that_learns_is_left_to_torch_while_its_keys_stay_in_the_cache(monkeypatch):
     monkeypatch.setattr(processor, "MKL", True)
     for keys, kernel in ((1024, "sdpa"), (8192, "direct")):
@@ -215,6 +216,7 @@ def test_short_calls_in_bfloat16_are_computed_at_once_where_mkl_multiplies(monke
     assert kernel(False) == "sdpa"
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_short_calls_that_learn_in_bfloat16_are_computed_at_once_with_amx(monkeypatch):
     for name in ("MKL", "BFLOAT16"):
         monkeypatch.setattr(processor, name, True)

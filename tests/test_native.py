@@ -19,11 +19,13 @@ import torch
 import regard
 from comparing import assert_close, assert_within_budget
 from regard import Alibi, Causal, Dense, Document, Padding, Prefix, RelativeBias, Window, attention, attention_with_lse
-from regard.biases import as_bias
+from regard.biases import Given, as_bias
+from regard.dropout import Dropout, write_random
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
 from regard.kernels.strips import binding, native, work
 from regard.reference import reference
+from regard.shapes import Grid
 
 ROOT = Path(__file__).parent.parent
 BUILDS = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
@@ -288,7 +290,7 @@ def test_equal_strips_and_their_masks_are_told_once():
     call = checked(Causal() & Window(20), shape=(2, 2, 500, 8))
     plan = native.plan_of(call)
     native.forward(*call[:3], None, call.scoring, None, plan)
-    told = plan.work[torch.float32]
+    ((_, told),) = plan.orders.values()
     assert sum(row[1] for row in told.strips) > 4 * len(told.strips)  # each stands for several
     assert told.numbers < 500 * 100
 
@@ -305,11 +307,57 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     plan = native.plan_of(call)
     output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
     assert len(calls) > 1
-    assert torch.float32 not in plan.work
+    assert not plan.orders
     exact = reference(*(t.double() for t in call[:3]), call.scoring, None)
     plain = reference(*call[:3], call.scoring, None)
     assert_within_budget(output, exact[0], plain[0])
     assert_within_budget(lse, exact[1], plain[1])
+
+
+@needs_library
+def test_strips_of_the_same_queries_are_given_together(monkeypatch):
+    monkeypatch.setattr(work, "MAX_KEPT_SCORES", 1000)
+    bias = torch.randn(1, 2, 360, 480, generator=torch.Generator().manual_seed(1)).double()  # a copy for each strip
+    query, key = torch.randn(1, 2, 360, 8), torch.randn(1, 2, 480, 8)
+    call = check_call("attention", query, key, key, Causal() | Prefix(160), bias, None, None, None, None)
+    plan = native.plan_of(call)
+    assert any(strip.merges for strip in plan.strips)
+    found_and_expected = native.forward(*call[:3], None, call.scoring, None, plan), reference(*call[:4], None)
+    for found, expected in zip(*found_and_expected, strict=False):
+        assert_close(found, expected)
+
+
+@needs_library
+def test_a_bias_is_read_anew_wherever_it_is_and_whatever_was_written_to_it():
+    query, key, value = torch.randn(3, 1, 2, 40, 8)
+    biases = [torch.randn(1, 2, 40, 40), torch.randn(2, 40, 40), torch.randn(40, 40).T, torch.randn(1, 2, 1, 40)]
+    for number in range(3):
+        for bias in biases:
+            plain = bias.clone()
+            for bias_now in (bias, bias.clone(), Given(bias) + Alibi(2)):
+                expected = reference_of(query, key, value, bias_now)
+                assert_close(attention(query, key, value, bias=bias_now, kernel="native"), expected)
+            bias[..., number] = -math.inf if number else 3.0
+            assert_close(
+                attention(query, key, value, bias=bias, kernel="native"), reference_of(query, key, value, bias)
+            )
+            bias.data.copy_(plain * 2)  # of which no version is counted
+            assert_close(
+                attention(query, key, value, bias=bias, kernel="native"), reference_of(query, key, value, bias)
+            )
+
+
+def reference_of(query, key, value, bias):
+    return attention(query, key, value, bias=bias, kernel="reference")
+
+
+@needs_library
+def test_a_bias_that_is_read_where_it_is_is_not_kept():
+    call = checked(bias=torch.randn(1, 2, 70, 70))
+    plan = native.plan_of(call)
+    native.forward(*call[:3], None, call.scoring, None, plan)
+    ((_, told),) = plan.orders.values()
+    assert not told.held
 
 
 @needs_library
@@ -450,3 +498,18 @@ def test_an_output_lies_as_its_query_does_and_gradients_as_what_they_belong_to()
         assert output.transpose(1, 2).is_contiguous() == within
         grads = torch.autograd.grad(output.square().sum(), (query, key, value))
         assert [grad.transpose(1, 2).is_contiguous() for grad in grads] == [within] * 3
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", [0, 5, 0x7FFFFFFF00000001, 2**63 - 1])
+def test_it_draws_the_numbers_of_dropout_that_torch_would(seed, dtype):
+    numbers, expected = torch.empty(2, 3, 5, 1001, dtype=torch.int32)
+    binding.compiled(dtype).write_random(numbers, seed)
+    write_random(expected, seed)
+    assert torch.equal(numbers, expected)
+    grid = Grid(2, 3, 7, 9)
+    by_torch, here = (Dropout(0.1, seed).numbers(grid, write) for write in (None, binding.compiled(dtype).write_random))
+    assert torch.equal(here.rows, by_torch.rows)
+    assert torch.equal(here.columns, by_torch.columns)
+    assert here.odd == by_torch.odd

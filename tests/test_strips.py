@@ -1217,6 +1217,7 @@ def test_the_node_of_a_graph_keeps_torchs_rules(by):
     library.opcheck(in_graph, (query, key, value, None, *more, by, True))
 
 
+@pytest.mark.usefixtures("without_the_library")
 def test_a_whole_square_in_half_precision_is_computed_by_products_where_they_suit(monkeypatch):
     query = torch.randn(1, 2, 80, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     called = []

@@ -29,6 +29,12 @@ class Cells(NamedTuple):
 Places = Callable[[Cells], Cells]
 """Where cells of a call lie in another one, of which it is a part or whose tokens it has in another order."""
 
+Write = Callable[[Tensor, int], None]
+"""Writes the random numbers of 0, 1, 2, ... for a seed into a tensor of int32."""
+
+OF_COLUMNS = 0x5DEECE66D
+"""The seed of columns is that of rows XORed with this."""
+
 
 class Numbers(NamedTuple):
     """Random numbers of rows and columns, which decide which weights are dropped.
@@ -115,14 +121,24 @@ class Dropout:
             halves = mixed.bitwise_right_shift_(16 * odd[..., None, :]).to(torch.int16)
         return halves.ge_(self.least)
 
-    def numbers(self, grid: Grid) -> Numbers:
-        """The numbers of a whole call, kept as long as it lasts."""
+    def numbers(self, grid: Grid, write: "Write | None" = None) -> Numbers:
+        """The numbers of a whole call, kept as long as it lasts.
+
+        Args:
+            write: does what `write_random` does, in less time.
+        """
         if grid not in self._known:
             with torch.inference_mode(False):  # backward may use them outside that mode
-                self._known[grid] = self._of_all(grid)
+                self._known[grid] = self._of_all(grid, write)
         return self._known[grid]
 
-    def _of_all(self, grid: Grid) -> Numbers:
+    def _of_all(self, grid: Grid, write: "Write | None") -> Numbers:
+        if write is not None and not self.places:
+            of_rows = torch.empty(grid[:3], dtype=torch.int32, device=grid.device)
+            of_pairs = of_rows.new_empty(-(-grid.key_len // 2))
+            write(of_rows, int(self.seed))
+            write(of_pairs, int(self.seed) ^ OF_COLUMNS)
+            return Numbers(of_rows, of_pairs.repeat_interleave(2)[: grid.key_len][None, None], 0)
         batches = [range(at, at + 1) for at in range(grid.batch)] if self.places else [range(grid.batch)]
         every = range(grid.heads), range(grid.query_len), range(grid.key_len)
         rows, columns, odd = zip(*(self._numbers(Cells(grid, batch, *every)) for batch in batches), strict=True)
@@ -135,7 +151,7 @@ class Dropout:
         device = grid.device
         of_head = indices(batches, device)[:, None] * grid.heads + indices(heads, device)
         rows = _random(of_head[..., None] * grid.query_len + indices(queries, device), self.seed)
-        seed = self.seed ^ 0x5DEECE66D
+        seed = self.seed ^ OF_COLUMNS
         if isinstance(keys, range) and keys.step == 1:
             pairs, odd = torch.arange(keys.start // 2, -(-keys.stop // 2), device=device), keys.start % 2
             columns = _random(pairs, seed).repeat_interleave(2)[odd : odd + len(keys)]
@@ -160,6 +176,11 @@ def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
 
 def _signed(numbers: Tensor) -> Tensor:
     return ((numbers & 0xFFFFFFFF) ^ 0x80000000).sub(0x80000000).to(torch.int32)
+
+
+def write_random(numbers: Tensor, seed: int) -> None:
+    """Writes the random numbers of 0, 1, 2, ... for a seed."""
+    numbers.copy_(_random(torch.arange(numbers.numel(), device=numbers.device), seed).view(numbers.shape))
 
 
 def _random(numbers: Tensor, seed: int | Tensor) -> Tensor:

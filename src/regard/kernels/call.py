@@ -78,8 +78,8 @@ class Kernel(NamedTuple):
     """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""
     prepare: Callable[[Call], Prepared | None] = lambda call: None
     """`run` for other tensors of the same form, with what does not depend on their numbers computed once; None where
-    there is nothing of that kind, and with dropout. With one query, and neither mask nor bias, they may be of any
-    key_len. It must not keep the call's tensors alive."""
+    there is nothing of that kind. With dropout, every call draws its seed from torch's generator. With one query, and
+    neither mask nor bias, they may be of any key_len. It must not keep the call's tensors alive."""
     single: Callable[[Call], Single | None] = lambda call: None
     """`run` of a call of one query without gradients, for other tensors, mask and bias, and any key_len; None where
     there is no such way."""

@@ -100,12 +100,20 @@ def _suits_the_library(call: Call) -> bool:
     what it costs here."""
     if tracing():
         return False
-    if call.scoring.grid.query_len == 1:
-        return not call.learns and (sdpa.cannot(call) is not None or native.reads_less(call))
+    if call.scoring.grid.query_len == 1 and not call.learns:
+        return sdpa.cannot(call) is not None or native.reads_less(call)
     others = [] if sdpa.cannot(call) is not None else [float(sdpa.num_scores(call))]
     if native.price(call.query.dtype, call.learns) > 1 and engine.flash_can(call.query, call.scoring, call.dropout):
         others.append(strips_kernel.cost(call))
     return not others or native.beats(call, min(others))
+
+
+def _suits_all_at_once(call: Call) -> bool:
+    """Whether a few products and a softmax take less time than the other operators. Where the library takes less time
+    for a score, it leaves only what torch's own function begins sooner, and these begin last."""
+    if strips.NATIVE_KERNEL.cannot(call) is None and native.price(call.query.dtype, call.learns) <= 1:
+        return False
+    return direct.pays(call) and not _hides_most(call, direct.KERNEL)
 
 
 PREFERENCES = (
@@ -122,7 +130,7 @@ PREFERENCES = (
     Preference(
         direct.KERNEL,
         "there are so few scores that computing all of them at once is fastest",
-        _in_process(lambda call: direct.pays(call) and not _hides_most(call, direct.KERNEL)),
+        _in_process(_suits_all_at_once),
     ),
     Preference(
         strips.KERNEL,

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 """The set of instructions for what torch uses on this processor, as compilers call it."""
@@ -110,6 +111,8 @@ class Compiled:
         self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
         for function in (self._forward, self._backward, self._look):
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
+        self._random = loaded.regard_random
+        self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
 
     def forward(self, call: CallOf) -> None:
         """Writes output, and lse and the exact output if they have a place."""
@@ -122,6 +125,10 @@ class Compiled:
     def look(self, call: CallOf) -> None:
         """Writes lse if it is not known, and statistics of the weights."""
         self._look(call, self._in_parallel)
+
+    def write_random(self, numbers: Tensor, seed: int) -> None:
+        """As `regard.dropout.write_random`, into contiguous numbers."""
+        self._random(numbers.data_ptr(), numbers.numel(), seed)
 
 
 def is_there(dtype: torch.dtype) -> bool:

@@ -31,8 +31,7 @@ class StripPlan:
     Attributes:
         masks: the mask of each batch index with separate strips; the key None if one mask holds for all.
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
-        work, orders: what the compiled library is told of the strips, by dtype, and of calls, by their form, with the
-            work that is told in them.
+        orders: what the compiled library is told of calls, by their form, with the strips in it as it reads them.
     """
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
@@ -41,7 +40,6 @@ class StripPlan:
         self._hidden: dict[Strip, Hidden] = {}
         self._kept = self._looked = 0
         self._strips: tuple[Strip, ...] | None = None
-        self.work: dict[Hashable, Any] = {}
         self.orders: dict[Hashable, tuple[bytes, Any]] = {}
         self.is_kept = mask.closed_form or mask.structure() is not None
         if self.is_kept:

@@ -8,13 +8,13 @@ compiled library (`native`).
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from regard.biases import Given
-from regard.dropout import Dropout
+from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
@@ -97,10 +97,15 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     if of_one is not None:
         return of_one
     any_length = scoring.mask is None and scoring.grid.query_len == 1
-    if any_length or not call.concrete or call.dropout is not None or scoring.bias is not None:
+    if any_length or not call.concrete:
         return None
     planned = _planned(call, by)
-    return planned if planned.plan.is_kept else None
+    if not planned.plan.is_kept:
+        return None
+    dropout = planned.dropout
+    if dropout is None:
+        return planned
+    return lambda *tensors: replace(planned, dropout=replace(dropout, seed=drawn()))(*tensors)
 
 
 def _of_one(call: Call) -> Prepared | None:

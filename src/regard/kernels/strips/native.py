@@ -104,13 +104,9 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
 
 def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
-    learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
-    begins_late = learns and call.query.dtype not in fused.HALF  # in which torch's gradients take as long to begin
-    to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN if begins_late else tuning.SCORES_TO_BEGIN
-    if call.scoring.grid.query_len < 2 * library_for(call.query.dtype).lanes:
-        to_begin *= tuning.FEW_QUERIES
-    if call.scoring.bias is not None and not is_of_distance(call.scoring.bias):
-        to_begin += tuning.SCORES_TO_ADD
+    learns, size, to_begin = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128, 0
+    if learns and call.query.dtype not in fused.HALF:  # in which torch's own function takes as long to begin
+        to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN
     if reordering(call) is not None:
         to_begin += tuning.SCORES_TO_SORT
     most = size * scores / torch.get_num_threads() - to_begin

@@ -1,21 +1,25 @@
 """A call of the compiled library: what it is told, from the structures of a plan and the tensors of the call."""
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.biases import Bias, Given
 from regard.dropout import Dropout
-from regard.kernels.strips.added import Added, is_of_distance, read_by_place
+from regard.kernels.strips.added import Added, is_read, read_by_place
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.work import Work, works
 from regard.numerics import wide
 from regard.rules import contents
 from regard.scores import Scoring
+
+MAX_KEPT = 16
+"""Calls of a plan that are kept: those of a model whose layers differ in their biases by distance."""
 
 
 @cache
@@ -50,7 +54,8 @@ class Order:
     """
 
     __slots__ = (
-        "_added", "_call", "_form", "_held", "_learned", "_words", "_work", "compiled", "learns", "plan", "scoring",
+        "_added", "_call", "_form", "_held", "_learned", "_told", "_words", "_work", "compiled", "learns", "plan",
+        "scoring",
     )  # fmt: skip
 
     def __init__(
@@ -68,20 +73,17 @@ class Order:
         self._added: Added | None = None
         self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
         self._held: list[Any] = []
-        self._form = query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, scoring.bias is None
-        known = plan.orders.get(self._form)
-        if known is None:
-            known = plan.orders[self._form] = _order(query, value, scoring), None
-        told: bytes = known[0]
-        self._work: Work | None = known[1]
-        self._call = CallOf.from_buffer_copy(told)
+        self._form = self._form_of(query, value)
+        known: tuple[bytes, Work | None] | None = None if self._form is None else plan.orders.get(self._form)
+        self._told, self._work = (_order(query, value, scoring), None) if known is None else known
+        self._call = CallOf.from_buffer_copy(self._told)
         self._words = Words.from_buffer(self._call)
         self.tensors("query", query, key, value)
         self._words[AT["threads"]] = torch.get_num_threads()
         if sink is not None:
             self.numbers("sink", sink.detach().to(wide(query.dtype)))
         if dropout is not None:
-            numbers = dropout.numbers(scoring.grid)
+            numbers = dropout.numbers(scoring.grid, self.compiled.write_random)
             self.numbers("row_bits", numbers.rows)
             self.numbers("column_bits", numbers.columns)
             self.numbers("column_odd", numbers.odds().expand_as(numbers.columns).int())
@@ -129,44 +131,58 @@ class Order:
         if self._work is not None:  # it is told of its strips
             way(self._call)
             return
-        for work in self._works(by_distance):
-            self._tell(self._call, work)
+        parts = 0
+        for work in works(self.plan, self.added, by_distance, 2 * self.compiled.lanes):
+            _tell(self._call, work)
             way(self._call)
-            if self.scoring.bias is None and self.plan.work.get(self._kept_as()) is work:
-                call = CallOf.from_buffer_copy(self.plan.orders[self._form][0])
-                self._tell(call, work)
-                self.plan.orders[self._form] = bytes(call), work
+            parts += 1
+        if parts == 1 and not self.learns:
+            self._work = work
+            if self._form is not None:
+                self._keep(work)
 
-    @staticmethod
-    def _tell(call: CallOf, work: Work) -> None:
-        call.strip, call.span, call.tile = work.addresses()
-        call.strips = len(work.strips)
+    def _keep(self, work: Work) -> None:
+        """With the plan, for other calls of the same form."""
+        orders = self.plan.orders
+        while len(orders) >= MAX_KEPT:
+            orders.pop(next(iter(orders)), None)
+        call = CallOf.from_buffer_copy(self._told)
+        _tell(call, work)
+        assert self._form is not None
+        orders[self._form] = bytes(call), work
 
-    def _works(self, by_distance: Tensor | None) -> Iterable[Work]:
-        kept_as = self._kept_as()
-        known = None if kept_as is None else self.plan.work.get(kept_as)
-        if known is not None:
-            return (known,)
-        return works(self.plan, self.added, by_distance, 2 * self.compiled.lanes, kept_as)
-
-    def _kept_as(self) -> Hashable | None:
-        """What is equal for two calls only if the library is told the same of all strips; None if that is not kept, as
-        of biases that are tensors, which would not be freed."""
-        bias, dtype = self.scoring.bias, self.compiled.dtype
+    def _form_of(self, query: Tensor, value: Tensor) -> Hashable | None:
+        """What is equal for two calls only if the library is told the same but for their tensors; None if that is not
+        kept."""
+        scoring, bias, places = self.scoring, self.scoring.bias, None
         if not self.plan.is_kept or self.learns:
             return None
-        if bias is None:
-            return dtype
-        places = None
-        if (by_place := read_by_place(bias, dtype)) is not None:  # the work holds them: no others take their names
-            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias
-        found = contents(bias) if is_of_distance(bias) else None
-        return None if found is None else (dtype, places, found)
+        added: tuple[Hashable, ...] = ()
+        if bias is not None:
+            if (by_place := read_by_place(bias, self.compiled.dtype)) is not None:
+                places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias  # held: no others have the name
+            added = tuple(_likeness(term, self.compiled.dtype) for term in bias.terms())
+            if None in added:
+                return None
+        return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
 
     def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""
         found = self._words[AT["suspect"]] != 0
         return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
+
+
+def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
+    """What is equal for two biases only if the library reads the same numbers at the same place; None if not known."""
+    if isinstance(bias, Given):
+        numbers = bias.numbers
+        return (numbers.data_ptr(), numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
+    return contents(bias) if bias.of_distance else None
+
+
+def _tell(call: CallOf, work: Work) -> None:
+    call.strip, call.span, call.tile = work.addresses()
+    call.strips = len(work.strips)
 
 
 def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:

@@ -95,20 +95,12 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
-SCORES_TO_BEGIN = 1 << 11
-SCORES_TO_BEGIN_THAT_LEARN = 1 << 13
+SCORES_TO_BEGIN_THAT_LEARN = 1 << 12
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
-without gradients and with them; with those in half precision, no longer than without. Rows of 128 tokens of
-features.py."""
+with gradients in float32; otherwise, it takes as long. Rows of 128 tokens of features.py."""
 
-FEW_QUERIES = 4
-"""How many times that is where queries do not fill two vectors: keys and values are read for few scores. Row "16
-queries, ALiBi, causal"."""
-
-SCORES_TO_ADD = 1 << 13
 SCORES_TO_SORT = 1 << 14
-"""The same for a bias that is told anew in every call, and that torch's own function reads as a kept table; and for
-tokens that are sorted by document. Rows "bias, dense" and "8 documents, tokens apart" of 128 tokens."""
+"""The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""
 
 SCORES_BETWEEN_REPORTS = 1 << 26
 """Scores of statistics, for each thread, from one report of progress to the next: about a tenth of a second."""

@@ -1,7 +1,7 @@
 """The strips of a plan as the compiled library reads them: numbers, and the addresses of what is added to scores."""
 
 import ctypes
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,11 @@ Row = tuple[int | None, ...]
 
 @dataclass(slots=True)
 class Work:
-    """Strips as the library reads them, and the tensors whose memory it reads."""
+    """Strips as the library reads them.
+
+    Attributes:
+        held: tensors that were made for it, by the address of their memory; biases that are given are the call's.
+    """
 
     strips: list[Row] = field(default_factory=list)
     spans: list[Row] = field(default_factory=list)
@@ -39,9 +43,14 @@ class Work:
         """Numbers that are held."""
         return sum(map(Tensor.numel, self.held.values()))
 
+    def hold(self, tensor: Tensor, at: int = 0) -> int:
+        """Where a number of a tensor is, which is held from then on."""
+        self.held[tensor.untyped_storage().data_ptr()] = tensor
+        return _address(tensor, at)
+
     def add(self, strip: Strip, tiles: "Tiles") -> None:
         """Adds a strip."""
-        of_strip, spans, start = tiles.of(strip, self.held), [span for span in strip.spans if span], 0
+        of_strip, spans, start = tiles.of(strip, self), [span for span in strip.spans if span], 0
         for number, span in enumerate(spans):
             first = len(self.tiles)
             self.tiles += of_strip(start, span)
@@ -66,28 +75,19 @@ def _array(kind: Any, rows: list[Row]) -> Any:
 AS_THEY_ARE: Row = (None, None, 0, 0)
 """Places of tokens that are not sorted."""
 
-MAX_KEPT = 8
-"""Biases by distance for which the strips of a plan are kept: those of a model whose layers differ."""
 
-
-def works(
-    plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int, kept_as: Hashable | None
-) -> Iterator[Work]:
-    """The strips, as many at once as hold few numbers; all of them are kept with the plan, if that is few.
+def works(plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int) -> Iterator[Work]:
+    """The strips, as many at once as hold few numbers.
 
     Args:
-        by_distance, spare: as of `Tiles`. kept_as: under what they are kept; None if they are not.
+        by_distance, spare: as of `Tiles`.
     """
-    tiles, work, whole = Tiles(added, by_distance, spare), Work(), True
+    tiles, work = Tiles(added, by_distance, spare), Work()
     for strip in plan.strips:
-        if work.numbers > MAX_KEPT_SCORES:
+        if work.numbers > MAX_KEPT_SCORES and not strip.merges:  # which belongs to the one before
             yield work
-            work, whole = Work(), False
+            work = Work()
         work.add(strip, tiles)
-    if kept_as is not None and whole:
-        while len(plan.work) >= MAX_KEPT:
-            plan.work.pop(next(iter(plan.work)), None)
-        plan.work[kept_as] = work
     yield work
 
 
@@ -109,74 +109,72 @@ class Tiles:
             self._row = added.row.new_empty(*added.row.shape[:2], length + self._spare)[..., :length]
             self._row.copy_(added.row.flip(2))
 
-    def of(self, strip: Strip, held: dict[int, Tensor]) -> Callable[[int, range], Iterator[Row]]:
+    def of(self, strip: Strip, work: Work) -> Callable[[int, range], Iterator[Row]]:
         """A function of the first column of a span, and its keys."""
         of_strip, queries = self._added.of(strip), strip.queries
 
         def of_span(column: int, keys: range) -> Iterator[Row]:
-            places = self._places(held)
+            places = self._places(work)
             at = (queries, keys) if places is AS_THEY_ARE else (range(1), range(1))
             if self._row is not None:
-                yield (*self._of_distance(self._row, *at, held), *places)
+                yield (*self._of_distance(self._row, *at, work), *places)
             for numbers, total in self._added.given:
-                yield (*_of_given(numbers, self._added.dtype, total, *at, held), *places)
+                yield (*_of_given(numbers, self._added.dtype, total, *at, work), *places)
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
-                yield (*_whole(of_strip.made, column, len(keys), 0, held), *AS_THEY_ARE)
+                yield (*_whole(of_strip.made, column, len(keys), 0, work), *AS_THEY_ARE)
             if of_strip.hidden is not None:
                 hidden = of_strip.hidden.by_key(self._added.dtype, self._spare).mT
-                yield (*_whole(hidden, column, len(keys), self._spare, held), *AS_THEY_ARE)
+                yield (*_whole(hidden, column, len(keys), self._spare, work), *AS_THEY_ARE)
 
         return of_span
 
-    def _places(self, held: dict[int, Tensor]) -> Row:
+    def _places(self, work: Work) -> Row:
         """The places of sorted tokens."""
         if self._added.places is None:
             return AS_THEY_ARE
         queries, keys = self._added.places
         of_batch = (len(places) > 1 and places.stride(0) for places in (queries, keys))
-        return _address(queries, 0, held), _address(keys, 0, held), *of_batch
+        return work.hold(queries), work.hold(keys), *of_batch
 
-    def _of_distance(self, row: Tensor, queries: range, keys: range, held: dict[int, Tensor]) -> Row:
+    def _of_distance(self, row: Tensor, queries: range, keys: range, work: Work) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
         steps, grads = (queries.step, -keys.step), self._by_distance
         of_grads: Row = (None, 0, 0, 0, 0, 0)
         if grads is not None:
-            held[id(grads)] = grads
             chunk, batch, head, _ = grads.stride()
-            of_grads = grads.data_ptr() + grads.element_size() * first, batch, head, *steps, chunk
-        return (_address(row, first, held), *_strides(row)[:2], *steps, self._spare, *of_grads)
+            of_grads = _address(grads, first), batch, head, *steps, chunk
+        return (work.hold(row, first), *_strides(row)[:2], *steps, self._spare, *of_grads)
 
 
 def _of_given(
-    numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, held: dict[int, Tensor]
+    numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, work: Work
 ) -> Row:
     """A bias tensor and its gradient."""
     if not is_read(numbers, dtype):
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
         numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
-        first = _address(numbers, 0, held), *_strides(numbers), 0
+        first = work.hold(numbers), *_strides(numbers), 0
     else:
         batch, head, query, key = _strides(numbers)
         at = queries.start * query + keys.start * key
-        first = _address(numbers, at, held), batch, head, query * queries.step, key * keys.step, 0
+        first = _address(numbers, at), batch, head, query * queries.step, key * keys.step, 0
     if total is None:
         return (*first, None, 0, 0, 0, 0, 0)
     batch, head, query, key = _strides(total)
     at = queries.start * query + keys.start * key
-    return (*first, _address(total, at, held), batch, head, query * queries.step, key * keys.step, 0)
+    return (*first, _address(total, at), batch, head, query * queries.step, key * keys.step, 0)
 
 
-def _whole(numbers: Tensor, column: int, columns: int, spare: int, held: dict[int, Tensor]) -> Row:
+def _whole(numbers: Tensor, column: int, columns: int, spare: int, work: Work) -> Row:
     """Numbers of a strip: the columns of one of its spans."""
     if numbers.shape[3] > 1:
         numbers = numbers[..., column : column + columns]
-    return (_address(numbers, 0, held), *_strides(numbers), spare, None, 0, 0, 0, 0, 0)
+    return (work.hold(numbers), *_strides(numbers), spare, None, 0, 0, 0, 0, 0)
 
 
-def _address(tensor: Tensor, at: int, held: dict[int, Tensor]) -> int:
-    held[tensor.untyped_storage().data_ptr()] = tensor
+def _address(tensor: Tensor, at: int) -> int:
     return tensor.data_ptr() + tensor.element_size() * at
 
 

@@ -219,5 +219,20 @@ API void regard_look(struct call *c, parallel *in_parallel)
     run(c, look_work, in_parallel);
 }
 
+/* Random numbers for dropout, of 0, 1, 2, ...: `write_random` of dropout.py. */
+API void regard_random(int32_t *numbers, i64 count, i64 seed)
+{
+    uint64_t low = seed & 0xFFFFFFFF, high = (uint64_t)seed >> 32;
+    for (i64 i = 0; i < count; i++) {
+        uint32_t x = ((uint64_t)i ^ low) * 0x2545F491 + ((uint64_t)i >> 32) * 0x85EBCA6B + high * 0x9E3779B9;
+        x ^= x >> 16;
+        x *= 0x85EBCA6Bu;
+        x ^= x >> 13;
+        x *= 0xC2B2AE35u;
+        x ^= x >> 16;
+        numbers[i] = x ^ x >> 16;
+    }
+}
+
 API i64 regard_lanes(void) { return LANES; }
 API i64 regard_size_of_call(void) { return sizeof(struct call); }

@@ -6,7 +6,7 @@
 #include "forward.h"
 
 /* out[row][KEYS] = sum_d key[d] query[row][d], of `rows` that divide LANES; queries filled up to `padded` */
-INLINE void few_scores(
+INLINE void fewest_scores(
     const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
 {
     const int keys = LANES / rows;
@@ -34,6 +34,45 @@ INLINE void few_scores(
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) memcpy(out + r * KEYS + j, total + r * keys, keys * sizeof(real));
     }
+}
+
+/* The same of any `rows`: so many that keys are turned once for all of them, rather than the sums of each. */
+INLINE void few_scores_of_columns(
+    const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
+{
+    for (i64 j = 0; j < n; j += LANES) {
+        const real *of_key[LANES];
+        vec sums[FEW], x[LANES];
+        i64 d = 0;
+        for (int k = 0; k < LANES; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sums[r] = all(0);
+        for (; d + LANES <= size; d += LANES) {
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; k++) x[k] = load(of_key[k] + d);
+            transpose(x);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) sums[r] += x[i] * query[r * padded + d + i];
+        }
+        for (; d < size; d++) {
+            for (int k = 0; k < LANES; k++) x[0][k] = of_key[k][d];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) sums[r] += x[0] * query[r * padded + d];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) store(out + r * KEYS + j, sums[r]);
+    }
+}
+
+INLINE void few_scores(
+    const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
+{
+    if (rows > 2 && FEW > 4)
+        few_scores_of_columns(rows, n, key, key_row, query, padded, size, out);
+    else
+        fewest_scores(rows, n, key, key_row, query, padded, size, out);
 }
 
 /* out[row][d] += sum_j weights[row][KEYS] value[j][d], outputs filled up to `padded` */
@@ -77,7 +116,7 @@ INLINE void few_outputs(
         }
 }
 
-/* 1, 2, 4, ... rows, the least that are enough: what is beyond those of a place is computed for nothing */
+/* 1, 2, 4, 6 or 8 rows, the least that are enough: what is beyond those of a place is computed for nothing */
 #define WITH_ROWS(function, rows, ...)        \
     do {                                      \
         if ((rows) == 1)                      \
@@ -86,6 +125,8 @@ INLINE void few_outputs(
             function(2, __VA_ARGS__);         \
         else if ((rows) <= 4 && FEW > 4)      \
             function(4, __VA_ARGS__);         \
+        else if ((rows) <= 6 && FEW > 6)      \
+            function(6, __VA_ARGS__);         \
         else                                  \
             function(FEW, __VA_ARGS__);       \
     } while (0)
