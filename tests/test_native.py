@@ -18,7 +18,21 @@ import torch
 
 import regard
 from comparing import assert_close, assert_within_budget
-from regard import Alibi, Causal, Dense, Document, Padding, Prefix, RelativeBias, Window, attention, attention_with_lse
+from regard import (
+    Alibi,
+    Causal,
+    Chunk,
+    Dense,
+    Document,
+    Padding,
+    Prefix,
+    RelativeBias,
+    Strided,
+    Where,
+    Window,
+    attention,
+    attention_with_lse,
+)
 from regard.biases import Given, as_bias
 from regard.dropout import Dropout, write_random
 from regard.functional import check_call
@@ -95,7 +109,7 @@ def test_a_library_of_another_version_is_left_alone(monkeypatch, tmp_path):
     class Longer(binding.CallOf):
         _fields_ = (("more", ctypes.c_int64),)
 
-    monkeypatch.setattr(binding, "CallOf", Longer)
+    monkeypatch.setattr(binding, "STRUCTURES", (Longer, *binding.STRUCTURES[1:]))
     assert binding.compiled.__wrapped__() is None
     monkeypatch.setattr(binding, "__file__", str(tmp_path / "binding.py"))
     assert binding.compiled.__wrapped__() is None
@@ -312,6 +326,53 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     plain = reference(*call[:3], call.scoring, None)
     assert_within_budget(output, exact[0], plain[0])
     assert_within_budget(lse, exact[1], plain[1])
+
+
+LONG = 300
+"""Tokens of so many strips that equal ones are told once."""
+
+MASKS = {
+    "none": None,
+    "causal": Causal(),
+    "window": Causal() & Window(40),
+    "streaming": Causal() & (Window(40) | Prefix(4)),
+    "long prefix": Causal() | Prefix(130),
+    "prefix and a window both ways": Window(30, 20) | Prefix(70),
+    "chunks": Chunk(48) & Causal(),
+    "strided": Causal() & (Strided(16) | Window(16)),
+    "padding": Causal() & Padding([290, 120]),
+    "documents": Causal() & Document.from_lengths([40] * 7 + [20]),
+    "documents apart": Document(torch.arange(2 * LONG).view(2, LONG) * 7 % 5),
+    "a function": Where(lambda batch, head, query, key: (key <= query) & ((query - key) % 3 != 1)),
+    "cells": Dense(torch.rand(1, 2, LONG, LONG, generator=torch.Generator().manual_seed(7)) < 0.3),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("kind", ["ALiBi", "T5", "a tensor", "a tensor of another dtype", "both"])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_with_every_bias_over_many_strips(name, kind):
+    draw = torch.Generator().manual_seed(3)
+    query, grad = torch.randn(2, 2, 2, LONG, 8, generator=draw)
+    key, value = torch.randn(2, 2, 1, LONG, 8, generator=draw)
+    table, numbers = torch.randn(32, 2, generator=draw), torch.randn(2, 2, LONG, LONG, generator=draw)
+
+    def found(kernel, dtype):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value, table, numbers)]
+        of_distance = RelativeBias(leaves[3], bidirectional=name == "none")
+        bias = {
+            "ALiBi": Alibi(2),
+            "T5": of_distance,
+            "a tensor": leaves[4],
+            "a tensor of another dtype": numbers.double() if dtype is torch.float32 else leaves[4].detach(),
+            "both": of_distance + leaves[4],
+        }[kind]
+        output = attention(*leaves[:3], mask=MASKS[name], bias=bias, kernel=kernel)
+        return output, *torch.autograd.grad(output, leaves, grad.to(dtype), allow_unused=True)
+
+    for mine, expected in zip(found("native", torch.float32), found("reference", torch.float64), strict=True):
+        if mine is not None:
+            assert_close(mine, expected.float(), tolerance=1e-5)
 
 
 @needs_library

@@ -33,7 +33,7 @@ class TileAt(ctypes.Structure):
 
     _fields_ = (
         ("numbers", _address),
-        *((name, _i64) for name in ("batch", "head", "query", "key", "spare")),
+        *((name, _i64) for name in ("batch", "head", "query", "key", "time", "spare")),
         ("grads", _address),
         *((f"grads_{name}", _i64) for name in ("batch", "head", "query", "key", "chunk")),
         *((name, _address) for name in ("queries", "keys")),
@@ -84,6 +84,8 @@ class CallOf(ctypes.Structure):
     )
 
 
+STRUCTURES = CallOf, StripOf, SpanOf, TileAt, StatisticOf
+
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
 
@@ -101,8 +103,8 @@ class Compiled:
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
         loaded = ctypes.CDLL(str(path))
-        loaded.regard_lanes.restype = loaded.regard_size_of_call.restype = _i64
-        if loaded.regard_size_of_call() != ctypes.sizeof(CallOf):
+        loaded.regard_lanes.restype = loaded.regard_size_of_structures.restype = _i64
+        if loaded.regard_size_of_structures() != sum(map(ctypes.sizeof, STRUCTURES)):
             raise OSError(f"{path.name} was compiled from another version of c/call.h")
         self.lanes: int = loaded.regard_lanes()
         # torch's own threads: those of a second runtime would compete with them for the cores
@@ -154,5 +156,5 @@ def compiled(dtype: torch.dtype = torch.float32) -> Compiled | None:
     path = Path(__file__).parent / "c" / f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1"
     try:
         return Compiled(path, dtype)
-    except OSError:  # not compiled, or for another system
+    except (OSError, AttributeError):  # not compiled, from another version, or for another system
         return None

@@ -67,10 +67,10 @@ def _is_alone(tensor: Tensor, call: Call) -> bool:
     to the same."""
     bias, grid = call.scoring.bias, call.scoring.grid
     assert bias is not None
-    if is_of_distance(bias):
-        return True
-    given = [term for term in bias.terms() if isinstance(term, Given) and term.numbers is tensor]
-    return len(given) == 1 and tensor.dtype is wide(call.query.dtype) and tensor.shape == grid[:4]
+    terms = [term for term in bias.terms() if any(one is tensor for one in term.learned())]
+    if all(term.of_distance for term in terms):
+        return is_of_distance(bias) or reordering(call) is None  # which may leave numbers that are not read in place
+    return len(terms) == 1 and isinstance(terms[0], Given) and tensor.shape == grid[:4]
 
 
 def plan_of(call: Call) -> StripPlan:
@@ -107,8 +107,9 @@ def beats(call: Call, scores: float) -> bool:
     learns, size, to_begin = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128, 0
     if learns and call.query.dtype not in fused.HALF:  # in which torch's own function takes as long to begin
         to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN
-    if reordering(call) is not None:
-        to_begin += tuning.SCORES_TO_SORT
+    changed = reordering(call)
+    if changed is not None:
+        to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False

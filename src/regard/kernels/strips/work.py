@@ -53,8 +53,8 @@ class Work:
         of_strip, spans, start = tiles.of(strip, self), [span for span in strip.spans if span], 0
         for number, span in enumerate(spans):
             first = len(self.tiles)
-            self.tiles += of_strip(start, span)
             shift = strip.step if number == len(spans) - 1 else 0  # equal strips have all other keys in common
+            self.tiles += of_strip(start, span, strip.step - shift)
             causal = strip.kind is Kind.CAUSAL
             self.spans.append((span.start, span.step, len(span), shift, causal, first, len(self.tiles) - first))
             start += len(span)
@@ -109,15 +109,16 @@ class Tiles:
             self._row = added.row.new_empty(*added.row.shape[:2], length + self._spare)[..., :length]
             self._row.copy_(added.row.flip(2))
 
-    def of(self, strip: Strip, work: Work) -> Callable[[int, range], Iterator[Row]]:
-        """A function of the first column of a span, and its keys."""
+    def of(self, strip: Strip, work: Work) -> Callable[[int, range, int], Iterator[Row]]:
+        """A function of the first column of a span, its keys, and how much farther ahead of them the queries of the
+        next of equal strips are."""
         of_strip, queries = self._added.of(strip), strip.queries
 
-        def of_span(column: int, keys: range) -> Iterator[Row]:
+        def of_span(column: int, keys: range, farther: int) -> Iterator[Row]:
             places = self._places(work)
-            at = (queries, keys) if places is AS_THEY_ARE else (range(1), range(1))
+            at, farther = ((queries, keys), farther) if places is AS_THEY_ARE else ((range(1), range(1)), 0)
             if self._row is not None:
-                yield (*self._of_distance(self._row, *at, work), *places)
+                yield (*self._of_distance(self._row, *at, farther, work), *places)
             for numbers, total in self._added.given:
                 yield (*_of_given(numbers, self._added.dtype, total, *at, work), *places)
             if of_strip.made is not None:
@@ -137,14 +138,14 @@ class Tiles:
         of_batch = (len(places) > 1 and places.stride(0) for places in (queries, keys))
         return work.hold(queries), work.hold(keys), *of_batch
 
-    def _of_distance(self, row: Tensor, queries: range, keys: range, work: Work) -> Row:
+    def _of_distance(self, row: Tensor, queries: range, keys: range, farther: int, work: Work) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
         steps, grads = (queries.step, -keys.step), self._by_distance
         of_grads: Row = (None, 0, 0, 0, 0, 0)
         if grads is not None:
             chunk, batch, head, _ = grads.stride()
             of_grads = _address(grads, first), batch, head, *steps, chunk
-        return (work.hold(row, first), *_strides(row)[:2], *steps, self._spare, *of_grads)
+        return (work.hold(row, first), *_strides(row)[:2], *steps, farther, self._spare, *of_grads)
 
 
 def _of_given(
@@ -155,11 +156,11 @@ def _of_given(
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
         numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
-        first = work.hold(numbers), *_strides(numbers), 0
+        first = work.hold(numbers), *_strides(numbers), 0, 0
     else:
         batch, head, query, key = _strides(numbers)
         at = queries.start * query + keys.start * key
-        first = _address(numbers, at), batch, head, query * queries.step, key * keys.step, 0
+        first = _address(numbers, at), batch, head, query * queries.step, key * keys.step, 0, 0
     if total is None:
         return (*first, None, 0, 0, 0, 0, 0)
     batch, head, query, key = _strides(total)
@@ -171,7 +172,7 @@ def _whole(numbers: Tensor, column: int, columns: int, spare: int, work: Work) -
     """Numbers of a strip: the columns of one of its spans."""
     if numbers.shape[3] > 1:
         numbers = numbers[..., column : column + columns]
-    return (work.hold(numbers), *_strides(numbers), spare, None, 0, 0, 0, 0, 0)
+    return (work.hold(numbers), *_strides(numbers), 0, spare, None, 0, 0, 0, 0, 0)
 
 
 def _address(tensor: Tensor, at: int) -> int:

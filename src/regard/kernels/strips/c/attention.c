@@ -132,8 +132,10 @@ static void forward_work(void *of_call)
             before += items_of(c, c->strip + number++);
         if (number == c->strips) break;
         const struct strip *s = c->strip + number;
-        i64 at = item - before, heads = heads_of(c, s), batches = batches_of(c, s);
-        i64 head = at % heads, batch = at / heads % batches, time = at / heads / batches % s->times;
+        /* in turn: heads that share a kv head, batch indices, which often share what is added, and kv heads */
+        i64 at = item - before, heads = heads_of(c, s), batches = batches_of(c, s), group = heads / c->kv_heads;
+        i64 head = at / group / batches % c->kv_heads * group + at % group, batch = at / group % batches;
+        i64 time = at / heads / batches % s->times;
         i64 from_end = at / heads / batches / s->times; /* the longest rows of a causal square come first */
         find_place(&p, c, s, s->batch < 0 ? batch : s->batch, head, time, blocks_of(c, s) - 1 - from_end);
         if (p.rows <= FEW)
@@ -235,4 +237,8 @@ API void regard_random(int32_t *numbers, i64 count, i64 seed)
 }
 
 API i64 regard_lanes(void) { return LANES; }
-API i64 regard_size_of_call(void) { return sizeof(struct call); }
+API i64 regard_size_of_structures(void)
+{
+    return sizeof(struct call) + sizeof(struct strip) + sizeof(struct span) + sizeof(struct tile) +
+           sizeof(struct statistic);
+}

@@ -12,13 +12,13 @@ struct tensor {
     i64 batch, head, row;
 };
 
-/* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. Up to `spare` further numbers may
-   be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart.
+/* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
+   where their queries move and the keys do not. Up to `spare` further numbers may be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart.
    queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
    NULL, they are by the places in strip and span. */
 struct tile {
     const real *numbers;
-    i64 batch, head, query, key, spare;
+    i64 batch, head, query, key, time, spare;
     real *grads;
     i64 grads_batch, grads_head, grads_query, grads_key, grads_chunk;
     const i64 *queries, *keys;

@@ -135,7 +135,7 @@ INLINE void few_outputs(
 static void few_add(
     const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, real *scores)
 {
-    const real *from = t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query;
+    const real *from = numbers_of(p, t, r);
     i64 j = 0;
     if (!t->keys && t->key == 1)
         for (; j + LANES <= n; j += LANES) add(scores + j, load(from + first + j));

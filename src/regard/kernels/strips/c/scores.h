@@ -148,7 +148,13 @@ INLINE i64 query_in(const struct place *p, const struct tile *t, i64 r)
     return t->queries ? t->queries[p->batch * t->queries_batch + p->query[r]] : p->index[r];
 }
 
-/* and that of a key */
+/* the numbers of a query */
+INLINE const real *numbers_of(const struct place *p, const struct tile *t, i64 r)
+{
+    return t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query + p->time * t->time;
+}
+
+/* the place of a key */
 INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile *t, i64 at)
 {
     return t->keys ? t->keys[p->batch * t->keys_batch + key_of(p, s, at)] : at;
@@ -165,7 +171,7 @@ static void add_tile(
     int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
     for (int i = 0; i < rows; i++) {
         i64 r = least(unit * UNIT + i, p->rows - 1);
-        from[i] = t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query;
+        from[i] = numbers_of(p, t, r);
         alike &= from[i] == from[0];
         by_lane &= from[i] == from[0] + i || unit * UNIT + i >= p->rows;
     }
@@ -205,7 +211,7 @@ static void pull_tile(
     for (i64 i = 0; i < rows; i++) {
         i64 r = unit * UNIT + i;
         to[i] = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
-                query_in(p, t, r) * t->grads_query;
+                query_in(p, t, r) * t->grads_query + p->time * t->time;
         beside &= to[i] == to[0] + i;
     }
     for (i64 j = beside ? n : 0; j < whole; j += LANES)
