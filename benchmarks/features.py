@@ -1,6 +1,7 @@
 """What a feature of attention costs: per allowed score, beside plain causal attention, and beside the best of torch.
 
     python benchmarks/features.py [--rows "bias*"] [--lengths 128 512] [--dtypes float32 bfloat16] [--repeats 7]
+    python benchmarks/features.py --random 50 --seed 7     calls drawn at random: other sizes, and features together
     python benchmarks/features.py --report       writes docs/cost-per-score.md; measures nothing
 
 Each row is one call, 8 heads of 64, forward, and forward with its backward pass. Two ratios are told:
@@ -17,6 +18,7 @@ import argparse
 import fnmatch
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +49,8 @@ class Row(NamedTuple):
     """One feature: what regard is given for a length, and how torch does the same.
 
     Attributes:
-        heads, kv_heads, value_dim, batch: of the tensors. queries: how many, the last of the length; None for all.
+        heads, kv_heads, head_dim, value_dim, batch: of the tensors. queries: how many, the last of the length; None for
+            all.
         most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
     """
 
@@ -60,6 +63,7 @@ class Row(NamedTuple):
     queries: int | None = None
     most: int = LENGTHS[-1]
     learns: str | None = None
+    head_dim: int = HEAD_DIM
 
 
 def _random(length: int) -> Tensor:
@@ -116,6 +120,7 @@ ROWS = (
     Row("window 256", _fixed(mask=Causal() & Window(256))),
     Row("streaming: window 256 or prefix 4", _fixed(mask=Causal() & (Window(256) | Prefix(4)))),
     Row("far keys alone", _fixed(mask=Causal() & ~Window(256))),
+    Row("streaming, ALiBi", _fixed(mask=Causal() & (Window(256) | Prefix(4)), bias=Alibi(HEADS))),
     Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),
     Row("documents of 20 to 200, causal", lambda n: {"mask": Causal() & Document.from_lengths(_ragged(n))}),
     Row("8 documents, tokens apart", lambda n: {"mask": Document(_ids(n))}),
@@ -144,9 +149,48 @@ ROWS = (
     Row("softcap, dropout, sink, causal",
         lambda n: {"mask": Causal(), "softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(HEADS)}),
     Row("1 query, 2 kv heads, sink", lambda n: {"sink": torch.zeros(HEADS)}, kv_heads=2, queries=1),
+    Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
 )  # fmt: skip
+
+
+def drawn(number: int) -> tuple[Row, int, torch.dtype]:
+    """A call that nobody thought of: sizes, dtype, mask, bias and the rest from a random number."""
+    of = random.Random(number)
+    draw = torch.Generator().manual_seed(number)
+    dtype = of.choice([torch.float32, torch.float32, torch.bfloat16])
+    batch, kv_heads, group = of.choice([1, 1, 2, 4]), of.choice([1, 2, 4, 8]), of.choice([1, 1, 2, 4])
+    heads, size, length = kv_heads * group, of.choice([32, 64, 64, 80, 128]), int(2 ** of.uniform(7, 11.5))
+    queries = of.choice([length, length, length, length // 2, 100])
+    masks = {
+        "full": lambda: None,
+        "causal": Causal,
+        "window": lambda: Causal() & Window(of.choice([50, 128, 256])),
+        "streaming": lambda: Causal() & (Window(128) | Prefix(4)),
+        "prefix": lambda: Causal() | Prefix(length // 4),
+        "padding": lambda: Dense(torch.arange(length)[None] < length * 3 // 4),
+        "documents": lambda: Causal() & Document(torch.arange(length)[None] // of.choice([60, 300])),
+        "documents apart": lambda: Document(torch.randint(0, 5, (1, length), generator=draw)),
+        "cells": lambda: Dense(torch.rand(queries, length, generator=draw) < 0.5),
+        "function": lambda: Where(lambda batch, head, query, key: (key <= query) & ((query - key) % 3 != 1)),
+    }
+    biases = {
+        "ALiBi": lambda: Alibi(heads),
+        "T5": lambda: RelativeBias(torch.randn(32, heads, generator=draw)),
+        "dense bias": lambda: torch.randn(1, heads, queries, length, generator=draw),
+        "bias of keys": lambda: torch.randn(1, heads, 1, length, generator=draw),
+    }
+    if queries < length:
+        masks = {name: make for name, make in masks.items() if "documents" not in name}
+    mask, bias = of.choice(list(masks)), of.choice([None, None, None, *biases])
+    given: dict[str, Any] = {"mask": masks[mask](), "bias": None if bias is None else biases[bias]()}
+    rest = {"softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(heads)}
+    rest = {name: value for name, value in rest.items() if of.random() < 0.2}
+    name = ", ".join([mask, *([] if bias is None else [bias]), *rest])
+    shape = f"{batch} x {heads}/{kv_heads} x {queries}/{length} x {size}"
+    row = Row(f"{number}: {name} ({shape})", _fixed(**given, **rest), heads, kv_heads, size, batch, queries)
+    return row._replace(head_dim=size), length, dtype
 
 
 def allowed(mask: Mask | None, heads: int, queries: int, length: int) -> Tensor:
@@ -163,14 +207,14 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
     grouped, queries = row.heads != row.kv_heads, row.queries or length
     if bias is None and softcap is None and not rate and given.get("sink") is None:
         if mask is None:
-            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
-        if row.name.startswith(("causal", "grouped", "value_dim")):
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+        if isinstance(mask, Causal) and queries == length:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        if "documents" in row.name and row.name.endswith("causal"):
+        if "documents" in row.name and row.name.endswith("causal"):  # as whoever packs them can
             lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
         cells = allowed(mask, row.heads, queries, length)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells)
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
     cells = None if mask is None else allowed(mask, row.heads, queries, length)
 
     def table() -> Tensor | None:
@@ -191,13 +235,13 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
     sink = given.get("sink")
     if softcap is None and not rate and sink is None:
         return lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, attn_mask=finished if finished is not None else table().to(dtype)
+            q, k, v, attn_mask=finished if finished is not None else table().to(dtype), enable_gqa=grouped
         )
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if grouped:
             k, v = (tensor.repeat_interleave(row.heads // row.kv_heads, 1) for tensor in (k, v))
-        scores = q @ k.mT * HEAD_DIM**-0.5
+        scores = q @ k.mT * row.head_dim**-0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if finished is not None:
@@ -228,9 +272,10 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     if length > row.most:
         return None
     queries = row.queries or length
-    sizes = (row.heads, queries, HEAD_DIM), (row.kv_heads, length, HEAD_DIM), (row.kv_heads, length, row.value_dim)
+    size = row.head_dim
+    sizes = (row.heads, queries, size), (row.kv_heads, length, size), (row.kv_heads, length, row.value_dim)
     inputs = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in sizes]
-    others = [torch.randn(1, row.heads, length, HEAD_DIM, generator=draw).to(dtype) for _ in range(3)]
+    others = [torch.randn(1, row.heads, length, size, generator=draw).to(dtype) for _ in range(3)]
     given = row.make(length)
     scores = int(allowed(given.get("mask"), row.heads, queries, length).expand(row.batch, row.heads, -1, -1).sum())
     if not scores:
@@ -308,17 +353,33 @@ def _tables(data: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _say(found: dict[str, Any]) -> None:
+    ways = [found["forward"], found["backward"]]
+    print(f"{found['dtype']:9}{found['length']:6}  {found['row']:34}", *(
+        f"{way['ms']:9.2f} ms {way['per_score']:6.2f} {way.get('against_torch', math.nan):6.2f}" for way in ways
+    ), flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", help="names of rows, with * and ?")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--random", type=int, default=0, help="measure so many calls drawn at random, and no others")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them")
     parser.add_argument("--output", type=Path, help="where results go; a whole run goes to benchmarks/results")
     parser.add_argument("--report", action="store_true", help="write the page from the results, and measure nothing")
     chosen = parser.parse_args()
     if chosen.report:
         PAGE.write_text(report(kinds.every("features")), encoding="utf-8")
+        return
+    for number in range(chosen.seed, chosen.seed + chosen.random):
+        row, length, dtype = drawn(number)
+        found = measure(row, length, dtype, chosen.repeats)
+        if found is not None:
+            _say(found)
+    if chosen.random:
         return
     whole = chosen.rows == "*" and chosen.lengths == LENGTHS and len(chosen.dtypes) == 2
     data: dict[str, Any] = {"machine": machine(), "rows": []}
@@ -333,11 +394,7 @@ def main() -> None:
                 if found is None:
                     continue
                 data["rows"].append(found)
-                ways = [found["forward"], found["backward"]]
-                print(f"{dtype:9}{length:6}  {row.name:34}", *(
-                    f"{way['ms']:9.2f} ms {way['per_score']:6.2f} {way.get('against_torch', math.nan):6.2f}"
-                    for way in ways
-                ), flush=True)  # fmt: skip
+                _say(found)
                 if output:
                     output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

@@ -28,6 +28,35 @@ def test_torch_is_given_the_same_work(row: features.Row) -> None:
     assert_close(regard.attention(*tensors, **given), theirs, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("first", range(0, 240, 24))
+def test_regard_and_torch_agree_on_calls_that_nobody_thought_of(first: int) -> None:
+    tried = 0
+    for number in range(first, first + 24):
+        row, length, dtype = features.drawn(number)
+        given, queries = row.make(length), row.queries or length
+        if given.pop("dropout", None) or row.batch * row.heads * queries * length > 1 << 21:
+            continue
+        draw = torch.Generator().manual_seed(number)
+        of_query, of_key = (row.heads, queries, row.head_dim), (row.kv_heads, length, row.head_dim)
+        leaves = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in (of_query, of_key, of_key)]
+        grad = torch.randn(leaves[0].shape, generator=draw).to(dtype)
+        exact = [leaf.float() for leaf in leaves]  # the formula rounds every score to bfloat16
+        found = []
+        for way, tensors in (
+            (lambda q, k, v, given=given: regard.attention(q, k, v, **given), leaves),
+            (features.torch_way(row, given, length, torch.float32), exact),
+        ):
+            for tensor in tensors:
+                tensor.requires_grad_()
+            output = way(*tensors)
+            grads = torch.autograd.grad(output, tensors, grad.to(output.dtype))
+            found.append([tensor.detach().float() for tensor in (output, *grads)])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs, row.name, tolerance=2e-5 if dtype is torch.float32 else 2e-2)
+        tried += 1
+    assert tried
+
+
 def test_the_page_says_what_was_measured() -> None:
     row = features.measure(features.ROWS[0], 16, torch.float32, repeats=1)
     row["forward"] |= {"ms": 12.345, "per_score": 1.25, "against_torch": 0.75}
