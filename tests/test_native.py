@@ -376,6 +376,19 @@ def test_every_mask_with_every_bias_over_many_strips(name, kind):
 
 
 @needs_library
+@pytest.mark.parametrize("of_bias", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_of_any_dtype_learns(dtype, of_bias):
+    query, key, value = torch.randn(3, 1, 2, 300, 8).to(dtype)
+    bias = torch.randn(1, 2, 300, 300).to(of_bias).requires_grad_()
+    found, expected = (
+        torch.autograd.grad(attention(query, key, value, bias=bias, kernel=kernel).sum(), bias)[0]
+        for kernel in ("auto", "reference")
+    )
+    assert_close(found, expected, tolerance=2e-2 if 2 in (dtype.itemsize, of_bias.itemsize) else 1e-5)
+
+
+@needs_library
 def test_strips_of_the_same_queries_are_given_together(monkeypatch):
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 1000)
     bias = torch.randn(1, 2, 360, 480, generator=torch.Generator().manual_seed(1)).double()  # a copy for each strip

@@ -70,7 +70,8 @@ def _is_alone(tensor: Tensor, call: Call) -> bool:
     terms = [term for term in bias.terms() if any(one is tensor for one in term.learned())]
     if all(term.of_distance for term in terms):
         return is_of_distance(bias) or reordering(call) is None  # which may leave numbers that are not read in place
-    return len(terms) == 1 and isinstance(terms[0], Given) and tensor.shape == grid[:4]
+    same_dtype = upcast(tensor[:0]).dtype is wide(call.query.dtype)  # of its gradient, which the library adds up
+    return len(terms) == 1 and isinstance(terms[0], Given) and tensor.shape == grid[:4] and same_dtype
 
 
 def plan_of(call: Call) -> StripPlan:
