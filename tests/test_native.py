@@ -371,6 +371,7 @@ def test_every_mask_with_every_bias_over_many_strips(name, kind):
         return output, *torch.autograd.grad(output, leaves, grad.to(dtype), allow_unused=True)
 
     for mine, expected in zip(found("native", torch.float32), found("reference", torch.float64), strict=True):
+        assert (mine is None) == (expected is None)
         if mine is not None:
             assert_close(mine, expected.float(), tolerance=1e-5)
 
