@@ -74,6 +74,16 @@ def checked(
     return check_call("attention", query, key, value, mask, bias, None, softcap, sink, None, **more)
 
 
+class OfEveryScore(regard.Bias):
+    """A bias that learns and is neither a tensor nor by distance."""
+
+    def __init__(self):
+        self.slope = torch.ones(1).requires_grad_()
+
+    def rule(self, batch, head, query, key):
+        return self.slope * (query + key)
+
+
 # --- where it is, and where it is not ---------------------------------------------------------------------------------
 
 
@@ -199,7 +209,7 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     ("parts", "why"),
     [
         ({"shape": (1, 2, 0, 8)}, "nothing to compute"),
-        ({"bias": torch.zeros(1, 1, 70, 70).requires_grad_()}, "share a number"),
+        ({"bias": OfEveryScore()}, "a function of every score"),
     ],
 )
 def test_it_says_what_it_does_not_support(parts, why):
@@ -387,6 +397,49 @@ def test_a_bias_of_any_dtype_learns(dtype, of_bias):
         for kernel in ("auto", "reference")
     )
     assert_close(found, expected, tolerance=2e-2 if 2 in (dtype.itemsize, of_bias.itemsize) else 1e-5)
+
+
+SHARED = [
+    (1, 4, 150, 150), (3, 1, 150, 150), (150, 150), (1, 4, 1, 150), (3, 1, 1, 150), (1, 150), (4, 150, 1), (1, 1, 1, 1),
+]  # fmt: skip
+"""Shapes of biases of which several scores of [3, 4, 150, 150] have a number in common."""
+
+
+@needs_library
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("name", ["everything", "causal", "padding", "documents, apart", "few queries"])
+def test_numbers_that_scores_have_in_common_get_their_gradients_with_any_number_of_threads(name, kv_heads):
+    draw = torch.Generator().manual_seed(0)
+    queries = 5 if name == "few queries" else 150
+    query = torch.randn(3, 4, queries, 8, dtype=torch.float64, generator=draw)
+    key, value = torch.randn(2, 3, kv_heads, 150, 8, dtype=torch.float64, generator=draw)
+    ids = torch.arange(150) % 3
+    mask = {
+        "causal": Causal(),
+        "padding": Padding(torch.arange(150)[None] < torch.tensor([150, 40, 97])[:, None]),
+        "documents, apart": Document(torch.stack([ids, ids.flip(0), ids.roll(7)])),
+    }.get(name)
+    before = torch.get_num_threads()
+    for shape in SHARED:
+        numbers = torch.randn(shape, dtype=torch.float64, generator=draw)
+        numbers = numbers[..., :queries, :] if numbers.shape[-2] > 1 else numbers
+        also = torch.randn(4, 1, 150, dtype=torch.float64, generator=draw)
+
+        def grads(kernel, numbers=numbers, also=also):
+            two = [tensor.clone().requires_grad_() for tensor in (numbers, also)]
+            output = attention(query, key, value, mask=mask, bias=as_bias(two[0]) + two[1], kernel=kernel)
+            return torch.autograd.grad(output.square().sum(), two)
+
+        expected = grads("reference")
+        try:
+            for threads in (1, 2, 3, 8):
+                torch.set_num_threads(threads)
+                found = grads("native")
+                for one, other in zip(found, expected, strict=True):
+                    assert_close(one, other)
+                assert all(map(torch.equal, found, grads("native")))  # in a fixed order
+        finally:
+            torch.set_num_threads(before)
 
 
 @needs_library

@@ -33,11 +33,13 @@ class Added:
         dtype: of the query. learned: tensors of the bias that may need a gradient; those that do are in `wanted`,
             gradients in `grads`.
         by_place: whether biases of sorted tokens are read by the places where these were, instead of being evaluated.
+        chunks: number of threads that add up gradients of the same batch index and head, each for other queries.
     Attributes:
         dtype: of what is added: 0 and -inf for a mask alone are exact in half precision, and are fewer bytes.
         row: all biases by distance, [batch or 1, heads or 1, query_len + key_len - 1], from (last query, first key) to
             (first query, last key); None if there are none. If the mask is a band, `band_is_in_row`, too.
-        given: bias tensors, each with its gradient or None.
+        given: bias tensors, each with its gradient or None: [1 or chunks, batch or 1, heads or 1, query_len or 1,
+            key_len or 1], a part for each thread where all queries have the numbers in common.
         places: the places of queries and keys, [batch or 1, length], by which `row` and `given` are read; None
             for their own.
     """
@@ -50,6 +52,7 @@ class Added:
         learned: Iterable[Tensor] = (),
         *,
         by_place: bool = False,
+        chunks: int = 1,
     ) -> None:
         self.scoring, self.plan = scoring, plan
         self.dtype = dtype = dtype if scoring.bias is None else wide(dtype)
@@ -62,12 +65,13 @@ class Added:
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
         learned = tuple(learned)
         self.wanted = [tensor for tensor in learned if tensor.requires_grad]
-        self.grads = [t.new_zeros(t.shape, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.wanted]
+        self.grads = [tensor.new_zeros(tensor.shape, dtype=wide(dtype)) for tensor in self.wanted]
         grads = iter(self.grads)
         of_learned = [next(grads) if tensor.requires_grad else None for tensor in learned]
         places = {id(tensor): n for n, tensor in enumerate(scoring.learned())} if learned else {}
+        self._parts: list[tuple[Tensor, Tensor]] = []
         self.given = [
-            (leaf.numbers.detach(), of_learned[places[id(leaf.numbers)]] if learned else None)
+            (leaf.numbers.detach(), self._in_parts(of_learned[places[id(leaf.numbers)]], chunks) if learned else None)
             for leaf in leaves
             if isinstance(leaf, Given)
         ]
@@ -84,6 +88,16 @@ class Added:
             self.band_is_in_row = True
             inside = band.allowed(*_all_distances(scoring.grid))
             self.row = self.row.masked_fill(~inside[:, :, 0], -math.inf)
+
+    def _in_parts(self, grad: Tensor | None, chunks: int) -> Tensor | None:
+        """The gradient of a bias tensor, as in `given`."""
+        if grad is None:
+            return None
+        if chunks == 1 or grad.shape[2] > 1:
+            return grad[None]
+        parts = grad.new_zeros(chunks, *grad.shape)
+        self._parts.append((grad, parts))
+        return parts
 
     @cached_property
     def hides(self) -> bool:
@@ -110,6 +124,8 @@ class Added:
 
     def finish(self) -> list[Tensor]:
         """The gradients of `wanted`."""
+        for grad, parts in self._parts:
+            grad += parts.sum(0)
         if self._grad_distances is not None:
             assert self._distances is not None
             self._add(torch.autograd.grad(self._distances, self.wanted, self._grad_distances, allow_unused=True))
@@ -282,7 +298,7 @@ class AddedToStrip:
             self._pull_distances(grad_scores, at, heads, rows)
         for _, total in call.given:
             if total is not None:
-                self._pull_given(total, grad_scores, at, heads, rows)
+                self._pull_given(total[0], grad_scores, at, heads, rows)
         if self.made is not None and self.made.requires_grad:
             if self._grad_made is None:
                 self._grad_made = torch.zeros_like(self.made)

@@ -75,12 +75,13 @@ class CallOf(ctypes.Structure):
         ("column_batch", _i64),
         *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
+        *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
         *((name, _address) for name in ("strip", "span", "tile")),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
         *((name, _i64) for name in ("statistics", "knows_lse", "part", "parts", "first_query", "last_query")),
-        *((name, _i64) for name in ("careful", "suspect", "units", "next")),
+        *((name, _i64) for name in ("careful", "suspect", "units", "next", "first_batch", "last_batch")),
     )
 
 

@@ -71,8 +71,9 @@ def look(
     """
     query, key, value, scoring, _, _ = call
     order = Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call))
-    chunks = native.chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * order.compiled.lanes)
-    order.number("chunks", chunks)
+    stacks = query.shape[0] * key.shape[1]
+    chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * order.compiled.lanes)
+    order.deal(chunks)
     order.numbers("lse", lse)
     order.number("knows_lse", knows_lse)
     if queries is not None:

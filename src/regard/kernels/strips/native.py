@@ -10,7 +10,8 @@ in the cache. So a score costs about the same in any strip, and what is added to
 Scores, weights and all sums are float32 or wider, whatever the dtype of query, key and value.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -57,21 +58,20 @@ def cannot(call: Call) -> str | None:
         return "it does not support additive similarity"
     if not (all(grid[:4]) and query.shape[3] and call.value.shape[3]):
         return "there is nothing to compute"
-    if any(not _is_alone(tensor, call) for tensor in scoring.learned() if learns(tensor)):
-        return "several scores share a number of a bias that learns"
+    if call.learns and not _adds_up_gradients(call):
+        return "a bias that learns is a function of every score"
     return None
 
 
-def _is_alone(tensor: Tensor, call: Call) -> bool:
-    """Whether every number of a bias that learns belongs to one score, or to one distance, so that threads do not add
-    to the same."""
-    bias, grid = call.scoring.bias, call.scoring.grid
-    assert bias is not None
-    terms = [term for term in bias.terms() if any(one is tensor for one in term.learned())]
-    if all(term.of_distance for term in terms):
-        return is_of_distance(bias) or reordering(call) is None  # which may leave numbers that are not read in place
-    same_dtype = upcast(tensor[:0]).dtype is wide(call.query.dtype)  # of its gradient, which the library adds up
-    return len(terms) == 1 and isinstance(terms[0], Given) and tensor.shape == grid[:4] and same_dtype
+def _adds_up_gradients(call: Call) -> bool:
+    """Whether the library adds up the gradients of what learns in a bias: of tensors and of biases by distance."""
+    bias, changed = call.scoring.bias, reordering(call)
+    if bias is None or not any(map(learns, bias.learned())):
+        return True
+    if changed is not None and read_by_place(changed.planned(call).scoring.bias, wide(call.query.dtype)) is None:
+        return False
+    terms = (term for term in bias.terms() if any(map(learns, term.learned())))
+    return all(term.of_distance or isinstance(term, Given) for term in terms)
 
 
 def plan_of(call: Call) -> StripPlan:
@@ -248,7 +248,12 @@ def backward(
 def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
     """The gradients of query, key and value; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
-    chunks = chunks_of(query.shape, key.shape[1], torch.get_num_threads(), 2 * lanes)
+    in_common = _in_common(order)
+    order.number("batches_in_common", in_common[0])
+    order.number("heads_in_common", in_common[1])
+    stacks = math.prod(size for size, one in zip(key.shape[:2], in_common, strict=True) if not one)
+    chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
+    order.deal(chunks)
     of_query = laid_like(query, query.shape[3], dtype)
     order.tensors("grad_query", of_query)
     grads = [of_query]
@@ -258,7 +263,6 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
         order.tensors(f"grad_{name}", total[0])
         order.number(f"chunk_{name}", total.stride(0))
         grads.append((total[0], total)[chunks > 1])
-    order.number("chunks", chunks)
     by_distance = None
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
@@ -279,10 +283,21 @@ def _as_wanted(grad: Tensor, tensor: Tensor) -> Tensor:
     return laid_like(tensor, size).copy_(grad[..., :size])
 
 
-def chunks_of(shape: Sequence[int], kv_heads: int, threads: int, unit: int) -> int:
-    """By how many threads the queries of a kv head are computed."""
-    stacks = shape[0] * kv_heads
-    most = min(threads, max(1, shape[2] // unit))
+def _in_common(order: Order) -> tuple[bool, bool]:
+    """Whether batch indices, and heads, have numbers of a bias that learns in common."""
+    batch, heads = order.scoring.grid[:2]
+    bias = order.scoring.bias
+    if bias is None or not order.learns:
+        return False, False
+    by_place = read_by_place(bias, order.compiled.dtype)
+    terms = (bias if by_place is None else by_place.bias).terms()
+    shapes = [term.numbers.shape for term in terms if isinstance(term, Given) and term.numbers.requires_grad]
+    return any(shape[0] < batch for shape in shapes), any(shape[1] < heads for shape in shapes)
+
+
+def chunks_of(stacks: int, length: int, threads: int, unit: int) -> int:
+    """By how many threads the queries of a stack are computed, of so many that are computed apart."""
+    most = min(threads, max(1, length // unit))
     for chunks in range(1, most + 1):
         items = stacks * chunks
         if -(-items // threads) * threads <= MAX_UNEVEN * items:

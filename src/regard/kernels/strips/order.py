@@ -54,8 +54,8 @@ class Order:
     """
 
     __slots__ = (
-        "_added", "_call", "_form", "_held", "_learned", "_told", "_words", "_work", "compiled", "learns", "plan",
-        "scoring",
+        "_added", "_call", "_chunks", "_form", "_held", "_learned", "_told", "_words", "_work", "compiled", "learns",
+        "plan", "scoring",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,7 @@ class Order:
         self._added: Added | None = None
         self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
         self._held: list[Any] = []
+        self._chunks = 1
         self._form = self._form_of(query, value)
         known: tuple[bytes, Work | None] | None = None if self._form is None else plan.orders.get(self._form)
         self._told, self._work = (_order(query, value, scoring), None) if known is None else known
@@ -114,8 +115,15 @@ class Order:
     def added(self) -> Added:
         """What is added to scores."""
         if self._added is None:
-            self._added = Added(self.scoring, self.plan, self.compiled.dtype, self._learned, by_place=True)
+            self._added = Added(
+                self.scoring, self.plan, self.compiled.dtype, self._learned, by_place=True, chunks=self._chunks
+            )
         return self._added
+
+    def deal(self, chunks: int) -> None:
+        """Tells that the queries of a head are given to so many threads, each of which adds up over its own."""
+        self._chunks = chunks
+        self.number("chunks", chunks)
 
     def begin_again(self) -> None:
         """Forgets the gradients of what is added to scores."""

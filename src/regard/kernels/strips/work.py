@@ -151,7 +151,7 @@ class Tiles:
 def _of_given(
     numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, work: Work
 ) -> Row:
-    """A bias tensor and its gradient."""
+    """A bias tensor and its gradient, as in `Added.given`."""
     if not is_read(numbers, dtype):
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
@@ -163,9 +163,9 @@ def _of_given(
         first = _address(numbers, at), batch, head, query * queries.step, key * keys.step, 0, 0
     if total is None:
         return (*first, None, 0, 0, 0, 0, 0)
-    batch, head, query, key = _strides(total)
+    chunk, batch, head, query, key = _strides(total)
     at = queries.start * query + keys.start * key
-    return (*first, _address(total, at), batch, head, query * queries.step, key * keys.step, 0)
+    return (*first, _address(total, at), batch, head, query * queries.step, key * keys.step, chunk)
 
 
 def _whole(numbers: Tensor, column: int, columns: int, spare: int, work: Work) -> Row:

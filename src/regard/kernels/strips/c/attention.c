@@ -146,29 +146,35 @@ static void forward_work(void *of_call)
     restore_tiny(tiny);
 }
 
-/* Gives every query of a kv head to one of `chunks` threads, always the same, which adds up for its keys. */
+/* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
+   for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
 static void deal(struct call *c, void (*compute)(const struct place *, real *), i64 numbers)
 {
     real *memory = memory_for(numbers);
     unsigned tiny = flush_tiny();
     struct place p;
-    i64 group = c->heads / c->kv_heads;
+    i64 group = c->heads / c->kv_heads, owners = c->heads_in_common ? 1 : c->kv_heads, each = c->kv_heads / owners;
     for (;;) {
         i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (item >= c->batches * c->kv_heads * c->chunks) break;
-        i64 chunk = item % c->chunks, kv_head = item / c->chunks % c->kv_heads, batch = item / c->chunks / c->kv_heads;
-        i64 dealt = 0;
-        p.chunk = chunk;
-        for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
-            if (s->batch >= 0 && s->batch != batch) continue;
-            i64 first = is_folded(c, s) ? kv_head : kv_head * group, heads = is_folded(c, s) ? 1 : group;
-            for (i64 time = 0; time < s->times; time++)
-                for (i64 head = first; head < first + heads; head++)
+        p.chunk = item % c->chunks;
+        i64 kv_head = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
+        if (batch >= (c->batches_in_common ? 1 : c->batches)) break;
+        if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
+        for (; batch < stop; batch++) {
+            i64 dealt = 0;
+            for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
+                if (s->batch >= 0 && s->batch != batch) continue;
+                i64 heads_of_kv = is_folded(c, s) ? 1 : group, first = kv_head * heads_of_kv;
+                for (i64 time = 0; time < s->times; time++)
                     for (i64 number = 0; number < blocks_of(c, s); number++, dealt++) {
-                        if (dealt % c->chunks != chunk || dealt / c->chunks % c->parts != c->part) continue;
-                        find_place(&p, c, s, batch, head, time, number);
-                        if (p.first_query <= c->last_query && p.last_query >= c->first_query) compute(&p, memory);
+                        if (dealt % c->chunks != p.chunk || dealt / c->chunks % c->parts != c->part) continue;
+                        for (i64 head = first; head < first + each * heads_of_kv; head++) {
+                            find_place(&p, c, s, batch, head, time, number);
+                            if (p.first_query > c->last_query || p.last_query < c->first_query) break;
+                            compute(&p, memory);
+                        }
                     }
+            }
         }
     }
     restore_tiny(tiny);
@@ -212,7 +218,12 @@ static void divide(struct call *c)
 API void regard_backward(struct call *c, parallel *in_parallel)
 {
     divide(c);
-    run(c, backward_work, in_parallel);
+    i64 apart = 0; /* batch indices whose strips differ, so that threads would add to the same numbers */
+    for (i64 n = 0; n < c->strips; n++) apart |= c->batches_in_common && c->chunks > 1 && c->strip[n].batch >= 0;
+    for (i64 batch = 0; batch < (apart ? c->batches : 1); batch++) {
+        c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
+        run(c, backward_work, in_parallel);
+    }
 }
 
 API void regard_look(struct call *c, parallel *in_parallel)

@@ -64,6 +64,7 @@ struct call {
     i64 dtype, threads, strips;
     i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
+    i64 batches_in_common, heads_in_common; /* whether gradients of a bias are sums over these */
     const struct strip *strip;
     const struct span *span;
     const struct tile *tile;
@@ -74,5 +75,5 @@ struct call {
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
-    i64 careful, suspect, units, next;
+    i64 careful, suspect, units, next, first_batch, last_batch;
 };
