@@ -16,6 +16,7 @@ from regard.biases import Bias, Given
 from regard.diagonals import diagonal_tile, scattered_tile, sum_diagonals
 from regard.graphs import concrete
 from regard.indexing import indices
+from regard.kernels.fused import HALF
 from regard.kernels.hidden import Hidden
 from regard.kernels.strips.grouping import StripPlan, keys_of
 from regard.kernels.strips.plan import Kind, Strip
@@ -138,9 +139,10 @@ class Added:
 
 
 def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a bias tensor is read where it is, for scores of a dtype: not if numbers would be picked one by one."""
+    """Whether the compiled library reads a bias tensor where it is, for scores of a dtype: not if numbers had to be
+    picked one by one."""
     in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
-    return numbers.dtype is dtype and in_order and not numbers.is_neg()
+    return (numbers.dtype is dtype or numbers.dtype in HALF) and in_order and not numbers.is_neg()
 
 
 def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:

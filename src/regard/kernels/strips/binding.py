@@ -16,8 +16,9 @@ from torch import Tensor
 INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 """The set of instructions for what torch uses on this processor, as compilers call it."""
 
-DTYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
-"""0: that in which the library computes."""
+OWN = 0
+DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float16: 2}
+"""The library's numbers for them; OWN: that in which it computes."""
 
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -29,16 +30,20 @@ class TensorAt(ctypes.Structure):
 
 
 class TileAt(ctypes.Structure):
-    """Numbers added to the scores of a span of keys, and where their gradients go."""
+    """Numbers added to the scores of a span of keys."""
 
     _fields_ = (
         ("numbers", _address),
-        *((name, _i64) for name in ("batch", "head", "query", "key", "time", "spare")),
-        ("grads", _address),
-        *((f"grads_{name}", _i64) for name in ("batch", "head", "query", "key", "chunk")),
+        *((name, _i64) for name in ("dtype", "batch", "head", "query", "key", "time", "spare", "gradient")),
         *((name, _address) for name in ("queries", "keys")),
         *((name, _i64) for name in ("queries_batch", "keys_batch")),
     )
+
+
+class GradientAt(ctypes.Structure):
+    """Where the gradients of numbers added to scores go."""
+
+    _fields_ = (("numbers", _address), *((name, _i64) for name in ("chunk", "batch", "head", "query", "key")))
 
 
 class SpanOf(ctypes.Structure):
@@ -75,6 +80,7 @@ class CallOf(ctypes.Structure):
         ("column_batch", _i64),
         *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
+        ("gradient", _address),
         *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
         *((name, _address) for name in ("strip", "span", "tile")),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
@@ -85,7 +91,7 @@ class CallOf(ctypes.Structure):
     )
 
 
-STRUCTURES = CallOf, StripOf, SpanOf, TileAt, StatisticOf
+STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf
 
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""

@@ -267,7 +267,9 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
         by_distance = order.added.row.new_zeros(chunks, *query.shape[:2], order.added.row.shape[2])
-    order.run(order.compiled.backward, by_distance, careful=careful)
+    if order.learns:
+        order.gradients(by_distance)
+    order.run(order.compiled.backward, careful=careful)
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
     if chunks > 1:

@@ -13,7 +13,7 @@ from regard.dropout import Dropout
 from regard.kernels.strips.added import Added, is_read, read_by_place
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.work import Work, works
+from regard.kernels.strips.work import Work, gradients_of, works
 from regard.numerics import wide
 from regard.rules import contents
 from regard.scores import Scoring
@@ -129,22 +129,32 @@ class Order:
         """Forgets the gradients of what is added to scores."""
         self._added = None
 
-    def run(self, way: Callable[[CallOf], None], by_distance: Tensor | None = None, *, careful: bool = False) -> None:
+    def gradients(self, by_distance: Tensor | None) -> None:
+        """Tells where the gradients of what is added to scores go.
+
+        Args:
+            by_distance: as of `gradients_of`.
+        """
+        array = gradients_of(self.added, by_distance)
+        self._held += array, by_distance
+        self._words[AT["gradient"]] = ctypes.addressof(array)
+
+    def run(self, way: Callable[[CallOf], None], *, careful: bool = False) -> None:
         """Computes all strips, one way.
 
         Args:
-            by_distance: as of `work.Tiles`. careful: takes what nobody sees as 0.
+            careful: takes what nobody sees as 0.
         """
         self._words[AT["careful"]] = careful
         if self._work is not None:  # it is told of its strips
             way(self._call)
             return
         parts = 0
-        for work in works(self.plan, self.added, by_distance, 2 * self.compiled.lanes):
+        for work in works(self.plan, self.added, 2 * self.compiled.lanes):
             _tell(self._call, work)
             way(self._call)
             parts += 1
-        if parts == 1 and not self.learns:
+        if parts == 1:
             self._work = work
             if self._form is not None:
                 self._keep(work)
@@ -163,7 +173,7 @@ class Order:
         """What is equal for two calls only if the library is told the same but for their tensors; None if that is not
         kept."""
         scoring, bias, places = self.scoring, self.scoring.bias, None
-        if not self.plan.is_kept or self.learns:
+        if not self.plan.is_kept:
             return None
         added: tuple[Hashable, ...] = ()
         if bias is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call, Single
+from regard.kernels.fused import HALF
 from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import DTYPES, CallOf, SpanOf, StripOf, TileAt
 from regard.kernels.strips.order import as_read, library_for
@@ -73,11 +74,12 @@ def single(call: Call) -> Single | None:
             sink = sink.to(dtype).contiguous()
             words[_SINK] = sink.data_ptr()
         if added is not None:
-            added = added.to(dtype)
+            added = added if added.dtype in HALF else added.to(dtype)
             apart, sizes = added.stride(), added.shape  # where one number serves all, it is read again and again
             words[_TILES] = 1
-            words[_NUMBERS : _NUMBERS + 5] = [
-                added.data_ptr(), apart[0] * (sizes[0] > 1), apart[1] * (sizes[1] > 1), 0, apart[3] * (sizes[3] > 1)
+            words[_NUMBERS : _NUMBERS + 6] = [
+                added.data_ptr(), DTYPES[added.dtype],
+                apart[0] * (sizes[0] > 1), apart[1] * (sizes[1] > 1), 0, apart[3] * (sizes[3] > 1),
             ]  # fmt: skip
         library.forward(told.call)
         if added is not None and words[_SUSPECT]:  # a hidden key may have had a part

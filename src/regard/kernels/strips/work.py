@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.strips.added import Added, is_read
-from regard.kernels.strips.binding import SpanOf, StripOf, TileAt
+from regard.kernels.strips.binding import DTYPES, OWN, GradientAt, SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, Strip
 
@@ -76,13 +76,13 @@ AS_THEY_ARE: Row = (None, None, 0, 0)
 """Places of tokens that are not sorted."""
 
 
-def works(plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int) -> Iterator[Work]:
+def works(plan: StripPlan, added: Added, spare: int) -> Iterator[Work]:
     """The strips, as many at once as hold few numbers.
 
     Args:
-        by_distance, spare: as of `Tiles`.
+        spare: as of `Tiles`.
     """
-    tiles, work = Tiles(added, by_distance, spare), Work()
+    tiles, work = Tiles(added, spare), Work()
     for strip in plan.strips:
         if work.numbers > MAX_KEPT_SCORES and not strip.merges:  # which belongs to the one before
             yield work
@@ -91,17 +91,34 @@ def works(plan: StripPlan, added: Added, by_distance: Tensor | None, spare: int)
     yield work
 
 
+NO_GRADIENT, OF_DISTANCES, OF_TENSORS = -1, 0, 1
+"""Numbers of gradients: of biases by distance, and the first of bias tensors."""
+
+
+def gradients_of(added: Added, by_distance: Tensor | None) -> Any:
+    """Where the gradients of what is added to scores go, as the library reads it.
+
+    Args:
+        by_distance: those of biases by distance, [chunks, batch, heads, distances] in the order of `Tiles`; None if
+            none are wanted.
+    """
+    rows: list[Row] = [(None, 0, 0, 0, 0, 0)]
+    if by_distance is not None:
+        rows = [(_address(by_distance, added.scoring.grid.key_len - 1), *by_distance.stride()[:3], 1, -1)]
+    for _, total in added.given:
+        rows.append((None, 0, 0, 0, 0, 0) if total is None else (total.data_ptr(), *_strides(total)))
+    return _array(GradientAt, rows)
+
+
 class Tiles:
     """What is added to the scores of strips, as the library reads it.
 
     Args:
-        by_distance: gradients of biases by distance, [chunks, batch, heads, distances] in the order of the row of
-            numbers; None if none are wanted.
         spare: numbers that the library may read beyond those of the last query.
     """
 
-    def __init__(self, added: Added, by_distance: Tensor | None, spare: int) -> None:
-        self._added, self._by_distance = added, by_distance
+    def __init__(self, added: Added, spare: int) -> None:
+        self._added = added
         self._spare = spare
         self._row: Tensor | None = None
         if added.row is not None:  # by the query's place less the key's, so that queries are consecutive
@@ -119,8 +136,8 @@ class Tiles:
             at, farther = ((queries, keys), farther) if places is AS_THEY_ARE else ((range(1), range(1)), 0)
             if self._row is not None:
                 yield (*self._of_distance(self._row, *at, farther, work), *places)
-            for numbers, total in self._added.given:
-                yield (*_of_given(numbers, self._added.dtype, total, *at, work), *places)
+            for number, (numbers, _) in enumerate(self._added.given, OF_TENSORS):
+                yield (*_of_given(numbers, self._added.dtype, *at, work), number, *places)
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
                 yield (*_whole(of_strip.made, column, len(keys), 0, work), *AS_THEY_ARE)
@@ -140,39 +157,27 @@ class Tiles:
 
     def _of_distance(self, row: Tensor, queries: range, keys: range, farther: int, work: Work) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
-        steps, grads = (queries.step, -keys.step), self._by_distance
-        of_grads: Row = (None, 0, 0, 0, 0, 0)
-        if grads is not None:
-            chunk, batch, head, _ = grads.stride()
-            of_grads = _address(grads, first), batch, head, *steps, chunk
-        return (work.hold(row, first), *_strides(row)[:2], *steps, farther, self._spare, *of_grads)
+        strides = *_strides(row)[:2], queries.step, -keys.step
+        return (work.hold(row, first), OWN, *strides, farther, self._spare, OF_DISTANCES)
 
 
-def _of_given(
-    numbers: Tensor, dtype: torch.dtype, total: Tensor | None, queries: range, keys: range, work: Work
-) -> Row:
-    """A bias tensor and its gradient, as in `Added.given`."""
+def _of_given(numbers: Tensor, dtype: torch.dtype, queries: range, keys: range, work: Work) -> Row:
+    """A bias tensor, but for the number of its gradient."""
     if not is_read(numbers, dtype):
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
         numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
-        first = work.hold(numbers), *_strides(numbers), 0, 0
-    else:
-        batch, head, query, key = _strides(numbers)
-        at = queries.start * query + keys.start * key
-        first = _address(numbers, at), batch, head, query * queries.step, key * keys.step, 0, 0
-    if total is None:
-        return (*first, None, 0, 0, 0, 0, 0)
-    chunk, batch, head, query, key = _strides(total)
+        return (work.hold(numbers), OWN, *_strides(numbers), 0, 0)
+    batch, head, query, key = _strides(numbers)
     at = queries.start * query + keys.start * key
-    return (*first, _address(total, at), batch, head, query * queries.step, key * keys.step, chunk)
+    return (_address(numbers, at), DTYPES[numbers.dtype], batch, head, query * queries.step, key * keys.step, 0, 0)
 
 
 def _whole(numbers: Tensor, column: int, columns: int, spare: int, work: Work) -> Row:
     """Numbers of a strip: the columns of one of its spans."""
     if numbers.shape[3] > 1:
         numbers = numbers[..., column : column + columns]
-    return (work.hold(numbers), *_strides(numbers), 0, spare, None, 0, 0, 0, 0, 0)
+    return (work.hold(numbers), OWN, *_strides(numbers), 0, spare, NO_GRADIENT)
 
 
 def _address(tensor: Tensor, at: int) -> int:

@@ -251,5 +251,5 @@ API i64 regard_lanes(void) { return LANES; }
 API i64 regard_size_of_structures(void)
 {
     return sizeof(struct call) + sizeof(struct strip) + sizeof(struct span) + sizeof(struct tile) +
-           sizeof(struct statistic);
+           sizeof(struct gradient) + sizeof(struct statistic);
 }

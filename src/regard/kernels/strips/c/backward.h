@@ -106,8 +106,9 @@ static void backward_place(const struct place *p, real *memory)
                     real *x = grads + j * UNIT + w * LANES;
                     store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + u * UNIT + w * LANES)));
                 }
-            for (i64 t = 0; t < s->tiles; t++)
-                if (c->tile[s->tile + t].grads) pull_tile(p, s, c->tile + s->tile + t, u, k.first, n, wide, grads);
+            for (i64 t = s->tile; c->gradient && t < s->tile + s->tiles; t++)
+                if (c->tile[t].gradient >= 0 && c->gradient[c->tile[t].gradient].numbers)
+                    pull_tile(p, s, c->tile + t, u, k.first, n, wide, grads);
             if (c->softcap > 0)
                 for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
             features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT);

@@ -13,16 +13,21 @@ struct tensor {
 };
 
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
-   where their queries move and the keys do not. Up to `spare` further numbers may be read. grads: what the gradients are added to, NULL if none are wanted; those of different threads lie apart.
+   where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1.
    queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
    NULL, they are by the places in strip and span. */
 struct tile {
-    const real *numbers;
-    i64 batch, head, query, key, time, spare;
-    real *grads;
-    i64 grads_batch, grads_head, grads_query, grads_key, grads_chunk;
+    const void *numbers;
+    i64 dtype, batch, head, query, key, time, spare, gradient;
     const i64 *queries, *keys;
     i64 queries_batch, keys_batch;
+};
+
+/* What the gradients of numbers added to scores are added to, by the places of tokens in the call; NULL: none are
+   wanted. Those of different threads lie apart. */
+struct gradient {
+    real *numbers;
+    i64 chunk, batch, head, query, key;
 };
 
 /* `count` keys, and what is added to their scores; causal: query i of the strip sees the first i + 1 */
@@ -64,7 +69,8 @@ struct call {
     i64 dtype, threads, strips;
     i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
-    i64 batches_in_common, heads_in_common; /* whether gradients of a bias are sums over these */
+    const struct gradient *gradient;
+    i64 batches_in_common, heads_in_common; /* whether any of these are sums over them */
     const struct strip *strip;
     const struct span *span;
     const struct tile *tile;

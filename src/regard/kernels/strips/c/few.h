@@ -135,12 +135,11 @@ INLINE void few_outputs(
 static void few_add(
     const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, real *scores)
 {
-    const real *from = numbers_of(p, t, r);
-    i64 j = 0;
+    i64 from = numbers_of(p, t, r), j = 0;
     if (!t->keys && t->key == 1)
-        for (; j + LANES <= n; j += LANES) add(scores + j, load(from + first + j));
+        for (; j + LANES <= n; j += LANES) add(scores + j, vector_at(t, from + first + j, t->dtype));
     for (; j < n; j++) {
-        real x = from[key_in(p, s, t, first + j) * t->key];
+        real x = number_at(t, from + key_in(p, s, t, first + j) * t->key, t->dtype);
         scores[j] = x == NONE ? x : scores[j] + LOG2_E * x;
     }
 }

@@ -148,10 +148,10 @@ INLINE i64 query_in(const struct place *p, const struct tile *t, i64 r)
     return t->queries ? t->queries[p->batch * t->queries_batch + p->query[r]] : p->index[r];
 }
 
-/* the numbers of a query */
-INLINE const real *numbers_of(const struct place *p, const struct tile *t, i64 r)
+/* where the numbers of a query are among all of a tile */
+INLINE i64 numbers_of(const struct place *p, const struct tile *t, i64 r)
 {
-    return t->numbers + p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query + p->time * t->time;
+    return p->batch * t->batch + p->head[r] * t->head + query_in(p, t, r) * t->query + p->time * t->time;
 }
 
 /* the place of a key */
@@ -160,14 +160,29 @@ INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile
     return t->keys ? t->keys[p->batch * t->keys_batch + key_of(p, s, at)] : at;
 }
 
+/* numbers of a tile, from a place on */
+INLINE vec vector_at(const struct tile *t, i64 at, const int dtype)
+{
+    if (dtype == OWN) return load((const real *)t->numbers + at);
+    const uint16_t *from = (const uint16_t *)t->numbers + at;
+    if (dtype == FLOAT16) return __builtin_convertvector(*(const loose_float16 *)from, vec);
+    return __builtin_convertvector((floats)(__builtin_convertvector(*(const loose_halves *)from, bits) << 16), vec);
+}
+
+INLINE real number_at(const struct tile *t, i64 at, const int dtype)
+{
+    real x;
+    widen(t->numbers, at, 1, dtype, &x);
+    return x;
+}
+
 INLINE void add(real *score, vec x) { store(score, pick(x == NONE, x, load(score) + LOG2_E * x)); } /* even to NaN */
 
-/* adds numbers to scores [n][UNIT] of keys from `first` on */
-static void add_tile(
+INLINE void add_tile_of(
     const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
-    real *scores)
+    real *scores, const int dtype)
 {
-    const real *from[UNIT];
+    i64 from[UNIT];
     int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
     for (int i = 0; i < rows; i++) {
         i64 r = least(unit * UNIT + i, p->rows - 1);
@@ -180,13 +195,13 @@ static void add_tile(
     if (by_lane || alike)
         for (; j < n; j++)
             for (int c = 0; c < rows; c += LANES) {
-                const real *of_key = from[0] + key_in(p, s, t, first + j) * t->key;
-                add(scores + j * UNIT + c, by_lane ? load(of_key + c) : all(*of_key));
+                i64 at = from[0] + key_in(p, s, t, first + j) * t->key;
+                add(scores + j * UNIT + c, by_lane ? vector_at(t, at + c, dtype) : all(number_at(t, at, dtype)));
             }
     for (; t->key == 1 && !t->keys && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
-            for (int i = 0; i < LANES; i++) x[i] = load(from[c + i] + first + j);
+            for (int i = 0; i < LANES; i++) x[i] = vector_at(t, from[c + i] + first + j, dtype);
             transpose(x);
             for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, x[i]);
         }
@@ -194,10 +209,23 @@ static void add_tile(
         i64 of_key = key_in(p, s, t, first + j) * t->key;
         for (int c = 0; c < rows; c += LANES) {
             vec x;
-            for (int i = 0; i < LANES; i++) x[i] = from[c + i][of_key];
+            for (int i = 0; i < LANES; i++) x[i] = number_at(t, from[c + i] + of_key, dtype);
             add(scores + j * UNIT + c, x);
         }
     }
+}
+
+/* adds numbers to scores [n][UNIT] of keys from `first` on */
+static void add_tile(
+    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    real *scores)
+{
+    if (t->dtype == OWN)
+        add_tile_of(p, s, t, unit, first, n, wide, scores, OWN);
+    else if (t->dtype == BFLOAT16)
+        add_tile_of(p, s, t, unit, first, n, wide, scores, BFLOAT16);
+    else
+        add_tile_of(p, s, t, unit, first, n, wide, scores, FLOAT16);
 }
 
 /* adds gradients of scores to those of the numbers that were added to them */
@@ -205,13 +233,14 @@ static void pull_tile(
     const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
     const real *grads)
 {
-    i64 rows = least(p->rows - unit * UNIT, wide * LANES), whole = t->keys || t->grads_key != 1 ? 0 : n / LANES * LANES;
+    const struct gradient *g = p->call->gradient + t->gradient;
+    i64 rows = least(p->rows - unit * UNIT, wide * LANES), at = key_of(p, s, first);
+    i64 whole = t->keys || s->step * g->key != 1 ? 0 : n / LANES * LANES;
     real *to[UNIT];
-    int beside = !t->queries && t->grads_query == 1; /* as the queries, so are their numbers */
+    int beside = 1; /* as the queries, so are their numbers */
     for (i64 i = 0; i < rows; i++) {
-        i64 r = unit * UNIT + i;
-        to[i] = t->grads + p->chunk * t->grads_chunk + p->batch * t->grads_batch + p->head[r] * t->grads_head +
-                query_in(p, t, r) * t->grads_query + p->time * t->time;
+        i64 r = unit * UNIT + i, query = t->queries ? query_in(p, t, r) : p->query[r];
+        to[i] = g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
         beside &= to[i] == to[0] + i;
     }
     for (i64 j = beside ? n : 0; j < whole; j += LANES)
@@ -220,12 +249,12 @@ static void pull_tile(
             for (int k = 0; k < LANES; k++) x[k] = load(grads + (j + k) * UNIT + c);
             transpose(x);
             for (i64 i = c; i < least(c + LANES, rows); i++) {
-                real *at = to[i] + first + j;
-                store(at, load(at) + x[i - c]);
+                real *of_keys = to[i] + at + j;
+                store(of_keys, load(of_keys) + x[i - c]);
             }
         }
     for (i64 j = beside ? 0 : whole; j < n; j++) {
-        i64 of_key = key_in(p, s, t, first + j) * t->grads_key;
+        i64 of_key = (t->keys ? key_in(p, s, t, first + j) : at + j * s->step) * g->key;
         if (beside)
             for (i64 i = 0; i < rows; i++) to[0][of_key + i] += grads[j * UNIT + i];
         else

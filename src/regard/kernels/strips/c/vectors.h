@@ -44,6 +44,9 @@ typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 typedef int32_t signed_bits __attribute__((vector_size(4 * LANES)));
 typedef real loose __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t loose_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef uint16_t loose_halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef _Float16 loose_float16 __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 INLINE vec load(const real *p) { return *(const loose *)p; }
 INLINE signed_bits load_bits(const int32_t *p) { return *(const loose_bits *)p; }
