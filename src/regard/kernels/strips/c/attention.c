@@ -180,7 +180,19 @@ static void deal(struct call *c, void (*compute)(const struct place *, real *), 
     restore_tiny(tiny);
 }
 
-static void backward_work(void *call) { deal(call, backward_place, backward_numbers(call)); }
+static void backward_of(const struct place *p, real *memory)
+{
+    if (p->rows <= FEW)
+        few_backward_place(p, memory);
+    else
+        backward_place(p, memory);
+}
+
+static void backward_work(void *call)
+{
+    i64 few = few_backward_numbers(call), many = backward_numbers(call);
+    deal(call, backward_of, few > many ? few : many);
+}
 
 static void look_work(void *call) { deal(call, look_place, look_numbers(call)); }
 

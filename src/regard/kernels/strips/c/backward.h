@@ -10,6 +10,37 @@ static i64 backward_numbers(const struct call *c)
     return UNITS * UNIT * (2 * D + E + wide + 2) + KEYS_BACKWARD * (4 * UNIT + 2 * D + 2 * E) + 16 * 18;
 }
 
+/* The log-sum-exp of a query in units of log 2, and sum_j weight dweight: what an output is multiplied by. */
+static void begin_gradients(const struct place *p, i64 r, const real *grad, real *lse, real *delta)
+{
+    const struct call *c = p->call;
+    const struct tensor *output = c->exact.data ? &c->exact : &c->output;
+    i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->query[r]);
+    real row[c->value_dim];
+    widen(output->data, from, c->value_dim, c->exact.data ? OWN : c->dtype, row);
+    lse[r] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
+    delta[r] = dot(row, grad, c->value_dim) - (c->grad_lse ? c->grad_lse[at] : 0);
+}
+
+/* where the gradient of a key, or value, is added up */
+INLINE real *grad_row(const struct place *p, const struct tensor *t, i64 chunk, i64 key)
+{
+    return (real *)t->data + place_in(t, p->batch, p->kv_head, key) + p->chunk * chunk;
+}
+
+INLINE int wants_gradient(const struct call *c, const struct tile *t)
+{
+    return c->gradient && t->gradient >= 0 && c->gradient[t->gradient].numbers;
+}
+
+static void write_grad_query(const struct place *p, i64 r, const real *grad)
+{
+    const struct call *c = p->call;
+    real *to = (real *)c->grad_query.data + place_in(&c->grad_query, p->batch, p->head[r], p->query[r]);
+    for (i64 d = 0; d < c->head_dim; d++) to[d] = grad[d] * (real)c->scale;
+    if (!is_finite(to, c->head_dim)) suspect(p);
+}
+
 /* Takes queries that see no key as 0, with their gradients. */
 static void forget_empty(
     const struct place *p, real *query, real *grad, real *query_rows, real *grad_rows, real *delta, real *scores,
@@ -54,28 +85,19 @@ static void backward_place(const struct place *p, real *memory)
         side_by_side(
             p, &c->query, u, D, factor, query + u * D * UNIT, query_rows + u * D_padded * UNIT, D_padded, c->scale);
         side_by_side(p, &c->grad_output, u, E, 1, grad + u * E * UNIT, grad_rows + u * E_padded * UNIT, E_padded, 1);
-        for (i64 r = u * UNIT; r < least(p->rows, (u + 1) * UNIT); r++) {
-            i64 at = number_of(p, r);
-            const struct tensor *output = c->exact.data ? &c->exact : &c->output;
-            real row[E];
-            i64 from = place_in(output, p->batch, p->head[r], p->query[r]);
-            widen(output->data, from, E, c->exact.data ? OWN : c->dtype, row);
-            lse[r] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
-            delta[r] = dot(row, grad_rows + r * E_padded, E) - (c->grad_lse ? c->grad_lse[at] : 0);
-        }
+        for (i64 r = u * UNIT; r < least(p->rows, (u + 1) * UNIT); r++)
+            begin_gradients(p, r, grad_rows + r * E_padded, lse, delta);
         for (i64 r = p->rows; r < (u + 1) * UNIT; r++) lse[r] = delta[r] = 0;
     }
     memset(grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, query, grad, query_rows, grad_rows, delta, scores, key_room);
-    real *all_keys = (real *)c->grad_key.data + place_in(&c->grad_key, p->batch, p->kv_head, 0);
-    real *all_values = (real *)c->grad_value.data + place_in(&c->grad_value, p->batch, p->kv_head, 0);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
         const struct span *s = k.span;
         i64 key_row, value_row, row = key_of(p, s, k.first);
         const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, s, k.first, k.n, E, value_room, &value_row);
-        real *to_key = all_keys + p->chunk * c->chunk_key + row * c->grad_key.row;
-        real *to_value = all_values + p->chunk * c->chunk_value + row * c->grad_value.row;
+        real *to_key = grad_row(p, &c->grad_key, c->chunk_key, row);
+        real *to_value = grad_row(p, &c->grad_value, c->chunk_value, row);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, s, u, k.first, k.n);
             if (n <= 0) continue;
@@ -106,9 +128,8 @@ static void backward_place(const struct place *p, real *memory)
                     real *x = grads + j * UNIT + w * LANES;
                     store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + u * UNIT + w * LANES)));
                 }
-            for (i64 t = s->tile; c->gradient && t < s->tile + s->tiles; t++)
-                if (c->tile[t].gradient >= 0 && c->gradient[c->tile[t].gradient].numbers)
-                    pull_tile(p, s, c->tile + t, u, k.first, n, wide, grads);
+            for (i64 t = s->tile; t < s->tile + s->tiles; t++)
+                if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, u, k.first, n, wide, grads);
             if (c->softcap > 0)
                 for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
             features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT);
@@ -118,8 +139,6 @@ static void backward_place(const struct place *p, real *memory)
     real of_unit[UNIT * D];
     for (i64 r = 0; r < p->rows; r++) {
         if (r % UNIT == 0) to_rows(grad_query + r * D, D, of_unit);
-        real *to = (real *)c->grad_query.data + place_in(&c->grad_query, p->batch, p->head[r], p->query[r]);
-        for (i64 d = 0; d < D; d++) to[d] = of_unit[r % UNIT * D + d] * (real)c->scale;
-        if (!is_finite(to, D)) suspect(p);
+        write_grad_query(p, r, of_unit + r % UNIT * D);
     }
 }

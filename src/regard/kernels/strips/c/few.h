@@ -1,8 +1,9 @@
-/* The output of so few queries that lanes would stay empty, as of the one that is written next: here keys lie side by
-   side, scores are [row][KEYS], and products go along the features of each key. */
+/* Output and gradients of so few queries that lanes would stay empty, as of the one that is written next, or of a pool
+   of some: here keys lie side by side, scores are [row][KEYS], and products go along the features of each key. */
 
 #pragma once
 
+#include "backward.h"
 #include "forward.h"
 
 /* out[row][KEYS] = sum_d key[d] query[row][d], of `rows` that divide LANES; queries filled up to `padded` */
@@ -116,6 +117,27 @@ INLINE void few_outputs(
         }
 }
 
+/* out[j][d] += sum_row weights[row][KEYS] right[row][d], of `padded` features */
+INLINE void few_sums(
+    const int rows, i64 n, const real *weights, const real *right, i64 padded, real *out, i64 out_row)
+{
+    for (i64 d = 0; d < padded; d += 2 * LANES) {
+        const int wide = d + LANES < padded ? 2 : 1;
+        vec x[FEW][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < wide; c++) x[r][c] = load(right + r * padded + d + c * LANES);
+        for (i64 j = 0; j < n; j++)
+            for (int c = 0; c < wide; c++) {
+                real *to = out + j * out_row + d + c * LANES;
+                vec sum = load(to);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) sum += weights[r * KEYS + j] * x[r][c];
+                store(to, sum);
+            }
+    }
+}
+
 /* 1, 2, 4, 6 or 8 rows, the least that are enough: what is beyond those of a place is computed for nothing */
 #define WITH_ROWS(function, rows, ...)        \
     do {                                      \
@@ -144,13 +166,55 @@ static void few_add(
     }
 }
 
-/* multiplies the weights of a row by 0 where dropout drops them, and by its factor where it does not */
-static void few_drop(const struct place *p, const struct span *s, i64 r, i64 first, i64 n, real *weights)
+/* adds gradients of a row's scores to those of the numbers that were added to them */
+static void few_pull(
+    const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, const real *grads)
+{
+    const struct gradient *g = p->call->gradient + t->gradient;
+    i64 query = t->queries ? query_in(p, t, r) : p->query[r];
+    real *to = g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
+    for (i64 j = 0; j < n; j++)
+        to[(t->keys ? key_in(p, s, t, first + j) : key_of(p, s, first + j)) * g->key] += grads[j];
+}
+
+/* multiplies the weights of a row, and y if given, by 0 where dropout drops them, and by its factor where not */
+static void few_drop(const struct place *p, const struct span *s, i64 r, i64 first, i64 n, real *weights, real *y)
 {
     const struct call *c = p->call;
     signed_bits row = (signed_bits){0} + c->row_bits[number_of(p, r)];
-    for (i64 j = 0; j < n; j++)
-        weights[j] *= kept_of(c, row, p->batch * c->column_batch + key_of(p, s, first + j))[0];
+    for (i64 j = 0; j < n; j++) {
+        real kept = kept_of(c, row, p->batch * c->column_batch + key_of(p, s, first + j))[0];
+        weights[j] *= kept;
+        if (y) y[j] *= kept;
+    }
+}
+
+/* Scores of all rows with n keys, in units of log 2; slope: of the softcap, or NULL. */
+static void few_scores_of(
+    const struct place *p, const struct span *s, i64 first, i64 n, const real *key, i64 key_row, const real *query,
+    real *scores, real *slope)
+{
+    const struct call *c = p->call;
+    WITH_ROWS(few_scores, p->rows, n, key, key_row, query, round_up(c->head_dim, LANES), c->head_dim, scores);
+    for (i64 r = 0; r < p->rows; r++) {
+        real *of_row = scores + r * KEYS;
+        for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, of_row + j, slope ? slope + r * KEYS + j : NULL);
+        for (i64 t = 0; t < s->tiles; t++) few_add(p, s, c->tile + s->tile + t, r, first, n, of_row);
+        for (i64 j = n - 1; s->causal && j >= 0 && first + j > p->index[r]; j--) of_row[j] = NONE;
+    }
+}
+
+/* Rows of keys or values, as 0 if no query sees them. */
+static const real *few_without_unseen(
+    const struct place *p, i64 n, const real *scores, const real *rows, i64 *row, i64 size, real *room)
+{
+    for (i64 j = 0; j < n; j++) {
+        int is_seen = 0;
+        for (i64 r = 0; r < p->rows; r++) is_seen |= scores[r * KEYS + j] != NONE;
+        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *row + d] : 0;
+    }
+    *row = size;
+    return room;
 }
 
 /* Scores of a row become weights, relative to the largest so far; returns what the earlier ones are multiplied by. */
@@ -198,27 +262,105 @@ static void few_place(const struct place *p, real *memory)
         i64 key_row, value_row, n = k.n;
         const real *key = rows_of(p, &c->key, s, k.first, n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
-        WITH_ROWS(few_scores, p->rows, n, key, key_row, query, D_padded, D, scores);
-        for (i64 r = 0; r < p->rows; r++) {
-            real *of_row = scores + r * KEYS;
-            for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, of_row + j, NULL);
-            for (i64 t = 0; t < s->tiles; t++) few_add(p, s, c->tile + s->tile + t, r, k.first, n, of_row);
-            for (i64 j = n - 1; s->causal && j >= 0 && k.first + j > p->index[r]; j--) of_row[j] = NONE;
-        }
-        if (c->careful) {
-            for (i64 j = 0; j < n; j++) {
-                int is_seen = 0;
-                for (i64 r = 0; r < p->rows; r++) is_seen |= scores[r * KEYS + j] != NONE;
-                for (i64 e = 0; e < E; e++) seen_room[j * E + e] = is_seen ? value[j * value_row + e] : 0;
-            }
-            value = seen_room, value_row = E;
-        }
+        few_scores_of(p, s, k.first, n, key, key_row, query, scores, NULL);
+        if (c->careful) value = few_without_unseen(p, n, scores, value, &value_row, E, seen_room);
         for (i64 r = 0; r < p->rows; r++) {
             real by = few_softmax(n, scores + r * KEYS, top + r, total + r);
-            if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS);
+            if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS, NULL);
             for (i64 e = 0; by != 1 && e < E_padded; e++) output[r * E_padded + e] *= by;
         }
         WITH_ROWS(few_outputs, p->rows, n, value, value_row, scores, E_padded, E, output);
     }
     for (i64 r = 0; r < p->rows; r++) write_row(p, r, output + r * E_padded, top[r], total[r]);
+}
+
+static i64 few_backward_numbers(const struct call *c)
+{
+    i64 D = c->head_dim, E = c->value_dim;
+    return FEW * (3 * round_up(D, LANES) + round_up(E, LANES) + 4 * KEYS) + 2 * UNIT + KEYS * 2 * (D + E) + 16 * 14;
+}
+
+/* Takes queries that see no key as 0, with their gradients. */
+static void few_forget_empty(
+    const struct place *p, real *query, real *rows, real *grad, real *delta, real *scores, real *key_room)
+{
+    const struct call *c = p->call;
+    i64 D_padded = round_up(c->head_dim, LANES), E_padded = round_up(c->value_dim, LANES);
+    int8_t sees[FEW] = {0};
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        i64 key_row;
+        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room, &key_row);
+        few_scores_of(p, k.span, k.first, k.n, key, key_row, query, scores, NULL);
+        for (i64 r = 0; r < p->rows; r++)
+            for (i64 j = 0; j < k.n; j++) sees[r] |= scores[r * KEYS + j] != NONE;
+    }
+    for (i64 r = 0; r < p->rows; r++) {
+        if (sees[r]) continue;
+        memset(query + r * D_padded, 0, D_padded * sizeof(real));
+        memset(rows + r * D_padded, 0, D_padded * sizeof(real));
+        memset(grad + r * E_padded, 0, E_padded * sizeof(real));
+        delta[r] = 0;
+    }
+}
+
+static void few_backward_place(const struct place *p, real *memory)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
+    real *query = part_of(&memory, FEW * D_padded), *rows = part_of(&memory, FEW * D_padded); /* times c->scale */
+    real *grad = part_of(&memory, FEW * E_padded), *grad_query = part_of(&memory, FEW * D_padded);
+    real *lse = part_of(&memory, UNIT), *delta = part_of(&memory, UNIT);
+    real *scores = part_of(&memory, FEW * KEYS), *grads = part_of(&memory, FEW * KEYS);
+    real *slope = part_of(&memory, FEW * KEYS), *dropped = part_of(&memory, FEW * KEYS);
+    real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
+    real *seen_key = part_of(&memory, KEYS * D), *seen_value = part_of(&memory, KEYS * E);
+    memset(query, 0, (rows - query + FEW * D_padded) * sizeof(real));
+    memset(grad, 0, FEW * E_padded * sizeof(real));
+    memset(grad_query, 0, FEW * D_padded * sizeof(real));
+    memset(scores, 0, FEW * KEYS * sizeof(real));
+    memset(grads, 0, FEW * KEYS * sizeof(real));
+    for (i64 r = 0; r < p->rows; r++) {
+        read_row(p, &c->query, r, D, rows + r * D_padded);
+        for (i64 d = 0; d < D; d++) query[r * D_padded + d] = rows[r * D_padded + d] * query_factor(c);
+        for (i64 d = 0; d < D; d++) rows[r * D_padded + d] *= (real)c->scale;
+        read_row(p, &c->grad_output, r, E, grad + r * E_padded);
+        begin_gradients(p, r, grad + r * E_padded, lse, delta);
+    }
+    if (c->careful) few_forget_empty(p, query, rows, grad, delta, scores, key_room);
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        const struct span *s = k.span;
+        i64 key_row, value_row, n = k.n, row = key_of(p, s, k.first);
+        const real *key = rows_of(p, &c->key, s, k.first, n, D, key_room, &key_row);
+        const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
+        few_scores_of(p, s, k.first, n, key, key_row, query, scores, slope);
+        if (c->careful) {
+            key = few_without_unseen(p, n, scores, key, &key_row, D, seen_key);
+            value = few_without_unseen(p, n, scores, value, &value_row, E, seen_value);
+        }
+        WITH_ROWS(few_scores, p->rows, n, value, value_row, grad, E_padded, E, grads);
+        for (i64 r = 0; r < p->rows; r++)
+            for (i64 j = 0; j < n; j += LANES) {
+                real *x = scores + r * KEYS + j;
+                store(x, exp2_of(load(x) - lse[r]));
+            }
+        real *kept = scores; /* what values were multiplied by */
+        if (c->row_bits) {
+            kept = memcpy(dropped, scores, FEW * KEYS * sizeof(real));
+            for (i64 r = 0; r < p->rows; r++) few_drop(p, s, r, k.first, n, kept + r * KEYS, grads + r * KEYS);
+        }
+        real *to_value = grad_row(p, &c->grad_value, c->chunk_value, row);
+        WITH_ROWS(few_sums, p->rows, n, kept, grad, E_padded, to_value, s->step * c->grad_value.row);
+        for (i64 r = 0; r < p->rows; r++) {
+            real *of_row = grads + r * KEYS;
+            for (i64 j = 0; j < n; j += LANES)
+                store(of_row + j, load(scores + r * KEYS + j) * (load(of_row + j) - delta[r]));
+            for (i64 t = s->tile; t < s->tile + s->tiles; t++)
+                if (wants_gradient(c, c->tile + t)) few_pull(p, s, c->tile + t, r, k.first, n, of_row);
+            for (i64 j = 0; c->softcap > 0 && j < n; j++) of_row[j] *= slope[r * KEYS + j];
+        }
+        WITH_ROWS(few_outputs, p->rows, n, key, key_row, grads, D_padded, D, grad_query);
+        real *to_key = grad_row(p, &c->grad_key, c->chunk_key, row);
+        WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->grad_key.row);
+    }
+    for (i64 r = 0; r < p->rows; r++) write_grad_query(p, r, grad_query + r * D_padded);
 }

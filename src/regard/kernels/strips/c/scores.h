@@ -323,6 +323,13 @@ static void drop(const struct place *p, const struct span *s, i64 unit, i64 firs
         }
 }
 
+/* A query, or the gradient of an output, in our dtype. */
+static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 size, real *row)
+{
+    widen(t->data, place_in(t, p->batch, p->head[r], p->query[r]), size, p->call->dtype, row);
+    if (!is_finite(row, size)) suspect(p);
+}
+
 /* Queries, or gradients of outputs, side by side: [feature][UNIT]; and one after another, if `rows` is given. */
 static void side_by_side(
     const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out, real *rows,
