@@ -75,7 +75,8 @@ class CallOf(ctypes.Structure):
 
     _fields_ = (
         *((name, TensorAt) for name in ("query", "key", "value", "output")),
-        *((name, TensorAt) for name in ("grad_output", "grad_query", "grad_key", "grad_value", "exact")),
+        *((name, TensorAt) for name in ("grad_output", "grad_query", "sum_key", "sum_value")),
+        *((name, TensorAt) for name in ("grad_key", "grad_value", "exact")),
         *((name, _address) for name in ("lse", "grad_lse", "sink", "row_bits", "column_bits", "column_odd")),
         ("column_batch", _i64),
         *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
@@ -128,7 +129,7 @@ class Compiled:
         self._forward(call, self._in_parallel)
 
     def backward(self, call: CallOf) -> None:
-        """Writes the gradient of the query, and adds to those of key, value and what was added to scores."""
+        """Writes the gradients of query, key and value, and adds to those of what was added to scores."""
         self._backward(call, self._in_parallel)
 
     def look(self, call: CallOf) -> None:

@@ -246,7 +246,7 @@ def backward(
 
 
 def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
-    """The gradients of query, key and value; those of what is added to scores are left there."""
+    """The gradients of query, key and value, laid like them; those of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
     in_common = _in_common(order)
     order.number("batches_in_common", in_common[0])
@@ -254,15 +254,15 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     stacks = math.prod(size for size, one in zip(key.shape[:2], in_common, strict=True) if not one)
     chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
     order.deal(chunks)
-    of_query = laid_like(query, query.shape[3], dtype)
-    order.tensors("grad_query", of_query)
-    grads = [of_query]
-    for name, tensor in (("key", key), ("value", value)):
-        size = -(-tensor.shape[3] // lanes) * lanes  # whole vectors are added
-        total = laid_like(tensor, size, dtype, times=(chunks,)).zero_()
-        order.tensors(f"grad_{name}", total[0])
-        order.number(f"chunk_{name}", total.stride(0))
-        grads.append((total[0], total)[chunks > 1])
+    grads = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)]
+    order.tensors("grad_query", grads[0])
+    for name, grad in (("key", grads[1]), ("value", grads[2])):
+        (*shape, size), sums = grad.shape, grad[None]
+        if chunks > 1 or size % lanes or grad.dtype is not dtype:  # whole vectors are added up, by each thread
+            sums = grad.new_empty(chunks, *shape, -(-size // lanes) * lanes, dtype=dtype)
+            order.tensors(f"grad_{name}", grad)
+        order.tensors(f"sum_{name}", sums[0])
+        order.number(f"chunk_{name}", sums.stride(0))
     by_distance = None
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
@@ -272,17 +272,7 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     order.run(order.compiled.backward, careful=careful)
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
-    if chunks > 1:
-        grads[1:] = [total.sum(0) for total in grads[1:]]
-    return [_as_wanted(grad, tensor) for grad, tensor in zip(grads, (query, key, value), strict=True)]
-
-
-def _as_wanted(grad: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in the dtype of a tensor, without the features that fill up a vector."""
-    size = tensor.shape[3]
-    if grad.shape[3] == size and grad.dtype is tensor.dtype:
-        return grad
-    return laid_like(tensor, size).copy_(grad[..., :size])
+    return grads
 
 
 def _in_common(order: Order) -> tuple[bool, bool]:

@@ -148,7 +148,9 @@ static void forward_work(void *of_call)
 
 /* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
    for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
-static void deal(struct call *c, void (*compute)(const struct place *, real *), i64 numbers)
+static void deal(
+    struct call *c, void (*begin)(const struct call *, i64 batch, i64 kv_head, i64 chunk),
+    void (*compute)(const struct place *, real *), i64 numbers)
 {
     real *memory = memory_for(numbers);
     unsigned tiny = flush_tiny();
@@ -162,6 +164,7 @@ static void deal(struct call *c, void (*compute)(const struct place *, real *), 
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++) {
             i64 dealt = 0;
+            for (i64 n = kv_head; begin && n < kv_head + each; n++) begin(c, batch, n, p.chunk);
             for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
                 if (s->batch >= 0 && s->batch != batch) continue;
                 i64 heads_of_kv = is_folded(c, s) ? 1 : group, first = kv_head * heads_of_kv;
@@ -180,6 +183,45 @@ static void deal(struct call *c, void (*compute)(const struct place *, real *), 
     restore_tiny(tiny);
 }
 
+static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
+{
+    for (i64 key = 0; key < c->key_len; key++) {
+        real *of_key = (real *)c->sum_key.data + place_in(&c->sum_key, batch, kv_head, key) + chunk * c->chunk_key;
+        memset(of_key, 0, round_up(c->head_dim, LANES) * sizeof(real));
+        real *of_value = (real *)c->sum_value.data + place_in(&c->sum_value, batch, kv_head, key);
+        memset(of_value + chunk * c->chunk_value, 0, round_up(c->value_dim, LANES) * sizeof(real));
+    }
+}
+
+/* writes the sum of what all threads added up for some rows */
+static void finish_sums(
+    const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
+    i64 first, i64 stop)
+{
+    for (i64 row = first; row < stop && out->data; row++) {
+        const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
+        real total[size];
+        memcpy(total, from, size * sizeof(real));
+        for (i64 n = 1; n < c->chunks; n++)
+            for (i64 d = 0; d < size; d++) total[d] += from[n * chunk + d];
+        narrow(out->data, place_in(out, batch, head, row), size, c->dtype, total);
+    }
+}
+
+static void finish_work(void *of_call)
+{
+    struct call *c = of_call;
+    i64 parts = (c->key_len + KEYS - 1) / KEYS;
+    for (;;) {
+        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
+        if (item >= c->batches * c->kv_heads * parts) break;
+        i64 first = item % parts * KEYS, head = item / parts % c->kv_heads, batch = item / parts / c->kv_heads;
+        i64 stop = least(first + KEYS, c->key_len);
+        finish_sums(c, &c->sum_key, c->chunk_key, &c->grad_key, c->head_dim, batch, head, first, stop);
+        finish_sums(c, &c->sum_value, c->chunk_value, &c->grad_value, c->value_dim, batch, head, first, stop);
+    }
+}
+
 static void backward_of(const struct place *p, real *memory)
 {
     if (p->rows <= FEW)
@@ -191,10 +233,10 @@ static void backward_of(const struct place *p, real *memory)
 static void backward_work(void *call)
 {
     i64 few = few_backward_numbers(call), many = backward_numbers(call);
-    deal(call, backward_of, few > many ? few : many);
+    deal(call, begin_sums, backward_of, few > many ? few : many);
 }
 
-static void look_work(void *call) { deal(call, look_place, look_numbers(call)); }
+static void look_work(void *call) { deal(call, NULL, look_place, look_numbers(call)); }
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the OpenMP that torch uses */
 
@@ -236,6 +278,7 @@ API void regard_backward(struct call *c, parallel *in_parallel)
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work, in_parallel);
     }
+    if (c->grad_key.data || c->grad_value.data) run(c, finish_work, in_parallel);
 }
 
 API void regard_look(struct call *c, parallel *in_parallel)

@@ -23,7 +23,7 @@ static void begin_gradients(const struct place *p, i64 r, const real *grad, real
 }
 
 /* where the gradient of a key, or value, is added up */
-INLINE real *grad_row(const struct place *p, const struct tensor *t, i64 chunk, i64 key)
+INLINE real *sum_row(const struct place *p, const struct tensor *t, i64 chunk, i64 key)
 {
     return (real *)t->data + place_in(t, p->batch, p->kv_head, key) + p->chunk * chunk;
 }
@@ -36,9 +36,11 @@ INLINE int wants_gradient(const struct call *c, const struct tile *t)
 static void write_grad_query(const struct place *p, i64 r, const real *grad)
 {
     const struct call *c = p->call;
-    real *to = (real *)c->grad_query.data + place_in(&c->grad_query, p->batch, p->head[r], p->query[r]);
-    for (i64 d = 0; d < c->head_dim; d++) to[d] = grad[d] * (real)c->scale;
-    if (!is_finite(to, c->head_dim)) suspect(p);
+    real row[c->head_dim];
+    for (i64 d = 0; d < c->head_dim; d++) row[d] = grad[d] * (real)c->scale;
+    if (!is_finite(row, c->head_dim)) suspect(p);
+    narrow(
+        c->grad_query.data, place_in(&c->grad_query, p->batch, p->head[r], p->query[r]), c->head_dim, c->dtype, row);
 }
 
 /* Takes queries that see no key as 0, with their gradients. */
@@ -96,8 +98,8 @@ static void backward_place(const struct place *p, real *memory)
         i64 key_row, value_row, row = key_of(p, s, k.first);
         const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, s, k.first, k.n, E, value_room, &value_row);
-        real *to_key = grad_row(p, &c->grad_key, c->chunk_key, row);
-        real *to_value = grad_row(p, &c->grad_value, c->chunk_value, row);
+        real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
+        real *to_value = sum_row(p, &c->sum_value, c->chunk_value, row);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, s, u, k.first, k.n);
             if (n <= 0) continue;
@@ -121,7 +123,7 @@ static void backward_place(const struct place *p, real *memory)
                 kept = memcpy(dropped, scores, n * UNIT * sizeof(real));
                 drop(p, s, u, k.first, n, wide, kept, grads);
             }
-            i64 key_step = s->step * c->grad_key.row, value_step = s->step * c->grad_value.row;
+            i64 key_step = s->step * c->sum_key.row, value_step = s->step * c->sum_value.row;
             scores_times(n, kept, grad_rows + u * E_padded * UNIT, E_padded, rows, to_value, value_step);
             for (i64 j = 0; j < n; j++)
                 for (int w = 0; w < wide; w++) {

@@ -57,7 +57,9 @@ struct statistic {
 };
 
 struct call {
-    struct tensor query, key, value, output, grad_output, grad_query, grad_key, grad_value;
+    struct tensor query, key, value, output, grad_output, grad_query;
+    struct tensor sum_key, sum_value;   /* where gradients of keys and values are added up: our dtype, whole vectors */
+    struct tensor grad_key, grad_value; /* where they are written then; NULL if that is where they are added up */
     struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
     real *lse;               /* [batch, heads, query_len]; not written where NULL */
     const real *grad_lse;    /* the same, or NULL */

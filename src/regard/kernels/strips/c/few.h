@@ -348,8 +348,8 @@ static void few_backward_place(const struct place *p, real *memory)
             kept = memcpy(dropped, scores, FEW * KEYS * sizeof(real));
             for (i64 r = 0; r < p->rows; r++) few_drop(p, s, r, k.first, n, kept + r * KEYS, grads + r * KEYS);
         }
-        real *to_value = grad_row(p, &c->grad_value, c->chunk_value, row);
-        WITH_ROWS(few_sums, p->rows, n, kept, grad, E_padded, to_value, s->step * c->grad_value.row);
+        real *to_value = sum_row(p, &c->sum_value, c->chunk_value, row);
+        WITH_ROWS(few_sums, p->rows, n, kept, grad, E_padded, to_value, s->step * c->sum_value.row);
         for (i64 r = 0; r < p->rows; r++) {
             real *of_row = grads + r * KEYS;
             for (i64 j = 0; j < n; j += LANES)
@@ -359,8 +359,8 @@ static void few_backward_place(const struct place *p, real *memory)
             for (i64 j = 0; c->softcap > 0 && j < n; j++) of_row[j] *= slope[r * KEYS + j];
         }
         WITH_ROWS(few_outputs, p->rows, n, key, key_row, grads, D_padded, D, grad_query);
-        real *to_key = grad_row(p, &c->grad_key, c->chunk_key, row);
-        WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->grad_key.row);
+        real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
+        WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->sum_key.row);
     }
     for (i64 r = 0; r < p->rows; r++) write_grad_query(p, r, grad_query + r * D_padded);
 }
