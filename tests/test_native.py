@@ -338,6 +338,29 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     assert_within_budget(lse, exact[1], plain[1])
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype, batch, monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(3, batch, 2, 300, 16, generator=draw).to(dtype)
+    allowed = torch.rand(batch, 1, 300, 300, generator=draw) < 0.5
+    numbers, found, calls = torch.randn(1, 1, 300, 300, generator=draw), [], []
+    real = binding.Compiled.backward
+    monkeypatch.setattr(
+        binding.Compiled, "backward", lambda self, order: calls.append(order.goes_on) or real(self, order)
+    )
+    for most in (1000, work.MAX_KEPT_SCORES):
+        monkeypatch.setattr(work, "MAX_KEPT_SCORES", most)
+        four = [part.clone().requires_grad_() for part in (*inputs, numbers)]
+        output = attention(*four[:3], mask=Dense(allowed.clone()), bias=four[3], kernel="native")
+        found.append(torch.autograd.grad(output.float().square().sum(), four))
+    assert calls[0] == calls[-1] == 0
+    assert sum(calls) == len(calls) - 2 > 0
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, tolerance=1e-5 if dtype is torch.float32 else 1e-2)
+
+
 LONG = 300
 """Tokens of so many strips that equal ones are told once."""
 

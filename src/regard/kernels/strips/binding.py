@@ -87,7 +87,7 @@ class CallOf(ctypes.Structure):
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
-        *((name, _i64) for name in ("statistics", "knows_lse", "part", "parts", "first_query", "last_query")),
+        *((name, _i64) for name in ("statistics", "knows_lse", "goes_on", "part", "parts", "first_query", "last_query")),
         *((name, _i64) for name in ("careful", "suspect", "units", "next", "first_batch", "last_batch")),
     )
 
@@ -119,7 +119,8 @@ class Compiled:
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
         self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
-        for function in (self._forward, self._backward, self._look):
+        self._finish = loaded.regard_finish
+        for function in (self._forward, self._backward, self._finish, self._look):
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
@@ -129,8 +130,13 @@ class Compiled:
         self._forward(call, self._in_parallel)
 
     def backward(self, call: CallOf) -> None:
-        """Writes the gradients of query, key and value, and adds to those of what was added to scores."""
+        """Writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and adds to
+        those of what was added to scores."""
         self._backward(call, self._in_parallel)
+
+    def finish(self, call: CallOf) -> None:
+        """Writes gradients of key and value that were added up elsewhere."""
+        self._finish(call, self._in_parallel)
 
     def look(self, call: CallOf) -> None:
         """Writes lse if it is not known, and statistics of the weights."""

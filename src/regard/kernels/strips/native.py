@@ -254,13 +254,14 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     stacks = math.prod(size for size, one in zip(key.shape[:2], in_common, strict=True) if not one)
     chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
     order.deal(chunks)
-    grads = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)]
+    grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], False
     order.tensors("grad_query", grads[0])
     for name, grad in (("key", grads[1]), ("value", grads[2])):
         (*shape, size), sums = grad.shape, grad[None]
         if chunks > 1 or size % lanes or grad.dtype is not dtype:  # whole vectors are added up, by each thread
             sums = grad.new_empty(chunks, *shape, -(-size // lanes) * lanes, dtype=dtype)
             order.tensors(f"grad_{name}", grad)
+            elsewhere = True
         order.tensors(f"sum_{name}", sums[0])
         order.number(f"chunk_{name}", sums.stride(0))
     by_distance = None
@@ -270,6 +271,8 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     if order.learns:
         order.gradients(by_distance)
     order.run(order.compiled.backward, careful=careful)
+    if elsewhere:
+        order.finish()
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
     return grads

@@ -145,19 +145,24 @@ class Order:
         Args:
             careful: takes what nobody sees as 0.
         """
-        self._words[AT["careful"]] = careful
+        self._words[AT["careful"]], self._words[AT["goes_on"]] = careful, False
         if self._work is not None:  # it is told of its strips
             way(self._call)
             return
         parts = 0
         for work in works(self.plan, self.added, 2 * self.compiled.lanes):
             _tell(self._call, work)
+            self._words[AT["goes_on"]] = parts > 0
             way(self._call)
             parts += 1
         if parts == 1:
             self._work = work
             if self._form is not None:
                 self._keep(work)
+
+    def finish(self) -> None:
+        """Writes the gradients that threads added up elsewhere."""
+        self.compiled.finish(self._call)
 
     def _keep(self, work: Work) -> None:
         """With the plan, for other calls of the same form."""

@@ -164,7 +164,7 @@ static void deal(
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++) {
             i64 dealt = 0;
-            for (i64 n = kv_head; begin && n < kv_head + each; n++) begin(c, batch, n, p.chunk);
+            for (i64 n = kv_head; begin && !c->goes_on && n < kv_head + each; n++) begin(c, batch, n, p.chunk);
             for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
                 if (s->batch >= 0 && s->batch != batch) continue;
                 i64 heads_of_kv = is_folded(c, s) ? 1 : group, first = kv_head * heads_of_kv;
@@ -278,8 +278,9 @@ API void regard_backward(struct call *c, parallel *in_parallel)
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work, in_parallel);
     }
-    if (c->grad_key.data || c->grad_value.data) run(c, finish_work, in_parallel);
 }
+
+API void regard_finish(struct call *c, parallel *in_parallel) { run(c, finish_work, in_parallel); }
 
 API void regard_look(struct call *c, parallel *in_parallel)
 {

@@ -59,7 +59,7 @@ struct statistic {
 struct call {
     struct tensor query, key, value, output, grad_output, grad_query;
     struct tensor sum_key, sum_value;   /* where gradients of keys and values are added up: our dtype, whole vectors */
-    struct tensor grad_key, grad_value; /* where they are written then; NULL if that is where they are added up */
+    struct tensor grad_key, grad_value; /* where `regard_finish` writes them; NULL if that is where they are added up */
     struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
     real *lse;               /* [batch, heads, query_len]; not written where NULL */
     const real *grad_lse;    /* the same, or NULL */
@@ -80,6 +80,7 @@ struct call {
     i64 kept_least;
     const struct statistic *statistic;
     i64 statistics, knows_lse; /* lse is read; otherwise it is computed first */
+    i64 goes_on;               /* backward: other strips of the same call were computed before */
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
