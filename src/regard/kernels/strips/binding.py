@@ -87,7 +87,8 @@ class CallOf(ctypes.Structure):
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
-        *((name, _i64) for name in ("statistics", "knows_lse", "goes_on", "part", "parts", "first_query", "last_query")),
+        *((name, _i64) for name in ("statistics", "knows_lse", "goes_on")),
+        *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
         *((name, _i64) for name in ("careful", "suspect", "units", "next", "first_batch", "last_batch")),
     )
 

@@ -90,7 +90,7 @@ static void find_place(
         p->query[r] = s->start + time * s->shift + index * s->step;
         p->index[r] = index;
         p->lowest[u] = r % UNIT && p->lowest[u] < index ? p->lowest[u] : index;
-        p->highest[u] = r % UNIT && p->highest[u] > index ? p->highest[u] : index;
+        p->highest[r / LANES] = r % LANES && p->highest[r / LANES] > index ? p->highest[r / LANES] : index;
         p->first_query = r && p->first_query < p->query[r] ? p->first_query : p->query[r];
         p->last_query = r && p->last_query > p->query[r] ? p->last_query : p->query[r];
     }

@@ -56,7 +56,7 @@ static void forget_empty(
             i64 n = seen(p, k.span, u, k.first, k.n), key_row;
             if (n <= 0) continue;
             const real *key = rows_of(p, &c->key, k.span, k.first, n, D, key_room, &key_row);
-            scores_of(p, k.span, u, k.first, n, 2, key, key_row, query + u * D * UNIT, scores, NULL);
+            scores_of(p, k.span, u * UNIT, k.first, n, 2, key, key_row, query + u * D * UNIT, scores, NULL);
             for (i64 j = 0; j < n * UNIT; j++) sees[u * UNIT + j % UNIT] |= scores[j] != NONE;
         }
     for (i64 r = 0; r < p->rows; r++) {
@@ -101,41 +101,44 @@ static void backward_place(const struct place *p, real *memory)
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
         real *to_value = sum_row(p, &c->sum_value, c->chunk_value, row);
         for (i64 u = 0; u < units; u++) {
-            i64 n = seen(p, s, u, k.first, k.n);
-            if (n <= 0) continue;
-            int wide = width(p, u);
-            i64 rows = least(UNIT, p->rows - u * UNIT);
-            scores_of(p, s, u, k.first, n, wide, key, key_row, query + u * D * UNIT, scores, slope);
-            const real *of_key = key, *of_value = value;
-            i64 k_row = key_row, v_row = value_row;
-            if (c->careful) {
-                of_key = without_unseen(p, u, n, scores, key, &k_row, D, seen_key);
-                of_value = without_unseen(p, u, n, scores, value, &v_row, E, seen_value);
-            }
-            rows_times(n, of_value, v_row, grad + u * E * UNIT, E, wide, grads);
-            for (i64 j = 0; j < n; j++)
-                for (int w = 0; w < wide; w++) {
-                    real *x = scores + j * UNIT + w * LANES;
-                    store(x, exp2_of(load(x) - load(lse + u * UNIT + w * LANES)));
+            struct part part[2];
+            for (int parts = parts_of(p, s, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 from = part[i].from, n = part[i].n, first = k.first + from, k_row = key_row, v_row = value_row;
+                i64 r = part[i].row, rows = part[i].rows, key_step = s->step * c->sum_key.row;
+                i64 value_step = s->step * c->sum_value.row;
+                int wide = part[i].wide;
+                const real *of_key = key + from * key_row, *of_value = value + from * value_row;
+                scores_of(
+                    p, s, r, first, n, wide, of_key, key_row, query + u * D * UNIT + r % UNIT, scores, slope);
+                if (c->careful) {
+                    of_key = without_unseen(rows, n, scores, of_key, &k_row, D, seen_key);
+                    of_value = without_unseen(rows, n, scores, of_value, &v_row, E, seen_value);
                 }
-            real *kept = scores; /* what values were multiplied by */
-            if (c->row_bits) {
-                kept = memcpy(dropped, scores, n * UNIT * sizeof(real));
-                drop(p, s, u, k.first, n, wide, kept, grads);
-            }
-            i64 key_step = s->step * c->sum_key.row, value_step = s->step * c->sum_value.row;
-            scores_times(n, kept, grad_rows + u * E_padded * UNIT, E_padded, rows, to_value, value_step);
-            for (i64 j = 0; j < n; j++)
-                for (int w = 0; w < wide; w++) {
-                    real *x = grads + j * UNIT + w * LANES;
-                    store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + u * UNIT + w * LANES)));
+                rows_times(n, of_value, v_row, grad + u * E * UNIT + r % UNIT, E, wide, grads);
+                for (i64 j = 0; j < n; j++)
+                    for (int w = 0; w < wide; w++) {
+                        real *x = scores + j * UNIT + w * LANES;
+                        store(x, exp2_of(load(x) - load(lse + r + w * LANES)));
+                    }
+                real *kept = scores; /* what values were multiplied by */
+                if (c->row_bits) {
+                    kept = memcpy(dropped, scores, n * UNIT * sizeof(real));
+                    drop(p, s, r, first, n, wide, kept, grads);
                 }
-            for (i64 t = s->tile; t < s->tile + s->tiles; t++)
-                if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, u, k.first, n, wide, grads);
-            if (c->softcap > 0)
-                for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
-            features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT);
-            scores_times(n, grads, query_rows + u * D_padded * UNIT, D_padded, rows, to_key, key_step);
+                real *to = to_value + from * value_step;
+                scores_times(n, kept, grad_rows + r * E_padded, E_padded, rows, to, value_step);
+                for (i64 j = 0; j < n; j++)
+                    for (int w = 0; w < wide; w++) {
+                        real *x = grads + j * UNIT + w * LANES;
+                        store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + r + w * LANES)));
+                    }
+                for (i64 t = s->tile; t < s->tile + s->tiles; t++)
+                    if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, r, first, n, wide, grads);
+                if (c->softcap > 0)
+                    for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
+                features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT + r % UNIT);
+                scores_times(n, grads, query_rows + r * D_padded, D_padded, rows, to_key + from * key_step, key_step);
+            }
         }
     }
     real of_unit[UNIT * D];

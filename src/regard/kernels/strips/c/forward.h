@@ -57,15 +57,15 @@ static real lse_of(const struct call *c, i64 head, real top, real total)
     return total == 1 && top == sink * LOG2_E ? sink : (top + log2(total)) * LN_2;
 }
 
-/* The output of a unit so far, with n more keys. */
+/* The output of some queries so far, with n more keys. */
 static void attend(
-    const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *value,
+    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, const real *value,
     i64 value_row, real *scores, real *top, real *total, real *output)
 {
     const struct call *c = p->call;
     vec by[2];
     int grew = softmax(n, wide, scores, top, total, by);
-    if (c->row_bits) drop(p, s, unit, first, n, wide, scores, NULL);
+    if (c->row_bits) drop(p, s, row, first, n, wide, scores, NULL);
     if (grew)
         for (i64 e = 0; e < c->value_dim; e++)
             for (int w = 0; w < wide; w++) {
@@ -106,16 +106,19 @@ static void forward_place(const struct place *p, real *memory)
         const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, k.span, k.first, k.n, E, value_room, &value_row);
         for (i64 u = 0; u < units; u++) {
-            i64 n = seen(p, k.span, u, k.first, k.n);
-            if (n <= 0) continue;
-            int wide = width(p, u);
-            scores_of(p, k.span, u, k.first, n, wide, key, key_row, query + u * D * UNIT, scores, NULL);
-            const real *of_seen = value;
-            i64 seen_row = value_row;
-            if (c->careful) of_seen = without_unseen(p, u, n, scores, value, &seen_row, E, seen_room);
-            attend(
-                p, k.span, u, k.first, n, wide, of_seen, seen_row, scores, top + u * UNIT, total + u * UNIT,
-                output + u * E * UNIT);
+            struct part part[2];
+            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from, seen_row = value_row;
+                int wide = part[i].wide;
+                const real *of_query = query + u * D * UNIT + row % UNIT, *of_key = key + part[i].from * key_row;
+                const real *of_seen = value + part[i].from * value_row;
+                scores_of(p, k.span, row, first, n, wide, of_key, key_row, of_query, scores, NULL);
+                if (c->careful)
+                    of_seen = without_unseen(part[i].rows, n, scores, of_seen, &seen_row, E, seen_room);
+                attend(
+                    p, k.span, row, first, n, wide, of_seen, seen_row, scores, top + row, total + row,
+                    output + u * E * UNIT + row % UNIT);
+            }
         }
     }
     real rows[UNIT * E];

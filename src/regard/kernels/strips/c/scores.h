@@ -42,7 +42,7 @@ struct place {
     i64 batch, kv_head, time, chunk, rows;
     i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
     int32_t index[UNITS * UNIT];                 /* of the strip */
-    int32_t lowest[UNITS], highest[UNITS];       /* of the indices of each unit */
+    int32_t lowest[UNITS], highest[2 * UNITS];   /* of the indices of each unit, and of each vector */
     i64 first_query, last_query;
 };
 
@@ -93,15 +93,14 @@ INLINE void suspect(const struct place *p)
 
 /* Rows of keys or values, as 0 if no query of the unit sees them: a weight of 0 times NaN would be NaN. */
 static const real *without_unseen(
-    const struct place *p, i64 unit, i64 n, const real *scores, const real *rows, i64 *row, i64 size, real *room)
+    i64 queries, i64 n, const real *scores, const real *rows, i64 *apart, i64 size, real *room)
 {
-    i64 queries = least(UNIT, p->rows - unit * UNIT);
     for (i64 j = 0; j < n; j++) {
         int is_seen = 0;
         for (i64 i = 0; i < queries; i++) is_seen |= scores[j * UNIT + i] != NONE;
-        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *row + d] : 0;
+        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *apart + d] : 0;
     }
-    *row = size;
+    *apart = size;
     return room;
 }
 
@@ -110,7 +109,28 @@ INLINE int width(const struct place *p, i64 unit) { return p->rows - unit * UNIT
 /* how many of `n` keys from `first` on any query of a unit sees */
 static i64 seen(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n)
 {
-    return s->causal ? least(n, p->highest[unit] + 1 - first) : n;
+    if (!s->causal) return n;
+    const int32_t *highest = p->highest + 2 * unit;
+    return least(n, (highest[0] > highest[1] ? highest[0] : highest[1]) + 1 - first);
+}
+
+/* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
+struct part {
+    i64 row, rows, from, n;
+    int wide;
+};
+
+/* What is computed of a unit and some keys: of both vectors those keys that the first sees, and of the second alone
+   those that only it sees; returns the number of parts. */
+static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, struct part part[2])
+{
+    i64 row = unit * UNIT, rows = least(UNIT, p->rows - row), all_keys = seen(p, s, unit, first, n), both = all_keys;
+    int parts = 0, wide = width(p, unit);
+    if (s->causal && wide == 2) both = least(all_keys, p->highest[2 * unit] + 1 - first);
+    if (both > 0) part[parts++] = (struct part){row, rows, 0, both, wide};
+    if (both < 0) both = 0;
+    if (both < all_keys) part[parts++] = (struct part){row + LANES, rows - LANES, both, all_keys - both, 1};
+    return parts;
 }
 
 static i64 all_seen(const struct place *p, const struct span *s)
@@ -179,18 +199,18 @@ INLINE real number_at(const struct tile *t, i64 at, const int dtype)
 INLINE void add(real *score, vec x) { store(score, pick(x == NONE, x, load(score) + LOG2_E * x)); } /* even to NaN */
 
 INLINE void add_tile_of(
-    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
     real *scores, const int dtype)
 {
     i64 from[UNIT];
     int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
     for (int i = 0; i < rows; i++) {
-        i64 r = least(unit * UNIT + i, p->rows - 1);
+        i64 r = least(row + i, p->rows - 1);
         from[i] = numbers_of(p, t, r);
         alike &= from[i] == from[0];
-        by_lane &= from[i] == from[0] + i || unit * UNIT + i >= p->rows;
+        by_lane &= from[i] == from[0] + i || row + i >= p->rows;
     }
-    by_lane &= unit * UNIT + rows - p->rows <= t->spare; /* nothing beyond the last number is read */
+    by_lane &= row + rows - p->rows <= t->spare; /* nothing beyond the last number is read */
     i64 j = 0;
     if (by_lane || alike)
         for (; j < n; j++)
@@ -215,31 +235,31 @@ INLINE void add_tile_of(
     }
 }
 
-/* adds numbers to scores [n][UNIT] of keys from `first` on */
+/* adds numbers to scores [n][UNIT] of queries from `row` and keys from `first` on */
 static void add_tile(
-    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
     real *scores)
 {
     if (t->dtype == OWN)
-        add_tile_of(p, s, t, unit, first, n, wide, scores, OWN);
+        add_tile_of(p, s, t, row, first, n, wide, scores, OWN);
     else if (t->dtype == BFLOAT16)
-        add_tile_of(p, s, t, unit, first, n, wide, scores, BFLOAT16);
+        add_tile_of(p, s, t, row, first, n, wide, scores, BFLOAT16);
     else
-        add_tile_of(p, s, t, unit, first, n, wide, scores, FLOAT16);
+        add_tile_of(p, s, t, row, first, n, wide, scores, FLOAT16);
 }
 
 /* adds gradients of scores to those of the numbers that were added to them */
 static void pull_tile(
-    const struct place *p, const struct span *s, const struct tile *t, i64 unit, i64 first, i64 n, int wide,
+    const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
     const real *grads)
 {
     const struct gradient *g = p->call->gradient + t->gradient;
-    i64 rows = least(p->rows - unit * UNIT, wide * LANES), at = key_of(p, s, first);
+    i64 rows = least(p->rows - row, wide * LANES), at = key_of(p, s, first);
     i64 whole = t->keys || s->step * g->key != 1 ? 0 : n / LANES * LANES;
     real *to[UNIT];
     int beside = 1; /* as the queries, so are their numbers */
     for (i64 i = 0; i < rows; i++) {
-        i64 r = unit * UNIT + i, query = t->queries ? query_in(p, t, r) : p->query[r];
+        i64 r = row + i, query = t->queries ? query_in(p, t, r) : p->query[r];
         to[i] = g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
         beside &= to[i] == to[0] + i;
     }
@@ -276,9 +296,10 @@ INLINE void cap(const struct call *c, real *score, real *slope)
     if (slope) store(slope, 1 - tanh * tanh);
 }
 
-/* Scores of a unit with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or NULL. */
+/* Scores of queries from `row` on with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or
+   NULL. */
 static void scores_of(
-    const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, const real *key, i64 key_row,
+    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, const real *key, i64 key_row,
     const real *query, real *scores, real *slope)
 {
     const struct call *c = p->call;
@@ -286,9 +307,9 @@ static void scores_of(
     for (i64 j = 0; c->softcap > 0 && j < n; j++)
         for (int w = 0; w < wide * LANES; w += LANES)
             cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
-    for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, unit, first, n, wide, scores);
+    for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, row, first, n, wide, scores);
     if (!s->causal) return;
-    const int32_t *index = p->index + unit * UNIT, after = p->lowest[unit] + 1;
+    const int32_t *index = p->index + row, after = p->lowest[row / UNIT] + 1;
     for (i64 j = after > first ? after - first : 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *at = scores + j * UNIT + w * LANES;
@@ -310,11 +331,11 @@ INLINE vec kept_of(const struct call *c, signed_bits rows, i64 key)
 }
 
 /* weights [n][UNIT], and y if given, are multiplied by that */
-static void drop(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, int wide, real *x, real *y)
+static void drop(const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, real *x, real *y)
 {
     const struct call *c = p->call;
     int32_t rows[UNIT] __attribute__((aligned(64)));
-    for (int i = 0; i < wide * LANES; i++) rows[i] = c->row_bits[number_of(p, least(unit * UNIT + i, p->rows - 1))];
+    for (int i = 0; i < wide * LANES; i++) rows[i] = c->row_bits[number_of(p, least(row + i, p->rows - 1))];
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide * LANES; w += LANES) {
             vec kept = kept_of(c, load_bits(rows + w), p->batch * c->column_batch + key_of(p, s, first + j));

@@ -186,7 +186,8 @@ static void find_lse(const struct place *p, const real *query, real *top, real *
             i64 n = seen(p, k.span, u, k.first, k.n);
             if (n <= 0) continue;
             vec by[2];
-            scores_of(p, k.span, u, k.first, n, width(p, u), key, key_row, query + u * D * UNIT, scores, NULL);
+            const real *of_query = query + u * D * UNIT;
+            scores_of(p, k.span, u * UNIT, k.first, n, width(p, u), key, key_row, of_query, scores, NULL);
             softmax(n, width(p, u), scores, top + u * UNIT, total + u * UNIT, by);
         }
     }
@@ -222,7 +223,7 @@ static void look_place(const struct place *p, real *memory)
             i64 n = seen(p, s, u, k.first, k.n);
             if (n <= 0) continue;
             struct seen seen = {scores, u, least(UNIT, p->rows - u * UNIT), at, s->step, n, width(p, u)};
-            scores_of(p, s, u, k.first, n, seen.wide, key, key_row, query + u * D * UNIT, scores, NULL);
+            scores_of(p, s, u * UNIT, k.first, n, seen.wide, key, key_row, query + u * D * UNIT, scores, NULL);
             weights_of(n, seen.rows, seen.wide, lse + u * UNIT, scores, entropy + u * UNIT);
             for (i64 n_th = 0; n_th < c->statistics; n_th++) {
                 const struct statistic *t = c->statistic + n_th;
