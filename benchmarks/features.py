@@ -132,6 +132,7 @@ ROWS = (
     Row("bias, dense, causal", _dense(Causal())),
     Row("bias, dense, window 256", _dense(Causal() & Window(256))),
     Row("bias, dense, trained", _dense(None, learns=True), learns="numbers"),
+    Row("bias, dense, trained, 4 texts", _dense(None, learns=True), batch=4, most=2048, learns="numbers"),
     Row("bias, ALiBi", _fixed(bias=Alibi(HEADS))),
     Row("bias, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal())),
     Row("bias, ALiBi, window 256", _fixed(bias=Alibi(HEADS), mask=Causal() & Window(256))),
