@@ -37,13 +37,13 @@ def as_read(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None, times: tuple[int, ...] = ()) -> Tensor:
-    """Memory for [*times, batch, heads, length, size] whose axes lie as those of a tensor do: heads within each token,
-    as a layer projects them and takes them back, or each head by itself."""
+def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for [batch, heads, length, size] whose axes lie as those of a tensor do: heads within each token, as a
+    layer projects them and takes them back, or each head by itself."""
     batch, heads, length, _ = tensor.shape
     if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((*times, batch, length, heads, size), dtype=dtype).transpose(-3, -2)
-    return tensor.new_empty((*times, batch, heads, length, size), dtype=dtype)
+        return tensor.new_empty((batch, length, heads, size), dtype=dtype).transpose(1, 2)
+    return tensor.new_empty((batch, heads, length, size), dtype=dtype)
 
 
 class Order:

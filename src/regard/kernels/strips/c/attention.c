@@ -11,7 +11,9 @@
        dkey[key][d]          += sum_i  dscores[key][i]  query[i][d]
 
    are all one loop, `block` of vectors.h: numbers of the left factor, read where they are, times vectors of the right
-   one. Keys and values are neither copied nor transposed, and the softmax adds up and compares whole vectors.
+   one. Keys and values are neither copied nor transposed, and the softmax adds up and compares whole vectors. Products
+   are of float32 or float64 numbers; (1) and (3), whose factors are those that were given, of bfloat16 ones where the
+   processor has instructions for that (AVX512-BF16).
 
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
@@ -243,6 +245,7 @@ typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_par
 static void run(struct call *c, void (*work)(void *), parallel *in_parallel)
 {
     c->next = 0;
+    c->pairs = c->dtype == BFLOAT16 && c->head_dim % 2 == 0 && c->value_dim % 2 == 0 && multiplies_pairs();
     if (in_parallel && c->threads > 1)
         in_parallel(work, c, c->threads, 0);
     else

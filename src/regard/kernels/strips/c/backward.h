@@ -43,107 +43,127 @@ static void write_grad_query(const struct place *p, i64 r, const real *grad)
         c->grad_query.data, place_in(&c->grad_query, p->batch, p->head[r], p->query[r]), c->head_dim, c->dtype, row);
 }
 
+/* Of all units of a place; what lies side by side is [feature][UNIT] each. */
+struct room {
+    real *query, *grad, *grad_query;           /* side by side; grad: of the output */
+    real *query_rows, *grad_rows;              /* one after another, of whole vectors; queries times c->scale */
+    real *lse, *delta;                         /* one number for each query */
+    real *scores, *grads, *slope, *dropped;    /* of a part: [key][UNIT] */
+    real *key, *value, *seen_key, *seen_value; /* of some keys */
+};
+
 /* Takes queries that see no key as 0, with their gradients. */
-static void forget_empty(
-    const struct place *p, real *query, real *grad, real *query_rows, real *grad_rows, real *delta, real *scores,
-    real *key_room)
+static void forget_empty(const struct place *p, const struct room *m)
 {
     const struct call *c = p->call;
     i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
     int8_t sees[UNITS * UNIT] = {0};
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);)
-        for (i64 u = 0; u * UNIT < p->rows; u++) {
-            i64 n = seen(p, k.span, u, k.first, k.n), key_row;
+        for (i64 row = 0; row < p->rows; row += UNIT) {
+            i64 n = seen(p, k.span, row / UNIT, k.first, k.n), key_row;
             if (n <= 0) continue;
-            const real *key = rows_of(p, &c->key, k.span, k.first, n, D, key_room, &key_row);
-            scores_of(p, k.span, u * UNIT, k.first, n, 2, key, key_row, query + u * D * UNIT, scores, NULL);
-            for (i64 j = 0; j < n * UNIT; j++) sees[u * UNIT + j % UNIT] |= scores[j] != NONE;
+            const real *key = keys_of(p, k.span, k.first, n, m->key, &key_row);
+            scores_of(p, k.span, row, k.first, n, 2, key, key_row, column_of(m->query, row, D), m->scores, NULL);
+            for (i64 j = 0; j < n * UNIT; j++) sees[row + j % UNIT] |= m->scores[j] != NONE;
         }
     for (i64 r = 0; r < p->rows; r++) {
         if (sees[r]) continue;
-        i64 u = r / UNIT, i = r % UNIT;
-        for (i64 d = 0; d < D; d++) query[(u * D + d) * UNIT + i] = query_rows[r * D_padded + d] = 0;
-        for (i64 e = 0; e < E; e++) grad[(u * E + e) * UNIT + i] = grad_rows[r * E_padded + e] = 0;
-        delta[r] = 0;
+        for (i64 d = 0; d < D; d++) m->query_rows[r * D_padded + d] = 0;
+        for (i64 d = 0; d < (c->pairs ? D / 2 : D); d++) column_of(m->query, r, D)[d * UNIT] = 0;
+        for (i64 e = 0; e < E; e++) m->grad_rows[r * E_padded + e] = 0;
+        for (i64 e = 0; e < (c->pairs ? E / 2 : E); e++) column_of(m->grad, r, E)[e * UNIT] = 0;
+        m->delta[r] = 0;
     }
+}
+
+/* What a part adds to the gradients of its queries and keys, and of what was added to scores; first: of its keys. */
+static void pull_part(
+    const struct place *p, const struct room *m, const struct span *s, const struct part *part, i64 first,
+    const real *key, i64 key_row, const void *value, i64 value_row)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
+    i64 row = part->row, n = part->n, at = key_of(p, s, first);
+    int wide = part->wide;
+    real *scores = m->scores, *grads = m->grads;
+    scores_of(p, s, row, first, n, wide, key, key_row, column_of(m->query, row, D), scores, m->slope);
+    i64 bytes = c->pairs ? sizeof(uint16_t) : sizeof(real); /* of numbers of values */
+    if (c->careful) {
+        key = without_unseen(part->rows, n, scores, key, &key_row, D, sizeof(real), m->seen_key);
+        value = without_unseen(part->rows, n, scores, value, &value_row, E, bytes, m->seen_value);
+    }
+    if (c->pairs)
+        pairs_times(n, value, value_row, column_of(m->grad, row, E), E / 2, wide, 1, grads);
+    else
+        rows_times(n, value, value_row, column_of(m->grad, row, E), E, wide, grads);
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            real *x = scores + j * UNIT + w * LANES;
+            store(x, exp2_of(load(x) - load(m->lse + row + w * LANES)));
+        }
+    real *kept = scores; /* what values were multiplied by */
+    if (c->row_bits) {
+        kept = memcpy(m->dropped, scores, n * UNIT * sizeof(real));
+        drop(p, s, row, first, n, wide, kept, grads);
+    }
+    real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
+    scores_times(n, kept, m->grad_rows + row * E_padded, E_padded, part->rows, to_value, s->step * c->sum_value.row);
+    for (i64 j = 0; j < n; j++)
+        for (int w = 0; w < wide; w++) {
+            real *x = grads + j * UNIT + w * LANES;
+            store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(m->delta + row + w * LANES)));
+        }
+    for (i64 t = s->tile; t < s->tile + s->tiles; t++)
+        if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, row, first, n, wide, grads);
+    if (c->softcap > 0)
+        for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
+    features_times(D, key, key_row, grads, n, wide, column_of(m->grad_query, row, D));
+    real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
+    scores_times(n, grads, m->query_rows + row * D_padded, D_padded, part->rows, to_key, s->step * c->sum_key.row);
 }
 
 static void backward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
     i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
-    i64 D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
-    real *query = part_of(&memory, units * D * UNIT), *grad = part_of(&memory, units * E * UNIT);
-    real *query_rows = part_of(&memory, units * D_padded * UNIT);
-    real *grad_rows = part_of(&memory, units * E_padded * UNIT);
-    real *grad_query = part_of(&memory, units * D * UNIT);
-    real *lse = part_of(&memory, units * UNIT), *delta = part_of(&memory, units * UNIT);
-    real *scores = part_of(&memory, KEYS_BACKWARD * UNIT), *grads = part_of(&memory, KEYS_BACKWARD * UNIT);
-    real *slope = part_of(&memory, KEYS_BACKWARD * UNIT), *dropped = part_of(&memory, KEYS_BACKWARD * UNIT);
-    real *key_room = part_of(&memory, KEYS_BACKWARD * D), *value_room = part_of(&memory, KEYS_BACKWARD * E);
-    real *seen_key = part_of(&memory, KEYS_BACKWARD * D), *seen_value = part_of(&memory, KEYS_BACKWARD * E);
-    real factor = query_factor(c);
+    i64 D_padded = round_up(D, LANES), E_padded = round_up(E, LANES), of_scores = KEYS_BACKWARD * UNIT;
+    struct room m;
+    m.query = part_of(&memory, units * D * UNIT), m.grad = part_of(&memory, units * E * UNIT);
+    m.grad_query = part_of(&memory, units * D * UNIT);
+    m.query_rows = part_of(&memory, units * D_padded * UNIT), m.grad_rows = part_of(&memory, units * E_padded * UNIT);
+    m.lse = part_of(&memory, units * UNIT), m.delta = part_of(&memory, units * UNIT);
+    m.scores = part_of(&memory, of_scores), m.grads = part_of(&memory, of_scores);
+    m.slope = part_of(&memory, of_scores), m.dropped = part_of(&memory, of_scores);
+    m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
+    m.seen_key = part_of(&memory, KEYS_BACKWARD * D), m.seen_value = part_of(&memory, KEYS_BACKWARD * E);
     for (i64 u = 0; u < units; u++) {
+        real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
         side_by_side(
-            p, &c->query, u, D, factor, query + u * D * UNIT, query_rows + u * D_padded * UNIT, D_padded, c->scale);
-        side_by_side(p, &c->grad_output, u, E, 1, grad + u * E * UNIT, grad_rows + u * E_padded * UNIT, E_padded, 1);
-        for (i64 r = u * UNIT; r < least(p->rows, (u + 1) * UNIT); r++)
-            begin_gradients(p, r, grad_rows + r * E_padded, lse, delta);
-        for (i64 r = p->rows; r < (u + 1) * UNIT; r++) lse[r] = delta[r] = 0;
+            p, &c->query, u, D, query_factor(c), m.query + u * D * UNIT, query_rows, D_padded, c->scale);
+        side_by_side(p, &c->grad_output, u, E, 1, m.grad + u * E * UNIT, grad_rows, E_padded, 1);
     }
-    memset(grad_query, 0, units * D * UNIT * sizeof(real));
-    if (c->careful) forget_empty(p, query, grad, query_rows, grad_rows, delta, scores, key_room);
+    for (i64 r = 0; r < p->rows; r++) begin_gradients(p, r, m.grad_rows + r * E_padded, m.lse, m.delta);
+    for (i64 r = p->rows; r < units * UNIT; r++) m.lse[r] = m.delta[r] = 0;
+    memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
+    if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        const struct span *s = k.span;
-        i64 key_row, value_row, row = key_of(p, s, k.first);
-        const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
-        const real *value = rows_of(p, &c->value, s, k.first, k.n, E, value_room, &value_row);
-        real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
-        real *to_value = sum_row(p, &c->sum_value, c->chunk_value, row);
+        i64 key_row, value_row;
+        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, m.key, &key_row);
+        const real *value = c->pairs ? NULL : rows_of(p, &c->value, k.span, k.first, k.n, E, m.value, &value_row);
         for (i64 u = 0; u < units; u++) {
             struct part part[2];
-            for (int parts = parts_of(p, s, u, k.first, k.n, part), i = 0; i < parts; i++) {
-                i64 from = part[i].from, n = part[i].n, first = k.first + from, k_row = key_row, v_row = value_row;
-                i64 r = part[i].row, rows = part[i].rows, key_step = s->step * c->sum_key.row;
-                i64 value_step = s->step * c->sum_value.row;
-                int wide = part[i].wide;
-                const real *of_key = key + from * key_row, *of_value = value + from * value_row;
-                scores_of(
-                    p, s, r, first, n, wide, of_key, key_row, query + u * D * UNIT + r % UNIT, scores, slope);
-                if (c->careful) {
-                    of_key = without_unseen(rows, n, scores, of_key, &k_row, D, seen_key);
-                    of_value = without_unseen(rows, n, scores, of_value, &v_row, E, seen_value);
-                }
-                rows_times(n, of_value, v_row, grad + u * E * UNIT + r % UNIT, E, wide, grads);
-                for (i64 j = 0; j < n; j++)
-                    for (int w = 0; w < wide; w++) {
-                        real *x = scores + j * UNIT + w * LANES;
-                        store(x, exp2_of(load(x) - load(lse + r + w * LANES)));
-                    }
-                real *kept = scores; /* what values were multiplied by */
-                if (c->row_bits) {
-                    kept = memcpy(dropped, scores, n * UNIT * sizeof(real));
-                    drop(p, s, r, first, n, wide, kept, grads);
-                }
-                real *to = to_value + from * value_step;
-                scores_times(n, kept, grad_rows + r * E_padded, E_padded, rows, to, value_step);
-                for (i64 j = 0; j < n; j++)
-                    for (int w = 0; w < wide; w++) {
-                        real *x = grads + j * UNIT + w * LANES;
-                        store(x, load(scores + j * UNIT + w * LANES) * (load(x) - load(delta + r + w * LANES)));
-                    }
-                for (i64 t = s->tile; t < s->tile + s->tiles; t++)
-                    if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, r, first, n, wide, grads);
-                if (c->softcap > 0)
-                    for (i64 j = 0; j < n * UNIT; j++) grads[j] *= slope[j];
-                features_times(D, of_key, k_row, grads, n, wide, grad_query + u * D * UNIT + r % UNIT);
-                scores_times(n, grads, query_rows + r * D_padded, D_padded, rows, to_key + from * key_step, key_step);
+            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 first = k.first + part[i].from, apart = c->pairs ? k.span->step * c->value.row : value_row;
+                const real *of_key = key + part[i].from * key_row;
+                const void *of_value = c->pairs ? (const void *)halves_of(p, &c->value, k.span, first)
+                                                : (const void *)(value + part[i].from * value_row);
+                pull_part(p, &m, k.span, part + i, first, of_key, key_row, of_value, apart);
             }
         }
     }
     real of_unit[UNIT * D];
     for (i64 r = 0; r < p->rows; r++) {
-        if (r % UNIT == 0) to_rows(grad_query + r * D, D, of_unit);
+        if (r % UNIT == 0) to_rows(m.grad_query + r * D, D, of_unit);
         write_grad_query(p, r, of_unit + r % UNIT * D);
     }
 }

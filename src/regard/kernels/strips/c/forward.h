@@ -103,21 +103,22 @@ static void forward_place(const struct place *p, real *memory)
     memset(output, 0, units * E * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         i64 key_row, value_row;
-        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, key_room, &key_row);
+        const real *key = keys_of(p, k.span, k.first, k.n, key_room, &key_row);
         const real *value = rows_of(p, &c->value, k.span, k.first, k.n, E, value_room, &value_row);
         for (i64 u = 0; u < units; u++) {
             struct part part[2];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from, seen_row = value_row;
                 int wide = part[i].wide;
-                const real *of_query = query + u * D * UNIT + row % UNIT, *of_key = key + part[i].from * key_row;
-                const real *of_seen = value + part[i].from * value_row;
-                scores_of(p, k.span, row, first, n, wide, of_key, key_row, of_query, scores, NULL);
+                const real *of_key = key + part[i].from * key_row, *of_seen = value + part[i].from * value_row;
+                scores_of(
+                    p, k.span, row, first, n, wide, of_key, key_row, column_of(query, row, D), scores, NULL);
                 if (c->careful)
-                    of_seen = without_unseen(part[i].rows, n, scores, of_seen, &seen_row, E, seen_room);
+                    of_seen = without_unseen(
+                        part[i].rows, n, scores, of_seen, &seen_row, E, sizeof(real), seen_room);
                 attend(
                     p, k.span, row, first, n, wide, of_seen, seen_row, scores, top + row, total + row,
-                    output + u * E * UNIT + row % UNIT);
+                    column_of(output, row, E));
             }
         }
     }

@@ -78,6 +78,20 @@ static const real *rows_of(
     return room;
 }
 
+/* the same in bfloat16, where they are */
+INLINE const uint16_t *halves_of(const struct place *p, const struct tensor *t, const struct span *s, i64 first)
+{
+    return (const uint16_t *)t->data + place_in(t, p->batch, p->kv_head, key_of(p, s, first));
+}
+
+/* keys as `scores_of` takes them: it reads pairs itself */
+static const real *keys_of(const struct place *p, const struct span *s, i64 first, i64 n, real *room, i64 *row)
+{
+    if (!p->call->pairs) return rows_of(p, &p->call->key, s, first, n, p->call->head_dim, room, row);
+    *row = 0;
+    return room;
+}
+
 /* numbers of a thread's memory, for one purpose */
 INLINE real *part_of(real **memory, i64 numbers)
 {
@@ -91,14 +105,19 @@ INLINE void suspect(const struct place *p)
     __atomic_store_n((i64 *)&p->call->suspect, 1, __ATOMIC_RELAXED);
 }
 
-/* Rows of keys or values, as 0 if no query of the unit sees them: a weight of 0 times NaN would be NaN. */
-static const real *without_unseen(
-    i64 queries, i64 n, const real *scores, const real *rows, i64 *apart, i64 size, real *room)
+/* Rows of keys or values, as 0 if no query of the unit sees them: a weight of 0 times NaN would be NaN. Numbers are of
+   so many bytes. */
+static const void *without_unseen(
+    i64 queries, i64 n, const real *scores, const void *rows, i64 *apart, i64 size, i64 bytes, void *room)
 {
     for (i64 j = 0; j < n; j++) {
         int is_seen = 0;
         for (i64 i = 0; i < queries; i++) is_seen |= scores[j * UNIT + i] != NONE;
-        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *apart + d] : 0;
+        char *to = (char *)room + j * size * bytes;
+        if (is_seen)
+            memcpy(to, (const char *)rows + j * *apart * bytes, size * bytes);
+        else
+            memset(to, 0, size * bytes);
     }
     *apart = size;
     return room;
@@ -303,7 +322,12 @@ static void scores_of(
     const real *query, real *scores, real *slope)
 {
     const struct call *c = p->call;
-    rows_times(n, key, key_row, query, c->head_dim, wide, scores);
+    if (c->pairs)
+        pairs_times(
+            n, halves_of(p, &c->key, s, first), s->step * c->key.row, query, c->head_dim / 2, wide, query_factor(c),
+            scores);
+    else
+        rows_times(n, key, key_row, query, c->head_dim, wide, scores);
     for (i64 j = 0; c->softcap > 0 && j < n; j++)
         for (int w = 0; w < wide * LANES; w += LANES)
             cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
@@ -344,6 +368,12 @@ static void drop(const struct place *p, const struct span *s, i64 row, i64 first
         }
 }
 
+/* where a query has its column, of what lies side by side for all units */
+INLINE real *column_of(real *all_units, i64 row, i64 size)
+{
+    return all_units + row / UNIT * size * UNIT + row % UNIT;
+}
+
 /* A query, or the gradient of an output, in our dtype. */
 static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 size, real *row)
 {
@@ -351,20 +381,27 @@ static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 s
     if (!is_finite(row, size)) suspect(p);
 }
 
-/* Queries, or gradients of outputs, side by side: [feature][UNIT]; and one after another, if `rows` is given. */
+/* Queries, or gradients of outputs, side by side: [feature][UNIT], times a factor, or [pair][UNIT] as they are; and one
+   after another, if `rows` is given. */
 static void side_by_side(
     const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out, real *rows,
     i64 padded, real rows_factor)
 {
     i64 dtype = p->call->dtype, n = least(UNIT, p->rows - unit * UNIT);
-    const real *from[UNIT];
+    const real *from[UNIT], *pairs[UNIT];
     real room[dtype == OWN ? 1 : UNIT * size];
     for (i64 i = 0; i < UNIT; i++) {
         i64 r = unit * UNIT + least(i, n - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
         from[i] = dtype == OWN ? (const real *)t->data + at : room + i * size;
-        if (dtype != OWN) widen(t->data, at, size, dtype, room + i * size);
+        pairs[i] = (const real *)((const uint16_t *)t->data + at);
+        if (dtype != OWN && (rows || !p->call->pairs)) widen(t->data, at, size, dtype, room + i * size);
     }
-    to_columns(from, UNIT, size, factor, out);
+    if (p->call->pairs)
+        to_columns(pairs, UNIT, size / 2, out);
+    else
+        to_columns(from, UNIT, size, out);
+    if (!p->call->pairs && factor != 1)
+        for (i64 d = 0; d < size * UNIT; d++) out[d] *= factor;
     if (!rows) return;
     memset(rows, 0, UNIT * padded * sizeof(real));
     for (i64 i = 0; i < n; i++) {

@@ -181,7 +181,7 @@ static void find_lse(const struct place *p, const real *query, real *top, real *
     begin_softmax(p, units, top, total);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         i64 key_row;
-        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, key_room, &key_row);
+        const real *key = keys_of(p, k.span, k.first, k.n, key_room, &key_row);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, k.span, u, k.first, k.n);
             if (n <= 0) continue;
@@ -218,7 +218,7 @@ static void look_place(const struct place *p, real *memory)
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
         i64 key_row, at = key_of(p, s, k.first);
-        const real *key = rows_of(p, &c->key, s, k.first, k.n, D, key_room, &key_row);
+        const real *key = keys_of(p, s, k.first, k.n, key_room, &key_row);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, s, u, k.first, k.n);
             if (n <= 0) continue;
