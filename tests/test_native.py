@@ -466,6 +466,26 @@ def test_numbers_that_scores_have_in_common_get_their_gradients_with_any_number_
 
 
 @needs_library
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (7, 8), (8, 5), (64, 34)])
+def test_bfloat16_of_any_size_is_read_wherever_it_begins(size, value_size):
+    """Two features at a time, where the processor multiplies them so; an odd number of them, or of places before them."""
+    draw = torch.Generator().manual_seed(0)
+
+    def odd(features):
+        return torch.randn(2 * 3 * 90 * features + 1, generator=draw).bfloat16()[1:].view(2, 90, 3, features)
+
+    three = [odd(features).transpose(1, 2) for features in (size, size, value_size)]
+    grad = odd(value_size).transpose(1, 2)
+    found = []
+    for dtype, kernel in ((torch.bfloat16, "native"), (torch.float64, "reference"), (torch.bfloat16, "reference")):
+        leaves = [part.to(dtype).detach().requires_grad_() for part in three]
+        output = attention(*leaves, mask=Causal(), softcap=20.0, kernel=kernel)
+        found.append((output, *torch.autograd.grad(output, leaves, grad.to(dtype))))
+    for name, one, exact, plain in zip(("output", "query", "key", "value"), *found, strict=True):
+        assert_within_budget(one, exact, plain, name)
+
+
+@needs_library
 def test_strips_of_the_same_queries_are_given_together(monkeypatch):
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 1000)
     bias = torch.randn(1, 2, 360, 480, generator=torch.Generator().manual_seed(1)).double()  # a copy for each strip
