@@ -468,7 +468,7 @@ def test_numbers_that_scores_have_in_common_get_their_gradients_with_any_number_
 @needs_library
 @pytest.mark.parametrize(("size", "value_size"), [(8, 8), (7, 8), (8, 5), (64, 34)])
 def test_bfloat16_of_any_size_is_read_wherever_it_begins(size, value_size):
-    """Two features at a time, where the processor multiplies them so; an odd number of them, or of places before them."""
+    """Two features at a time where the processor multiplies them so; an odd number of them, or of places before."""
     draw = torch.Generator().manual_seed(0)
 
     def odd(features):
