@@ -197,6 +197,8 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     assert choose(call).name == "native"
     monkeypatch.setattr(native, "price", lambda dtype, learns: 1.2)
     assert choose(call).name == "sdpa"
+    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.5)
+    assert choose(checked(Causal(), shape=(1, 2, 8, 16))).name == "sdpa"  # which begins sooner
     one, other = native._two_ways(torch.float32, learns=False)
     assert_close(one(), other())
     one, other = native._two_ways(torch.float32, learns=True)

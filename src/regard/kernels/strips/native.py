@@ -105,9 +105,10 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
 
 def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
-    learns, size, to_begin = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128, 0
-    if learns and call.query.dtype not in fused.HALF:  # in which torch's own function takes as long to begin
-        to_begin = tuning.SCORES_TO_BEGIN_THAT_LEARN
+    learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
+    to_begin = tuning.SCORES_TO_BEGIN
+    if learns:  # in half precision, torch's own function takes as long to begin
+        to_begin = 0 if call.query.dtype in fused.HALF else tuning.SCORES_TO_BEGIN_THAT_LEARN
     changed = reordering(call)
     if changed is not None:
         to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)

@@ -95,9 +95,10 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
+SCORES_TO_BEGIN = 1 << 10
 SCORES_TO_BEGIN_THAT_LEARN = 1 << 12
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
-with gradients in float32; otherwise, it takes as long. Rows of 128 tokens of features.py."""
+and with gradients in float32. Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
 
 SCORES_TO_SORT = 1 << 12
 """The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""
