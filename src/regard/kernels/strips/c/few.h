@@ -170,11 +170,9 @@ static void few_add(
 static void few_pull(
     const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, const real *grads)
 {
-    const struct gradient *g = p->call->gradient + t->gradient;
-    i64 query = t->queries ? query_in(p, t, r) : p->query[r];
-    real *to = g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
-    for (i64 j = 0; j < n; j++)
-        to[(t->keys ? key_in(p, s, t, first + j) : key_of(p, s, first + j)) * g->key] += grads[j];
+    i64 apart = p->call->gradient[t->gradient].key;
+    real *to = gradients_of(p, t, r);
+    for (i64 j = 0; j < n; j++) to[gradient_key(p, s, t, first + j) * apart] += grads[j];
 }
 
 /* multiplies the weights of a row, and y if given, by 0 where dropout drops them, and by its factor where not */

@@ -267,6 +267,20 @@ static void add_tile(
         add_tile_of(p, s, t, row, first, n, wide, scores, FLOAT16);
 }
 
+/* where the gradients of the numbers of a query begin */
+INLINE real *gradients_of(const struct place *p, const struct tile *t, i64 r)
+{
+    const struct gradient *g = p->call->gradient + t->gradient;
+    i64 query = t->queries ? query_in(p, t, r) : p->query[r];
+    return g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
+}
+
+/* the place of a key by which they lie */
+INLINE i64 gradient_key(const struct place *p, const struct span *s, const struct tile *t, i64 at)
+{
+    return t->keys ? key_in(p, s, t, at) : key_of(p, s, at);
+}
+
 /* adds gradients of scores to those of the numbers that were added to them */
 static void pull_tile(
     const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
@@ -278,8 +292,7 @@ static void pull_tile(
     real *to[UNIT];
     int beside = 1; /* as the queries, so are their numbers */
     for (i64 i = 0; i < rows; i++) {
-        i64 r = row + i, query = t->queries ? query_in(p, t, r) : p->query[r];
-        to[i] = g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
+        to[i] = gradients_of(p, t, row + i);
         beside &= to[i] == to[0] + i;
     }
     for (i64 j = beside ? n : 0; j < whole; j += LANES)
@@ -293,7 +306,7 @@ static void pull_tile(
             }
         }
     for (i64 j = beside ? 0 : whole; j < n; j++) {
-        i64 of_key = (t->keys ? key_in(p, s, t, first + j) : at + j * s->step) * g->key;
+        i64 of_key = gradient_key(p, s, t, first + j) * g->key;
         if (beside)
             for (i64 i = 0; i < rows; i++) to[0][of_key + i] += grads[j * UNIT + i];
         else
