@@ -89,8 +89,8 @@ static void pull_part(
     scores_of(p, s, row, first, n, wide, key, key_row, column_of(m->query, row, D), scores, m->slope);
     i64 bytes = c->pairs ? sizeof(uint16_t) : sizeof(real); /* of numbers of values */
     if (c->careful) {
-        key = without_unseen(part->rows, n, scores, key, &key_row, D, sizeof(real), m->seen_key);
-        value = without_unseen(part->rows, n, scores, value, &value_row, E, bytes, m->seen_value);
+        key = without_unseen(part->rows, n, scores, UNIT, 1, key, &key_row, D, sizeof(real), m->seen_key);
+        value = without_unseen(part->rows, n, scores, UNIT, 1, value, &value_row, E, bytes, m->seen_value);
     }
     if (c->pairs)
         pairs_times(n, value, value_row, column_of(m->grad, row, E), E / 2, wide, 1, grads);

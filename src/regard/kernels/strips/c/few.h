@@ -202,19 +202,6 @@ static void few_scores_of(
     }
 }
 
-/* Rows of keys or values, as 0 if no query sees them. */
-static const real *few_without_unseen(
-    const struct place *p, i64 n, const real *scores, const real *rows, i64 *row, i64 size, real *room)
-{
-    for (i64 j = 0; j < n; j++) {
-        int is_seen = 0;
-        for (i64 r = 0; r < p->rows; r++) is_seen |= scores[r * KEYS + j] != NONE;
-        for (i64 d = 0; d < size; d++) room[j * size + d] = is_seen ? rows[j * *row + d] : 0;
-    }
-    *row = size;
-    return room;
-}
-
 /* Scores of a row become weights, relative to the largest so far; returns what the earlier ones are multiplied by. */
 static real few_softmax(i64 n, real *scores, real *top, real *total)
 {
@@ -261,7 +248,8 @@ static void few_place(const struct place *p, real *memory)
         const real *key = rows_of(p, &c->key, s, k.first, n, D, key_room, &key_row);
         const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
         few_scores_of(p, s, k.first, n, key, key_row, query, scores, NULL);
-        if (c->careful) value = few_without_unseen(p, n, scores, value, &value_row, E, seen_room);
+        if (c->careful)
+            value = without_unseen(p->rows, n, scores, 1, KEYS, value, &value_row, E, sizeof(real), seen_room);
         for (i64 r = 0; r < p->rows; r++) {
             real by = few_softmax(n, scores + r * KEYS, top + r, total + r);
             if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS, NULL);
@@ -332,8 +320,8 @@ static void few_backward_place(const struct place *p, real *memory)
         const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
         few_scores_of(p, s, k.first, n, key, key_row, query, scores, slope);
         if (c->careful) {
-            key = few_without_unseen(p, n, scores, key, &key_row, D, seen_key);
-            value = few_without_unseen(p, n, scores, value, &value_row, E, seen_value);
+            key = without_unseen(p->rows, n, scores, 1, KEYS, key, &key_row, D, sizeof(real), seen_key);
+            value = without_unseen(p->rows, n, scores, 1, KEYS, value, &value_row, E, sizeof(real), seen_value);
         }
         WITH_ROWS(few_scores, p->rows, n, value, value_row, grad, E_padded, E, grads);
         for (i64 r = 0; r < p->rows; r++)

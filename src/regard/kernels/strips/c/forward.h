@@ -115,7 +115,7 @@ static void forward_place(const struct place *p, real *memory)
                     p, k.span, row, first, n, wide, of_key, key_row, column_of(query, row, D), scores, NULL);
                 if (c->careful)
                     of_seen = without_unseen(
-                        part[i].rows, n, scores, of_seen, &seen_row, E, sizeof(real), seen_room);
+                        part[i].rows, n, scores, UNIT, 1, of_seen, &seen_row, E, sizeof(real), seen_room);
                 attend(
                     p, k.span, row, first, n, wide, of_seen, seen_row, scores, top + row, total + row,
                     column_of(output, row, E));

@@ -105,14 +105,15 @@ INLINE void suspect(const struct place *p)
     __atomic_store_n((i64 *)&p->call->suspect, 1, __ATOMIC_RELAXED);
 }
 
-/* Rows of keys or values, as 0 if no query of the unit sees them: a weight of 0 times NaN would be NaN. Numbers are of
-   so many bytes. */
-static const void *without_unseen(
-    i64 queries, i64 n, const real *scores, const void *rows, i64 *apart, i64 size, i64 bytes, void *room)
+/* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. by_key, by_query: how far
+   scores lie apart. Numbers of rows are of so many bytes. */
+INLINE const void *without_unseen(
+    i64 queries, i64 n, const real *scores, i64 by_key, i64 by_query, const void *rows, i64 *apart, i64 size, i64 bytes,
+    void *room)
 {
     for (i64 j = 0; j < n; j++) {
         int is_seen = 0;
-        for (i64 i = 0; i < queries; i++) is_seen |= scores[j * UNIT + i] != NONE;
+        for (i64 i = 0; i < queries; i++) is_seen |= scores[j * by_key + i * by_query] != NONE;
         char *to = (char *)room + j * size * bytes;
         if (is_seen)
             memcpy(to, (const char *)rows + j * *apart * bytes, size * bytes);
