@@ -20,6 +20,9 @@ OWN = 0
 DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for them; OWN: that in which it computes."""
 
+PRODUCTS = "plain", "pairs", "tiles"
+"""By what the library multiplies bfloat16 numbers: as float32, or by AVX512-BF16 or AMX as they are; see c/halves.h."""
+
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -89,7 +92,7 @@ class CallOf(ctypes.Structure):
         ("statistic", _address),
         *((name, _i64) for name in ("statistics", "knows_lse", "goes_on")),
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
-        *((name, _i64) for name in ("careful", "suspect", "pairs", "units", "next", "first_batch", "last_batch")),
+        *((name, _i64) for name in ("careful", "suspect", "products", "units", "next", "first_batch", "last_batch")),
     )
 
 
@@ -106,16 +109,20 @@ class Compiled:
     """The compiled functions. All take a `CallOf`, and run on as many of torch's threads as it says.
 
     Attributes:
-        dtype: in which it computes. lanes: numbers in a vector.
+        dtype: in which it computes. lanes: numbers in a vector. products: by what it multiplies bfloat16 numbers.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
         loaded = ctypes.CDLL(str(path))
-        loaded.regard_lanes.restype = loaded.regard_size_of_structures.restype = _i64
+        for question in (loaded.regard_lanes, loaded.regard_size_of_structures, loaded.regard_products):
+            question.restype = _i64
         if loaded.regard_size_of_structures() != sum(map(ctypes.sizeof, STRUCTURES)):
             raise OSError(f"{path.name} was compiled from another version of c/call.h")
         self.lanes: int = loaded.regard_lanes()
+        self.products = PRODUCTS[loaded.regard_products()]
+        self._set_products = loaded.regard_set_products
+        self._set_products.argtypes, self._set_products.restype = (_i64,), None
         # torch's own threads: those of a second runtime would compete with them for the cores
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
@@ -142,6 +149,10 @@ class Compiled:
     def look(self, call: CallOf) -> None:
         """Writes lse if it is not known, and statistics of the weights."""
         self._look(call, self._in_parallel)
+
+    def set_products(self, products: int) -> None:
+        """For tests, which emulate the instructions of AMX."""
+        self._set_products(products)
 
     def write_random(self, numbers: Tensor, seed: int) -> None:
         """As `regard.dropout.write_random`, into contiguous numbers."""

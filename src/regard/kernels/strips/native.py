@@ -130,7 +130,8 @@ def reads_less(call: Call) -> bool:
 def price(dtype: torch.dtype, learns: bool) -> float:
     """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
     1 where nothing is measured."""
-    name = f"native / fused, {dtype}" + (", gradients" if learns else "")
+    products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
+    name = f"native / fused, {dtype}" + (", gradients" if learns else "") + f", {products} products"
     return measured.alone(lambda: measured.ratio(name, *_two_ways(dtype, learns)))
 
 

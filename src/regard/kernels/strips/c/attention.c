@@ -12,13 +12,12 @@
 
    are all one loop, `block` of vectors.h: numbers of the left factor, read where they are, times vectors of the right
    one. Keys and values are neither copied nor transposed, and the softmax adds up and compares whole vectors. Products
-   are of float32 or float64 numbers; (1) and (3), whose factors are those that were given, of bfloat16 ones where the
-   processor has instructions for that (AVX512-BF16).
+   are of float32 or float64 numbers; of bfloat16 ones where the processor has instructions for that: see halves.h.
 
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
 
-   vectors.h has the products, call.h the interface, scores.h what scores are, forward.h, few.h, backward.h and
+   vectors.h and halves.h have the products, call.h the interface, scores.h what scores are, forward.h, few.h, backward.h and
    statistics.h what is computed of them, for some queries; here all queries of a call are given out to threads. */
 
 #include <pthread.h>
@@ -112,6 +111,25 @@ INLINE unsigned flush_tiny(void) { return 0; }
 INLINE void restore_tiny(unsigned before) { (void)before; }
 #endif
 
+/* What a thread is set to, until we are done. */
+struct state {
+    unsigned tiny;
+    struct tiles tiles;
+};
+
+static struct state begin_work(const struct call *c)
+{
+    struct state before = {.tiny = flush_tiny()};
+    if (c->products == TILES) begin_tiles(&before.tiles);
+    return before;
+}
+
+static void end_work(const struct call *c, struct state before)
+{
+    if (c->products == TILES) set_tiles(&before.tiles);
+    restore_tiny(before.tiny);
+}
+
 INLINE i64 batches_of(const struct call *c, const struct strip *s) { return s->batch < 0 ? c->batches : 1; }
 
 INLINE i64 heads_of(const struct call *c, const struct strip *s) { return is_folded(c, s) ? c->kv_heads : c->heads; }
@@ -125,7 +143,7 @@ static void forward_work(void *of_call)
 {
     struct call *c = of_call;
     real *memory = memory_for(forward_numbers(c));
-    unsigned tiny = flush_tiny();
+    struct state before_us = begin_work(c);
     struct place p;
     i64 before = 0, number = 0; /* items of the strips before this one */
     for (;;) {
@@ -145,7 +163,7 @@ static void forward_work(void *of_call)
         else
             forward_place(&p, memory);
     }
-    restore_tiny(tiny);
+    end_work(c, before_us);
 }
 
 /* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
@@ -155,7 +173,7 @@ static void deal(
     void (*compute)(const struct place *, real *), i64 numbers)
 {
     real *memory = memory_for(numbers);
-    unsigned tiny = flush_tiny();
+    struct state before_us = begin_work(c);
     struct place p;
     i64 group = c->heads / c->kv_heads, owners = c->heads_in_common ? 1 : c->kv_heads, each = c->kv_heads / owners;
     for (;;) {
@@ -182,7 +200,7 @@ static void deal(
             }
         }
     }
-    restore_tiny(tiny);
+    end_work(c, before_us);
 }
 
 static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
@@ -242,10 +260,29 @@ static void look_work(void *call) { deal(call, NULL, look_place, look_numbers(ca
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the OpenMP that torch uses */
 
+static int best = -1; /* what products can be, of `enum products`; not found out yet */
+
+API i64 regard_products(void)
+{
+    if (best < 0) best = best_products();
+    return best;
+}
+
+/* For tests, which emulate the instructions for tiles. */
+API void regard_set_products(i64 products) { best = products; }
+
+/* by what the numbers of a call are multiplied */
+static enum products products_of(const struct call *c)
+{
+    i64 features = c->head_dim | c->value_dim;
+    if (c->dtype != BFLOAT16 || features % 2) return PLAIN;
+    return features % DEEP ? least(regard_products(), PAIRS) : regard_products();
+}
+
 static void run(struct call *c, void (*work)(void *), parallel *in_parallel)
 {
     c->next = 0;
-    c->pairs = c->dtype == BFLOAT16 && c->head_dim % 2 == 0 && c->value_dim % 2 == 0 && multiplies_pairs();
+    c->products = products_of(c);
     if (in_parallel && c->threads > 1)
         in_parallel(work, c, c->threads, 0);
     else

@@ -7,7 +7,7 @@
 static i64 backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
-    return UNITS * UNIT * (2 * D + E + wide + 2) + KEYS_BACKWARD * (4 * UNIT + 2 * D + 2 * E) + 16 * 18;
+    return UNITS * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 2 * D + 2 * E) + 16 * 21;
 }
 
 /* The log-sum-exp of a query in units of log 2, and sum_j weight dweight: what an output is multiplied by. */
@@ -47,8 +47,9 @@ static void write_grad_query(const struct place *p, i64 r, const real *grad)
 struct room {
     real *query, *grad, *grad_query;           /* side by side; grad: of the output */
     real *query_rows, *grad_rows;              /* one after another, of whole vectors; queries times c->scale */
+    real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature]; as they are */
     real *lse, *delta;                         /* one number for each query */
-    real *scores, *grads, *slope, *dropped;    /* of a part: [key][UNIT] */
+    real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
     real *key, *value, *seen_key, *seen_value; /* of some keys */
 };
 
@@ -60,42 +61,59 @@ static void forget_empty(const struct place *p, const struct room *m)
     int8_t sees[UNITS * UNIT] = {0};
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);)
         for (i64 row = 0; row < p->rows; row += UNIT) {
-            i64 n = seen(p, k.span, row / UNIT, k.first, k.n), key_row;
+            i64 n = seen(p, k.span, row / UNIT, k.first, k.n);
             if (n <= 0) continue;
-            const real *key = keys_of(p, k.span, k.first, n, m->key, &key_row);
-            scores_of(p, k.span, row, k.first, n, 2, key, key_row, column_of(m->query, row, D), m->scores, NULL);
+            struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, n, D, m->key);
+            scores_of(p, k.span, row, k.first, n, 2, key, column_of(m->query, row, D), m->scores, NULL);
             for (i64 j = 0; j < n * UNIT; j++) sees[row + j % UNIT] |= m->scores[j] != NONE;
         }
     for (i64 r = 0; r < p->rows; r++) {
         if (sees[r]) continue;
         for (i64 d = 0; d < D; d++) m->query_rows[r * D_padded + d] = 0;
-        for (i64 d = 0; d < (c->pairs ? D / 2 : D); d++) column_of(m->query, r, D)[d * UNIT] = 0;
+        for (i64 d = 0; d < D; d++) column_of(m->query, r, D)[d * UNIT] = 0;
         for (i64 e = 0; e < E; e++) m->grad_rows[r * E_padded + e] = 0;
-        for (i64 e = 0; e < (c->pairs ? E / 2 : E); e++) column_of(m->grad, r, E)[e * UNIT] = 0;
+        for (i64 e = 0; e < E; e++) column_of(m->grad, r, E)[e * UNIT] = 0;
+        for (i64 d = 0; d < D; d++) ((uint16_t *)(m->query_pairs + r / 2 * D))[2 * d + r % 2] = 0;
+        for (i64 e = 0; e < E; e++) ((uint16_t *)(m->grad_pairs + r / 2 * E))[2 * e + r % 2] = 0;
         m->delta[r] = 0;
     }
 }
 
-/* What a part adds to the gradients of its queries and keys, and of what was added to scores; first: of its keys. */
+/* (5): adds numbers of a part's scores, times a factor, times its queries or gradients to rows of its keys or values;
+   `rows` are times that factor, `pairs` are not */
+static void add_to_rows(
+    const struct place *p, const struct room *m, const struct part *part, const real *scores, real factor,
+    const real *rows, const real *pairs, i64 size, real *to, i64 apart)
+{
+    i64 row = part->row, padded = round_up(size, LANES);
+    i64 whole = p->call->products == TILES ? part->n / TILE * TILE : 0;
+    if (whole)
+        split_times(
+            whole, part->rows, row % UNIT, scores, factor, m->split, pairs + row / UNIT * UNIT / 2 * size, size, to,
+            apart);
+    scores_times(
+        part->n - whole, scores + whole * UNIT, rows + row * padded, padded, part->rows, to + whole * apart, apart);
+}
+
+/* What a part adds to the gradients of its queries and keys, and of what was added to scores; first: of its keys, which
+   are given as (1) takes them, and as (4) does. */
 static void pull_part(
     const struct place *p, const struct room *m, const struct span *s, const struct part *part, i64 first,
-    const real *key, i64 key_row, const void *value, i64 value_row)
+    struct rows key, struct rows value, struct rows weighed)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
-    i64 row = part->row, n = part->n, at = key_of(p, s, first);
+    i64 D = c->head_dim, E = c->value_dim, row = part->row, n = part->n, at = key_of(p, s, first);
     int wide = part->wide;
     real *scores = m->scores, *grads = m->grads;
-    scores_of(p, s, row, first, n, wide, key, key_row, column_of(m->query, row, D), scores, m->slope);
-    i64 bytes = c->pairs ? sizeof(uint16_t) : sizeof(real); /* of numbers of values */
+    scores_of(p, s, row, first, n, wide, key, column_of(m->query, row, D), scores, m->slope);
     if (c->careful) {
-        key = without_unseen(part->rows, n, scores, UNIT, 1, key, &key_row, D, sizeof(real), m->seen_key);
-        value = without_unseen(part->rows, n, scores, UNIT, 1, value, &value_row, E, bytes, m->seen_value);
+        int8_t is_seen[KEYS_BACKWARD];
+        find_seen(part->rows, n, scores, UNIT, 1, is_seen);
+        weighed = weighed_if_seen(c, is_seen, n, weighed, D, m->seen_key);
+        i64 bytes = c->products == PLAIN ? sizeof(real) : sizeof(uint16_t);
+        value = rows_if_seen(is_seen, n, value, E, bytes, m->seen_value);
     }
-    if (c->pairs)
-        pairs_times(n, value, value_row, column_of(m->grad, row, E), E / 2, wide, 1, grads);
-    else
-        rows_times(n, value, value_row, column_of(m->grad, row, E), E, wide, grads);
+    multiply(c, E, value, column_of(m->grad, row, E), 1, n, wide, grads);
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *x = scores + j * UNIT + w * LANES;
@@ -107,7 +125,7 @@ static void pull_part(
         drop(p, s, row, first, n, wide, kept, grads);
     }
     real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
-    scores_times(n, kept, m->grad_rows + row * E_padded, E_padded, part->rows, to_value, s->step * c->sum_value.row);
+    add_to_rows(p, m, part, kept, 1, m->grad_rows, m->grad_pairs, E, to_value, s->step * c->sum_value.row);
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *x = grads + j * UNIT + w * LANES;
@@ -117,9 +135,9 @@ static void pull_part(
         if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, row, first, n, wide, grads);
     if (c->softcap > 0)
         for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
-    features_times(D, key, key_row, grads, n, wide, column_of(m->grad_query, row, D));
     real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
-    scores_times(n, grads, m->query_rows + row * D_padded, D_padded, part->rows, to_key, s->step * c->sum_key.row);
+    add_to_rows(p, m, part, grads, c->scale, m->query_rows, m->query_pairs, D, to_key, s->step * c->sum_key.row);
+    weigh(c, D, weighed, grads, n, wide, column_of(m->grad_query, row, D));
 }
 
 static void backward_place(const struct place *p, real *memory)
@@ -133,31 +151,34 @@ static void backward_place(const struct place *p, real *memory)
     m.query_rows = part_of(&memory, units * D_padded * UNIT), m.grad_rows = part_of(&memory, units * E_padded * UNIT);
     m.lse = part_of(&memory, units * UNIT), m.delta = part_of(&memory, units * UNIT);
     m.scores = part_of(&memory, of_scores), m.grads = part_of(&memory, of_scores);
+    m.query_pairs = part_of(&memory, units * D * UNIT / 2), m.grad_pairs = part_of(&memory, units * E * UNIT / 2);
     m.slope = part_of(&memory, of_scores), m.dropped = part_of(&memory, of_scores);
+    m.split = part_of(&memory, of_scores);
     m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
     m.seen_key = part_of(&memory, KEYS_BACKWARD * D), m.seen_value = part_of(&memory, KEYS_BACKWARD * E);
     for (i64 u = 0; u < units; u++) {
+        real *query_pairs = m.query_pairs + u * D * UNIT / 2, *grad_pairs = m.grad_pairs + u * E * UNIT / 2;
         real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
-        side_by_side(
-            p, &c->query, u, D, query_factor(c), m.query + u * D * UNIT, query_rows, D_padded, c->scale);
-        side_by_side(p, &c->grad_output, u, E, 1, m.grad + u * E * UNIT, grad_rows, E_padded, 1);
+        side_by_side(p, &c->query, u, D, query_factor(c), m.query + u * D * UNIT);
+        side_by_side(p, &c->grad_output, u, E, 1, m.grad + u * E * UNIT);
+        one_after_another(p, &c->query, u, D, c->scale, D_padded, query_rows, query_pairs);
+        one_after_another(p, &c->grad_output, u, E, 1, E_padded, grad_rows, grad_pairs);
     }
     for (i64 r = 0; r < p->rows; r++) begin_gradients(p, r, m.grad_rows + r * E_padded, m.lse, m.delta);
     for (i64 r = p->rows; r < units * UNIT; r++) m.lse[r] = m.delta[r] = 0;
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        i64 key_row, value_row;
-        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, D, m.key, &key_row);
-        const real *value = c->pairs ? NULL : rows_of(p, &c->value, k.span, k.first, k.n, E, m.value, &value_row);
+        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, m.key);
+        struct rows key = c->products == PLAIN ? weighed : halves_of(p, &c->key, k.span, k.first);
+        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
         for (i64 u = 0; u < units; u++) {
             struct part part[2];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
-                i64 first = k.first + part[i].from, apart = c->pairs ? k.span->step * c->value.row : value_row;
-                const real *of_key = key + part[i].from * key_row;
-                const void *of_value = c->pairs ? (const void *)halves_of(p, &c->value, k.span, first)
-                                                : (const void *)(value + part[i].from * value_row);
-                pull_part(p, &m, k.span, part + i, first, of_key, key_row, of_value, apart);
+                i64 from = part[i].from;
+                pull_part(
+                    p, &m, k.span, part + i, k.first + from, rows_from(c, key, from), rows_from(c, value, from),
+                    weighed_from(c, weighed, from));
             }
         }
     }

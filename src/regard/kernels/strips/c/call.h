@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "halves.h"
 
 enum dtype { OWN, BFLOAT16, FLOAT16 }; /* OWN: that of `real` */
 
@@ -83,7 +83,6 @@ struct call {
     i64 goes_on;               /* backward: other strips of the same call were computed before */
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
-    /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number; pairs:
-       (1) and (3) multiply bfloat16 numbers as they are */
-    i64 careful, suspect, pairs, units, next, first_batch, last_batch;
+    /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
+    i64 careful, suspect, products, units, next, first_batch, last_batch;
 };

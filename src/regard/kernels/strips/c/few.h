@@ -189,11 +189,11 @@ static void few_drop(const struct place *p, const struct span *s, i64 r, i64 fir
 
 /* Scores of all rows with n keys, in units of log 2; slope: of the softcap, or NULL. */
 static void few_scores_of(
-    const struct place *p, const struct span *s, i64 first, i64 n, const real *key, i64 key_row, const real *query,
+    const struct place *p, const struct span *s, i64 first, i64 n, struct rows key, const real *query,
     real *scores, real *slope)
 {
     const struct call *c = p->call;
-    WITH_ROWS(few_scores, p->rows, n, key, key_row, query, round_up(c->head_dim, LANES), c->head_dim, scores);
+    WITH_ROWS(few_scores, p->rows, n, key.at, key.apart, query, round_up(c->head_dim, LANES), c->head_dim, scores);
     for (i64 r = 0; r < p->rows; r++) {
         real *of_row = scores + r * KEYS;
         for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, of_row + j, slope ? slope + r * KEYS + j : NULL);
@@ -244,18 +244,21 @@ static void few_place(const struct place *p, real *memory)
     begin_softmax(p, 1, top, total);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        i64 key_row, value_row, n = k.n;
-        const real *key = rows_of(p, &c->key, s, k.first, n, D, key_room, &key_row);
-        const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
-        few_scores_of(p, s, k.first, n, key, key_row, query, scores, NULL);
-        if (c->careful)
-            value = without_unseen(p->rows, n, scores, 1, KEYS, value, &value_row, E, sizeof(real), seen_room);
+        i64 n = k.n;
+        struct rows key = rows_of(p, &c->key, s, k.first, n, D, key_room);
+        struct rows value = rows_of(p, &c->value, s, k.first, n, E, value_room);
+        few_scores_of(p, s, k.first, n, key, query, scores, NULL);
+        if (c->careful) {
+            int8_t is_seen[KEYS];
+            find_seen(p->rows, n, scores, 1, KEYS, is_seen);
+            value = rows_if_seen(is_seen, n, value, E, sizeof(real), seen_room);
+        }
         for (i64 r = 0; r < p->rows; r++) {
             real by = few_softmax(n, scores + r * KEYS, top + r, total + r);
             if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS, NULL);
             for (i64 e = 0; by != 1 && e < E_padded; e++) output[r * E_padded + e] *= by;
         }
-        WITH_ROWS(few_outputs, p->rows, n, value, value_row, scores, E_padded, E, output);
+        WITH_ROWS(few_outputs, p->rows, n, value.at, value.apart, scores, E_padded, E, output);
     }
     for (i64 r = 0; r < p->rows; r++) write_row(p, r, output + r * E_padded, top[r], total[r]);
 }
@@ -274,9 +277,8 @@ static void few_forget_empty(
     i64 D_padded = round_up(c->head_dim, LANES), E_padded = round_up(c->value_dim, LANES);
     int8_t sees[FEW] = {0};
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        i64 key_row;
-        const real *key = rows_of(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room, &key_row);
-        few_scores_of(p, k.span, k.first, k.n, key, key_row, query, scores, NULL);
+        struct rows key = rows_of(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room);
+        few_scores_of(p, k.span, k.first, k.n, key, query, scores, NULL);
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < k.n; j++) sees[r] |= scores[r * KEYS + j] != NONE;
     }
@@ -315,15 +317,17 @@ static void few_backward_place(const struct place *p, real *memory)
     if (c->careful) few_forget_empty(p, query, rows, grad, delta, scores, key_room);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        i64 key_row, value_row, n = k.n, row = key_of(p, s, k.first);
-        const real *key = rows_of(p, &c->key, s, k.first, n, D, key_room, &key_row);
-        const real *value = rows_of(p, &c->value, s, k.first, n, E, value_room, &value_row);
-        few_scores_of(p, s, k.first, n, key, key_row, query, scores, slope);
+        i64 n = k.n, row = key_of(p, s, k.first);
+        struct rows key = rows_of(p, &c->key, s, k.first, n, D, key_room);
+        struct rows value = rows_of(p, &c->value, s, k.first, n, E, value_room);
+        few_scores_of(p, s, k.first, n, key, query, scores, slope);
         if (c->careful) {
-            key = without_unseen(p->rows, n, scores, 1, KEYS, key, &key_row, D, sizeof(real), seen_key);
-            value = without_unseen(p->rows, n, scores, 1, KEYS, value, &value_row, E, sizeof(real), seen_value);
+            int8_t is_seen[KEYS];
+            find_seen(p->rows, n, scores, 1, KEYS, is_seen);
+            key = rows_if_seen(is_seen, n, key, D, sizeof(real), seen_key);
+            value = rows_if_seen(is_seen, n, value, E, sizeof(real), seen_value);
         }
-        WITH_ROWS(few_scores, p->rows, n, value, value_row, grad, E_padded, E, grads);
+        WITH_ROWS(few_scores, p->rows, n, value.at, value.apart, grad, E_padded, E, grads);
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < n; j += LANES) {
                 real *x = scores + r * KEYS + j;
@@ -344,7 +348,7 @@ static void few_backward_place(const struct place *p, real *memory)
                 if (wants_gradient(c, c->tile + t)) few_pull(p, s, c->tile + t, r, k.first, n, of_row);
             for (i64 j = 0; c->softcap > 0 && j < n; j++) of_row[j] *= slope[r * KEYS + j];
         }
-        WITH_ROWS(few_outputs, p->rows, n, key, key_row, grads, D_padded, D, grad_query);
+        WITH_ROWS(few_outputs, p->rows, n, key.at, key.apart, grads, D_padded, D, grad_query);
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
         WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->sum_key.row);
     }

@@ -59,8 +59,8 @@ static real lse_of(const struct call *c, i64 head, real top, real total)
 
 /* The output of some queries so far, with n more keys. */
 static void attend(
-    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, const real *value,
-    i64 value_row, real *scores, real *top, real *total, real *output)
+    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, struct rows value, real *scores,
+    real *top, real *total, real *output)
 {
     const struct call *c = p->call;
     vec by[2];
@@ -72,7 +72,7 @@ static void attend(
                 real *at = output + e * UNIT + w * LANES;
                 store(at, load(at) * by[w]);
             }
-    features_times(c->value_dim, value, value_row, scores, n, wide, output);
+    weigh(c, c->value_dim, value, scores, n, wide, output);
 }
 
 /* The output of a query, from weighted values and the sum of weights; and its lse. */
@@ -98,26 +98,26 @@ static void forward_place(const struct place *p, real *memory)
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
     real *seen_room = part_of(&memory, KEYS * E);
     for (i64 u = 0; u < units; u++)
-        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT, NULL, 0, 0);
+        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total);
     memset(output, 0, units * E * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        i64 key_row, value_row;
-        const real *key = keys_of(p, k.span, k.first, k.n, key_room, &key_row);
-        const real *value = rows_of(p, &c->value, k.span, k.first, k.n, E, value_room, &value_row);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
+        struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room);
         for (i64 u = 0; u < units; u++) {
             struct part part[2];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
-                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from, seen_row = value_row;
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 int wide = part[i].wide;
-                const real *of_key = key + part[i].from * key_row, *of_seen = value + part[i].from * value_row;
-                scores_of(
-                    p, k.span, row, first, n, wide, of_key, key_row, column_of(query, row, D), scores, NULL);
-                if (c->careful)
-                    of_seen = without_unseen(
-                        part[i].rows, n, scores, UNIT, 1, of_seen, &seen_row, E, sizeof(real), seen_room);
+                struct rows of_key = rows_from(c, key, part[i].from), of_value = weighed_from(c, value, part[i].from);
+                scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
+                if (c->careful) {
+                    int8_t is_seen[KEYS];
+                    find_seen(part[i].rows, n, scores, UNIT, 1, is_seen);
+                    of_value = weighed_if_seen(c, is_seen, n, of_value, E, seen_room);
+                }
                 attend(
-                    p, k.span, row, first, n, wide, of_seen, seen_row, scores, top + row, total + row,
+                    p, k.span, row, first, n, wide, of_value, scores, top + row, total + row,
                     column_of(output, row, E));
             }
         }

@@ -63,33 +63,79 @@ INLINE i64 key_of(const struct place *p, const struct span *s, i64 first)
     return s->start + p->time * s->shift + first * s->step;
 }
 
-/* `n` rows of keys or values, in our dtype: where they are, or in `room` */
-static const real *rows_of(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room,
-    i64 *row)
+/* Rows of keys or values, so many numbers apart. */
+struct rows {
+    const void *at;
+    i64 apart;
+};
+
+/* n of them in our dtype: where they are, or in `room` */
+static struct rows rows_of(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
     i64 at = place_in(t, p->batch, p->kv_head, key_of(p, s, first)), by = s->step * t->row;
-    if (p->call->dtype == OWN) {
-        *row = by;
-        return (const real *)t->data + at;
-    }
-    *row = size;
+    if (p->call->dtype == OWN) return (struct rows){(const real *)t->data + at, by};
     for (i64 i = 0; i < n; i++) widen(t->data, at + i * by, size, p->call->dtype, room + i * size);
-    return room;
+    return (struct rows){room, size};
 }
 
 /* the same in bfloat16, where they are */
-INLINE const uint16_t *halves_of(const struct place *p, const struct tensor *t, const struct span *s, i64 first)
+INLINE struct rows halves_of(const struct place *p, const struct tensor *t, const struct span *s, i64 first)
 {
-    return (const uint16_t *)t->data + place_in(t, p->batch, p->kv_head, key_of(p, s, first));
+    i64 at = place_in(t, p->batch, p->kv_head, key_of(p, s, first));
+    return (struct rows){(const uint16_t *)t->data + at, s->step * t->row};
 }
 
-/* keys as `scores_of` takes them: it reads pairs itself */
-static const real *keys_of(const struct place *p, const struct span *s, i64 first, i64 n, real *room, i64 *row)
+/* the same as the left factor of (1) and (3) */
+INLINE struct rows rows_to_multiply(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
-    if (!p->call->pairs) return rows_of(p, &p->call->key, s, first, n, p->call->head_dim, room, row);
-    *row = 0;
-    return room;
+    return p->call->products == PLAIN ? rows_of(p, t, s, first, n, size, room) : halves_of(p, t, s, first);
+}
+
+/* from a later one on */
+INLINE struct rows rows_from(const struct call *c, struct rows rows, i64 from)
+{
+    if (c->products == PLAIN) return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart};
+    return (struct rows){(const uint16_t *)rows.at + from * rows.apart, rows.apart};
+}
+
+/* (1) and (3): rows times what lies side by side for a unit; and times a factor, unless that has it */
+static void multiply(
+    const struct call *c, i64 size, struct rows rows, const real *right, real factor, i64 n, int wide, real *out)
+{
+    if (c->products == PLAIN)
+        rows_times(n, rows.at, rows.apart, right, size, wide, out);
+    else
+        halves_times(c->products, n, rows.at, rows.apart, right, size, wide, factor, out);
+}
+
+/* The left factor of (2) and (4): rows in our dtype, or for tiles columns; at most `most` at a time. */
+static struct rows rows_to_weigh(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 most,
+    real *room)
+{
+    if (p->call->products != TILES) return rows_of(p, t, s, first, n, size, room);
+    struct rows rows = halves_of(p, t, s, first), columns = {room, most + SPARE};
+    to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
+    return columns;
+}
+
+/* from a later key on */
+INLINE struct rows weighed_from(const struct call *c, struct rows rows, i64 from)
+{
+    if (c->products == TILES) return (struct rows){(const uint16_t *)rows.at + from, rows.apart};
+    return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart};
+}
+
+/* (2) and (4): adds them, times numbers of all scores, which are lost */
+static void weigh(const struct call *c, i64 size, struct rows rows, real *scores, i64 n, int wide, real *out)
+{
+    if (c->products == TILES) {
+        split_keys(n, wide, scores);
+        columns_times(size, rows.at, rows.apart, scores, n, wide, out);
+    } else
+        features_times(size, rows.at, rows.apart, scores, n, wide, out);
 }
 
 /* numbers of a thread's memory, for one purpose */
@@ -105,23 +151,40 @@ INLINE void suspect(const struct place *p)
     __atomic_store_n((i64 *)&p->call->suspect, 1, __ATOMIC_RELAXED);
 }
 
-/* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. by_key, by_query: how far
-   scores lie apart. Numbers of rows are of so many bytes. */
-INLINE const void *without_unseen(
-    i64 queries, i64 n, const real *scores, i64 by_key, i64 by_query, const void *rows, i64 *apart, i64 size, i64 bytes,
-    void *room)
+/* which of n keys any of some queries sees; by_key, by_query: how far scores lie apart */
+INLINE void find_seen(i64 queries, i64 n, const real *scores, i64 by_key, i64 by_query, int8_t *is_seen)
 {
     for (i64 j = 0; j < n; j++) {
-        int is_seen = 0;
-        for (i64 i = 0; i < queries; i++) is_seen |= scores[j * by_key + i * by_query] != NONE;
+        is_seen[j] = 0;
+        for (i64 i = 0; i < queries; i++) is_seen[j] |= scores[j * by_key + i * by_query] != NONE;
+    }
+}
+
+/* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. Numbers are of so many
+   bytes. */
+static struct rows rows_if_seen(const int8_t *is_seen, i64 n, struct rows rows, i64 size, i64 bytes, void *room)
+{
+    for (i64 j = 0; j < n; j++) {
         char *to = (char *)room + j * size * bytes;
-        if (is_seen)
-            memcpy(to, (const char *)rows + j * *apart * bytes, size * bytes);
+        if (is_seen[j])
+            memcpy(to, (const char *)rows.at + j * rows.apart * bytes, size * bytes);
         else
             memset(to, 0, size * bytes);
     }
-    *apart = size;
-    return room;
+    return (struct rows){room, size};
+}
+
+/* the same of what `weigh` takes */
+static struct rows weighed_if_seen(
+    const struct call *c, const int8_t *is_seen, i64 n, struct rows rows, i64 size, void *room)
+{
+    if (c->products != TILES) return rows_if_seen(is_seen, n, rows, size, sizeof(real), room);
+    i64 apart = round_up(n, DEEP);
+    for (i64 d = 0; d < size; d++) {
+        const uint16_t *from = (const uint16_t *)rows.at + d * rows.apart;
+        for (i64 j = 0; j < apart; j++) ((uint16_t *)room)[d * apart + j] = j < n && is_seen[j] ? from[j] : 0;
+    }
+    return (struct rows){room, apart};
 }
 
 INLINE int width(const struct place *p, i64 unit) { return p->rows - unit * UNIT > LANES ? 2 : 1; }
@@ -332,16 +395,11 @@ INLINE void cap(const struct call *c, real *score, real *slope)
 /* Scores of queries from `row` on with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or
    NULL. */
 static void scores_of(
-    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, const real *key, i64 key_row,
+    const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, struct rows key,
     const real *query, real *scores, real *slope)
 {
     const struct call *c = p->call;
-    if (c->pairs)
-        pairs_times(
-            n, halves_of(p, &c->key, s, first), s->step * c->key.row, query, c->head_dim / 2, wide, query_factor(c),
-            scores);
-    else
-        rows_times(n, key, key_row, query, c->head_dim, wide, scores);
+    multiply(c, c->head_dim, key, query, query_factor(c), n, wide, scores);
     for (i64 j = 0; c->softcap > 0 && j < n; j++)
         for (int w = 0; w < wide * LANES; w += LANES)
             cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
@@ -395,31 +453,37 @@ static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 s
     if (!is_finite(row, size)) suspect(p);
 }
 
-/* Queries, or gradients of outputs, side by side: [feature][UNIT], times a factor, or [pair][UNIT] as they are; and one
-   after another, if `rows` is given. */
+/* Queries, or gradients of outputs, side by side: [feature][UNIT], times a factor, or pairs of features as they are. */
 static void side_by_side(
-    const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out, real *rows,
-    i64 padded, real rows_factor)
+    const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out)
 {
-    i64 dtype = p->call->dtype, n = least(UNIT, p->rows - unit * UNIT);
-    const real *from[UNIT], *pairs[UNIT];
-    real room[dtype == OWN ? 1 : UNIT * size];
+    i64 dtype = p->call->dtype, is_plain = p->call->products == PLAIN, in_place = dtype == OWN || !is_plain;
+    const real *from[UNIT];
+    real room[in_place ? 1 : UNIT * size];
     for (i64 i = 0; i < UNIT; i++) {
-        i64 r = unit * UNIT + least(i, n - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
-        from[i] = dtype == OWN ? (const real *)t->data + at : room + i * size;
-        pairs[i] = (const real *)((const uint16_t *)t->data + at);
-        if (dtype != OWN && (rows || !p->call->pairs)) widen(t->data, at, size, dtype, room + i * size);
+        i64 r = least(unit * UNIT + i, p->rows - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
+        if (!in_place) widen(t->data, at, size, dtype, room + i * size);
+        from[i] = !is_plain      ? (const real *)((const uint16_t *)t->data + at)
+                  : dtype == OWN ? (const real *)t->data + at
+                                 : room + i * size;
     }
-    if (p->call->pairs)
-        to_columns(pairs, UNIT, size / 2, out);
-    else
-        to_columns(from, UNIT, size, out);
-    if (!p->call->pairs && factor != 1)
-        for (i64 d = 0; d < size * UNIT; d++) out[d] *= factor;
-    if (!rows) return;
-    memset(rows, 0, UNIT * padded * sizeof(real));
+    to_columns(from, UNIT, is_plain ? size : size / 2, out);
+    for (i64 d = 0; is_plain && factor != 1 && d < size * UNIT; d++) out[d] *= factor;
+}
+
+/* The same one after another, of `padded` features; and in pairs of rows, without the factor, as tiles take them. */
+static void one_after_another(
+    const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, i64 padded, real *rows,
+    real *pairs)
+{
+    const uint16_t *halves[UNIT] = {0};
+    i64 n = least(UNIT, p->rows - unit * UNIT);
+    if (n < UNIT || size < padded) memset(rows, 0, UNIT * padded * sizeof(real));
     for (i64 i = 0; i < n; i++) {
-        for (i64 d = 0; d < size; d++) rows[i * padded + d] = from[i][d] * rows_factor;
-        if (!is_finite(from[i], size)) suspect(p);
+        i64 r = unit * UNIT + i;
+        halves[i] = (const uint16_t *)t->data + place_in(t, p->batch, p->head[r], p->query[r]);
+        read_row(p, t, r, size, rows + i * padded);
+        for (i64 d = 0; factor != 1 && d < size; d++) rows[i * padded + d] *= factor;
     }
+    if (p->call->products == TILES) to_half_pairs(halves, size, pairs);
 }

@@ -180,14 +180,13 @@ static void find_lse(const struct place *p, const real *query, real *top, real *
     i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
     begin_softmax(p, units, top, total);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        i64 key_row;
-        const real *key = keys_of(p, k.span, k.first, k.n, key_room, &key_row);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, k.span, u, k.first, k.n);
             if (n <= 0) continue;
             vec by[2];
             const real *of_query = query + u * D * UNIT;
-            scores_of(p, k.span, u * UNIT, k.first, n, width(p, u), key, key_row, of_query, scores, NULL);
+            scores_of(p, k.span, u * UNIT, k.first, n, width(p, u), key, of_query, scores, NULL);
             softmax(n, width(p, u), scores, top + u * UNIT, total + u * UNIT, by);
         }
     }
@@ -207,7 +206,7 @@ static void look_place(const struct place *p, real *memory)
         list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
     }
     for (i64 u = 0; u < units; u++)
-        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT, NULL, 0, 0);
+        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     if (!c->knows_lse) find_lse(p, query, top, total, scores, key_room);
     if (!c->statistics) return;
     for (i64 r = 0; r < units * UNIT; r++) {
@@ -217,13 +216,13 @@ static void look_place(const struct place *p, real *memory)
     memset(entropy, 0, units * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        i64 key_row, at = key_of(p, s, k.first);
-        const real *key = keys_of(p, s, k.first, k.n, key_room, &key_row);
+        i64 at = key_of(p, s, k.first);
+        struct rows key = rows_to_multiply(p, &c->key, s, k.first, k.n, D, key_room);
         for (i64 u = 0; u < units; u++) {
             i64 n = seen(p, s, u, k.first, k.n);
             if (n <= 0) continue;
             struct seen seen = {scores, u, least(UNIT, p->rows - u * UNIT), at, s->step, n, width(p, u)};
-            scores_of(p, s, u * UNIT, k.first, n, seen.wide, key, key_row, query + u * D * UNIT, scores, NULL);
+            scores_of(p, s, u * UNIT, k.first, n, seen.wide, key, query + u * D * UNIT, scores, NULL);
             weights_of(n, seen.rows, seen.wide, lse + u * UNIT, scores, entropy + u * UNIT);
             for (i64 n_th = 0; n_th < c->statistics; n_th++) {
                 const struct statistic *t = c->statistic + n_th;

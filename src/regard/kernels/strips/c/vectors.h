@@ -6,10 +6,6 @@
 #include <string.h>
 #include <tgmath.h>
 
-#if defined(__AVX512F__) && !defined(FLOAT64)
-#include <immintrin.h>
-#endif
-
 #ifdef FLOAT64 /* compiled once more for float64 */
 typedef double real;
 typedef int64_t whole;
@@ -236,62 +232,3 @@ static void scores_times(i64 n, const real *left, const real *right, i64 padded,
         blocks(n, 2, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
     if (c < padded) blocks(n, 1, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
 }
-
-/* Some processors multiply two bfloat16 numbers by two others in the time of one product, and add both in float32. The
-   left factor is read where it is; the right one has two features of a query in the place of one number. */
-#if defined(__AVX512F__) && !defined(FLOAT64)
-#define WITH_PAIRS __attribute__((target("avx512bf16")))
-
-static inline WITH_PAIRS __attribute__((always_inline)) void block_of_pairs(
-    const int n, const int wide, const uint16_t *left, i64 row, const real *right, i64 pairs, real factor, real *out)
-{
-    vec sum[LEFT][2];
-#pragma GCC unroll 8
-    for (int r = 0; r < n; r++)
-        for (int c = 0; c < wide; c++) sum[r][c] = all(0);
-    for (i64 k = 0; k < pairs; k++) {
-        __m512bh x[2];
-        for (int c = 0; c < wide; c++) x[c] = (__m512bh)load(right + k * UNIT + c * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < n; r++) {
-            int32_t pair;
-            memcpy(&pair, left + r * row + 2 * k, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
-            for (int c = 0; c < wide; c++) sum[r][c] = (vec)_mm512_dpbf16_ps((__m512)sum[r][c], x[c], of_row);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < n; r++)
-        for (int c = 0; c < wide; c++) store(out + r * UNIT + c * LANES, sum[r][c] * factor);
-}
-
-static inline WITH_PAIRS __attribute__((always_inline)) void blocks_of_pairs(
-    i64 n, const int wide, const uint16_t *left, i64 row, const real *right, i64 pairs, real factor, real *out)
-{
-    i64 r = 0;
-    for (; r + LEFT <= n; r += LEFT)
-        block_of_pairs(LEFT, wide, left + r * row, row, right, pairs, factor, out + r * UNIT);
-    for (; r + 2 <= n; r += 2) block_of_pairs(2, wide, left + r * row, row, right, pairs, factor, out + r * UNIT);
-    for (; r < n; r++) block_of_pairs(1, wide, left + r * row, row, right, pairs, factor, out + r * UNIT);
-}
-
-/* (1) and (3) of bfloat16, times a factor */
-static WITH_PAIRS void pairs_times(
-    i64 n, const uint16_t *left, i64 row, const real *right, i64 pairs, int wide, real factor, real *out)
-{
-    if (wide == 2)
-        blocks_of_pairs(n, 2, left, row, right, pairs, factor, out);
-    else
-        blocks_of_pairs(n, 1, left, row, right, pairs, factor, out);
-}
-
-static int multiplies_pairs(void) { return __builtin_cpu_supports("avx512bf16") != 0; }
-#else
-static void pairs_times(
-    i64 n, const uint16_t *left, i64 row, const real *right, i64 pairs, int wide, real factor, real *out)
-{
-    (void)n, (void)left, (void)row, (void)right, (void)pairs, (void)wide, (void)factor, (void)out;
-}
-
-static int multiplies_pairs(void) { return 0; }
-#endif
