@@ -153,6 +153,44 @@ def factors(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
+Diagonals = tuple[int | None, int | None]
+"""Which keys of a rectangle its queries see: query i those from i + low to i + high on, both included, with None for a
+side without an end."""
+
+EVERY_DIAGONAL: Diagonals = None, None
+
+
+def diagonals_of(mask: Mask, queries: range, keys: range) -> Diagonals | None:
+    """The diagonals of a rectangle that a mask allows; None if it allows other cells."""
+    if not queries.step == keys.step == 1:
+        return None
+    part = mask.restrict(queries, keys)
+    if isinstance(part, Tile):
+        return EVERY_DIAGONAL if part is Tile.FULL else None
+    lows, highs = [], []
+    for band in factors(part):
+        if not isinstance(band, Band) or type(band).rule is not Band.rule or not isinstance(band.offset, int):
+            return None
+        moved = queries.start + band.offset - keys.start
+        lows += [] if band.before is None else [moved - band.before]
+        highs += [] if band.after is None else [moved + band.after]
+    return max(lows, default=None), min(highs, default=None)
+
+
+def cells_on(diagonals: Diagonals, queries: int, keys: int, together: int) -> int:
+    """Cells computed of the diagonals of a rectangle, if so many queries skip together what none of them sees."""
+    low, high = diagonals
+    if low is None and high is None:
+        return queries * keys
+    cells = 0
+    for first in range(0, queries, together):
+        last = min(first + together, queries) - 1
+        start = 0 if low is None else min(max(0, first + low), keys)
+        stop = keys if high is None else max(start, min(keys, last + high + 1))
+        cells += together * (stop - start)
+    return cells
+
+
 def product_of(masks: Iterable[Mask]) -> Mask:
     """The masks joined by ``&``."""
     everything: Mask = EVERYTHING

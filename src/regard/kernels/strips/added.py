@@ -197,11 +197,14 @@ class AddedToStrip:
         self._batch = slice(None) if at is None else slice(at, at + 1)
         self.made = self._of_others() if call._others else None
         """The biases that are evaluated for every score; with a graph, if they are trainable."""
-        self.hidden: Hidden | None = None
-        if strip.kind is Kind.MASKED and not call.band_is_in_row:
-            self.hidden = call.plan.hidden(strip)
         self._tiles: list[Tensor] | None = None
         self._grad_made: Tensor | None = None
+
+    @cached_property
+    def hidden(self) -> Hidden | None:
+        """What the mask hides beyond what the row of biases by distance does."""
+        is_told = self.strip.kind is not Kind.MASKED or self.call.band_is_in_row
+        return None if is_told else self.call.plan.hidden(self.strip)
 
     @property
     def tiles(self) -> list[Tensor]:

@@ -23,6 +23,9 @@ DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float
 PRODUCTS = "plain", "pairs", "tiles"
 """By what the library multiplies bfloat16 numbers: as float32, or by AVX512-BF16 or AMX as they are; see c/halves.h."""
 
+FAR = 1 << 40
+"""A diagonal beyond all keys: FAR of c/call.h."""
+
 _i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
@@ -52,7 +55,7 @@ class GradientAt(ctypes.Structure):
 class SpanOf(ctypes.Structure):
     """Keys that the queries of a strip see."""
 
-    _fields_ = tuple((name, _i64) for name in ("start", "step", "count", "shift", "causal", "tile", "tiles"))
+    _fields_ = tuple((name, _i64) for name in ("start", "step", "count", "shift", "low", "high", "tile", "tiles"))
 
 
 class StripOf(ctypes.Structure):

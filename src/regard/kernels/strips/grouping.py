@@ -21,7 +21,7 @@ from regard.kernels.strips.apart import Apart, one_by_one
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
-from regard.masks.planning import by_batch
+from regard.masks.planning import EVERY_DIAGONAL, Diagonals, by_batch, diagonals_of
 from regard.shapes import Grid
 
 
@@ -38,6 +38,7 @@ class StripPlan:
         self.masks = by_batch(mask, grid)
         self._grid, self._by = grid, by
         self._hidden: dict[Strip, Hidden] = {}
+        self._diagonals: dict[Strip, tuple[Diagonals | None, ...]] = {}
         self._kept = self._looked = 0
         self._strips: tuple[Strip, ...] | None = None
         self.orders: dict[Hashable, tuple[bytes, Any]] = {}
@@ -158,6 +159,20 @@ class StripPlan:
             return strip
         allowed = mask.allowed(indices(queries, grid.device), indices(moving, grid.device))
         return (*likeness, allowed.shape, _bytes(allowed))
+
+    def diagonals(self, strip: Strip) -> tuple[Diagonals | None, ...]:
+        """The diagonals that the queries of a strip see in each of its spans; None where only a mask tells."""
+        if strip.kind is not Kind.MASKED:
+            return ((None, 0) if strip.kind is Kind.CAUSAL else EVERY_DIAGONAL,) * len(strip.spans)
+        if strip.allowed is not None:
+            return (None,) * len(strip.spans)
+        found = self._diagonals.get(strip)
+        if found is None:
+            mask = self.masks[strip.batch_index]
+            found = tuple(diagonals_of(mask, strip.queries, span) for span in strip.spans)
+            if self._strips is not None:
+                self._diagonals[strip] = found
+        return found
 
     def hidden(self, strip: Strip) -> Hidden | None:
         """What the mask hides in a strip; None for nothing, and for a causal square, which needs no mask."""

@@ -28,8 +28,9 @@ from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.order import Order, laid_like, library_for
-from regard.kernels.strips.plan import Kind, PlanOptions, Strip
+from regard.kernels.strips.plan import PlanOptions
 from regard.kernels.strips.reordering import reordering
+from regard.masks.planning import EVERY_DIAGONAL, cells_on
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -84,7 +85,7 @@ def plan_of(call: Call) -> StripPlan:
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
-        most_scores=most,
+        together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
     return plan_strips(mask, grid, by)
 
@@ -158,27 +159,24 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square about half."""
-    grid = call.scoring.grid
-    unit = 2 * library_for(call.query.dtype).lanes
+    grid, plan, lanes = call.scoring.grid, plan_of(call), library_for(call.query.dtype).lanes
     return sum(
-        (_of_square(strip, unit) if strip.kind is Kind.CAUSAL else len(strip.queries) * strip.keys)
+        cells_on(seen or EVERY_DIAGONAL, len(strip.queries), len(span), lanes)
         * strip.times
         * grid.heads
         * (grid.batch if strip.batch_index is None else 1)
-        for strip in plan_of(call).strips
+        for strip in plan.strips
+        for span, seen in zip(strip.spans, plan.diagonals(strip), strict=True)
     )
-
-
-def _of_square(strip: Strip, unit: int) -> int:
-    return sum(min(start + unit, strip.keys) * min(unit, strip.keys - start) for start in range(0, strip.keys, unit))
 
 
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and masks and biases that are evaluated, of as many strips as are given at once."""
     grid, size = call.scoring.grid, upcast(call.query[:0]).element_size()
     evaluated, kept = _is_evaluated(call.scoring, call.query.dtype), 0
-    for strip in plan_of(call).strips:
-        if strip.kind is Kind.MASKED or evaluated:
+    plan = plan_of(call)
+    for strip in plan.strips:
+        if None in plan.diagonals(strip) or evaluated:
             kept = max(kept, len(strip.queries) * strip.keys)
     heads = grid.batch * grid.heads if evaluated else 1
     return size * grid.batch * grid.heads * grid.query_len + (1 + 2 * size) * heads * kept

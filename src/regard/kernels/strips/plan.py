@@ -32,7 +32,7 @@ from torch import Tensor
 from regard.indexing import hull, merged
 from regard.kernels.strips import tuning
 from regard.masks import Band, Mask, Prefix, Tile
-from regard.masks.planning import common_keys, factors, product_of, visible
+from regard.masks.planning import cells_on, common_keys, diagonals_of, factors, product_of, visible
 
 MAX_PARTS = 1 << 20
 """Smallest parts of strips about which a mask may have to be asked at once: some dozen MB."""
@@ -94,6 +94,8 @@ class PlanOptions(NamedTuple):
     """Whether equal strips are computed as one batch."""
     in_place: bool = False
     """Whether keys are read where they are, in several spans, too, and by equal strips of several batch indices."""
+    together_skip: int | None = None
+    """How many queries of a strip skip together the keys that a band hides from all of them; None: those of a strip."""
     copies: bool = False
     """Whether the keys of overlapping strips are copied in any case, rather than read where they are."""
     causal: bool = True
@@ -196,8 +198,16 @@ def _cut_up(
             if by.together:
                 spans, _ = _exactly(mask, queries, spans, before)
             kind = Kind.MASKED if partial or not spans else Kind.FULL
+            if partial and len(cut) > 1 and queries in (cut[0], cut[-1]) and _is_higher(mask, queries, spans, by):
+                strips += next(_cut_up(mask, [queries], key_len, batch_index, by))
+                continue
             strips.append(Strip(batch_index, queries, tuple(spans) or (range(0),), kind))
         yield strips
+
+
+def _is_higher(mask: Mask, queries: range, spans: Sequence[range], by: PlanOptions) -> bool:
+    """Whether a strip at an end may be too high, as those between are for a band that only they see."""
+    return by.together_skip is not None and any(diagonals_of(mask, queries, span) is None for span in spans)
 
 
 def _tight(mask: Mask, strip: Strip, offset: int) -> Strip:
@@ -405,10 +415,21 @@ def _heights(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOption
     for (number, height), queries, parts in zip(asked, middles, found, strict=True):
         spans, _ = _spans_of(parts)
         copied = by.together and not _exactly(mask, queries, spans)[1]
-        cost = by.cost(height, sum(map(len, spans)), copied=copied) / height
+        cost = by.cost(height, _compared(mask, queries, spans, by), copied=copied) / height
         if cost < cheapest[number][0]:
             cheapest[number] = cost, height
     return [height for _, height in cheapest]
+
+
+def _compared(mask: Mask, queries: range, spans: Sequence[range], by: PlanOptions) -> float:
+    """With how many keys each query is compared, on average."""
+    if by.together_skip is None:
+        return sum(map(len, spans))
+    found = [(span, diagonals_of(mask, queries, span)) for span in spans]
+    return sum(
+        len(span) if seen is None else cells_on(seen, len(queries), len(span), by.together_skip) / len(queries)
+        for span, seen in found
+    )
 
 
 def _highest(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOptions) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.kernels.call import Call, Single
 from regard.kernels.fused import HALF
 from regard.kernels.strips import tuning
-from regard.kernels.strips.binding import DTYPES, CallOf, SpanOf, StripOf, TileAt
+from regard.kernels.strips.binding import DTYPES, FAR, CallOf, SpanOf, StripOf, TileAt
 from regard.kernels.strips.order import as_read, library_for
 from regard.numerics import wide
 
@@ -48,7 +48,7 @@ def single(call: Call) -> Single | None:
     told.call.dtype, told.call.scale = DTYPES[call.query.dtype], call.scoring.scale
     told.call.softcap, told.call.strips, told.call.threads = call.scoring.softcap or 0.0, 1, 1
     told.strip.batch, told.strip.times, told.strip.step, told.strip.count, told.strip.spans = -1, 1, 1, rows, 1
-    told.span.step = 1
+    told.span.step, told.span.low, told.span.high = 1, -FAR, FAR
     strip, span, tile = (getattr(_Told, part).offset for part in ("strip", "span", "tile"))
     known, of_output = bytes(told), (heads * rows * shape[3], rows * shape[3], shape[3])
     alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * call.key.shape[1] * size)

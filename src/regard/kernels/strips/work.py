@@ -10,9 +10,10 @@ from torch import Tensor
 
 from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.strips.added import Added, is_read
-from regard.kernels.strips.binding import DTYPES, OWN, GradientAt, SpanOf, StripOf, TileAt
+from regard.kernels.strips.binding import DTYPES, FAR, OWN, GradientAt, SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.plan import Strip
+from regard.masks.planning import Diagonals
 
 Row = tuple[int | None, ...]
 
@@ -50,21 +51,23 @@ class Work:
 
     def add(self, strip: Strip, tiles: "Tiles") -> None:
         """Adds a strip."""
-        of_strip, spans, start = tiles.of(strip, self), [span for span in strip.spans if span], 0
-        for number, span in enumerate(spans):
+        of_strip, start, first_span = tiles.of(strip, self), 0, len(self.spans)
+        seen = [(span, diagonals) for span, diagonals in zip(strip.spans, tiles.diagonals(strip), strict=True) if span]
+        for number, (span, diagonals) in enumerate(seen, 1):
             first = len(self.tiles)
-            shift = strip.step if number == len(spans) - 1 else 0  # equal strips have all other keys in common
-            self.tiles += of_strip(start, span, strip.step - shift)
-            causal = strip.kind is Kind.CAUSAL
-            self.spans.append((span.start, span.step, len(span), shift, causal, first, len(self.tiles) - first))
+            shift = strip.step if number == len(seen) else 0  # equal strips have all other keys in common
+            self.tiles += of_strip(start, span, strip.step - shift, diagonals is None)
+            low, high = (None, None) if diagonals is None else diagonals
+            ends = -FAR if low is None else low, FAR if high is None else high
+            self.spans.append((span.start, span.step, len(span), shift, *ends, first, len(self.tiles) - first))
             start += len(span)
         if strip.merges:  # of the same queries as the one before
             *same, before = self.strips.pop()
             assert before is not None
-            self.strips.append((*same, before + len(spans)))
+            self.strips.append((*same, before + len(seen)))
             return
         queries, batch = strip.queries, -1 if strip.batch_index is None else strip.batch_index
-        places = queries.start, queries.step, len(queries), len(self.spans) - len(spans), len(spans)
+        places = queries.start, queries.step, len(queries), first_span, len(seen)
         self.strips.append((batch, strip.times, strip.step, *places))
 
 
@@ -126,12 +129,16 @@ class Tiles:
             self._row = added.row.new_empty(*added.row.shape[:2], length + self._spare)[..., :length]
             self._row.copy_(added.row.flip(2))
 
-    def of(self, strip: Strip, work: Work) -> Callable[[int, range, int], Iterator[Row]]:
-        """A function of the first column of a span, its keys, and how much farther ahead of them the queries of the
-        next of equal strips are."""
+    def diagonals(self, strip: Strip) -> tuple[Diagonals | None, ...]:
+        """As of the plan."""
+        return self._added.plan.diagonals(strip)
+
+    def of(self, strip: Strip, work: Work) -> Callable[[int, range, int, bool], Iterator[Row]]:
+        """A function of the first column of a span, its keys, how much farther ahead of them the queries of the next of
+        equal strips are, and whether only a mask tells what is hidden."""
         of_strip, queries = self._added.of(strip), strip.queries
 
-        def of_span(column: int, keys: range, farther: int) -> Iterator[Row]:
+        def of_span(column: int, keys: range, farther: int, masked: bool) -> Iterator[Row]:
             places = self._places(work)
             at, farther = ((queries, keys), farther) if places is AS_THEY_ARE else ((range(1), range(1)), 0)
             if self._row is not None:
@@ -141,7 +148,7 @@ class Tiles:
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
                 yield (*_whole(of_strip.made, column, len(keys), 0, work), *AS_THEY_ARE)
-            if of_strip.hidden is not None:
+            if masked and of_strip.hidden is not None:
                 hidden = of_strip.hidden.by_key(self._added.dtype, self._spare).mT
                 yield (*_whole(hidden, column, len(keys), self._spare, work), *AS_THEY_ARE)
 

@@ -86,12 +86,12 @@ static void find_place(
     p->kv_head = folded ? head : head / group;
     p->rows = least(c->units * UNIT, rows_in(c, s) - start);
     for (i64 r = 0; r < round_up(p->rows, UNIT); r++) {
-        i64 row = start + least(r, p->rows - 1), index = folded ? row % s->count : row, u = r / UNIT;
+        i64 row = start + least(r, p->rows - 1), index = folded ? row % s->count : row, v = r / LANES;
         p->head[r] = folded ? head * group + row / s->count : head;
         p->query[r] = s->start + time * s->shift + index * s->step;
         p->index[r] = index;
-        p->lowest[u] = r % UNIT && p->lowest[u] < index ? p->lowest[u] : index;
-        p->highest[r / LANES] = r % LANES && p->highest[r / LANES] > index ? p->highest[r / LANES] : index;
+        p->lowest[v] = r % LANES ? least(p->lowest[v], index) : index;
+        p->highest[v] = r % LANES ? most(p->highest[v], index) : index;
         p->first_query = r && p->first_query < p->query[r] ? p->first_query : p->query[r];
         p->last_query = r && p->last_query > p->query[r] ? p->last_query : p->query[r];
     }

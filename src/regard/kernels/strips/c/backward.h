@@ -59,14 +59,19 @@ static void forget_empty(const struct place *p, const struct room *m)
     const struct call *c = p->call;
     i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
     int8_t sees[UNITS * UNIT] = {0};
-    for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);)
-        for (i64 row = 0; row < p->rows; row += UNIT) {
-            i64 n = seen(p, k.span, row / UNIT, k.first, k.n);
-            if (n <= 0) continue;
-            struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, n, D, m->key);
-            scores_of(p, k.span, row, k.first, n, 2, key, column_of(m->query, row, D), m->scores, NULL);
-            for (i64 j = 0; j < n * UNIT; j++) sees[row + j % UNIT] |= m->scores[j] != NONE;
+    for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m->key);
+        for (i64 u = 0; u * UNIT < p->rows; u++) {
+            struct part part[3];
+            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
+                struct rows of_key = rows_from(c, key, part[i].from);
+                scores_of(p, k.span, row, first, n, part[i].wide, of_key, column_of(m->query, row, D), m->scores, NULL);
+                for (i64 j = 0; j < n; j++)
+                    for (i64 r = 0; r < part[i].rows; r++) sees[row + r] |= m->scores[j * UNIT + r] != NONE;
+            }
         }
+    }
     for (i64 r = 0; r < p->rows; r++) {
         if (sees[r]) continue;
         for (i64 d = 0; d < D; d++) m->query_rows[r * D_padded + d] = 0;
@@ -173,7 +178,7 @@ static void backward_place(const struct place *p, real *memory)
         struct rows key = c->products == PLAIN ? weighed : halves_of(p, &c->key, k.span, k.first);
         struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
         for (i64 u = 0; u < units; u++) {
-            struct part part[2];
+            struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 from = part[i].from;
                 pull_part(

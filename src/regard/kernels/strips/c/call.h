@@ -30,9 +30,11 @@ struct gradient {
     i64 chunk, batch, head, query, key;
 };
 
-/* `count` keys, and what is added to their scores; causal: query i of the strip sees the first i + 1 */
+/* `count` keys, and what is added to their scores; query i of the strip sees those from i + low to i + high on, both
+   included, or FAR in a direction without an end */
+#define FAR ((i64)1 << 40)
 struct span {
-    i64 start, step, count, shift, causal, tile, tiles;
+    i64 start, step, count, shift, low, high, tile, tiles;
 };
 
 /* Queries that see the same spans; `times` such, the n-th of them n * shift further on. batch -1: all batch indices. */

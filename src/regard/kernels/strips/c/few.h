@@ -198,7 +198,8 @@ static void few_scores_of(
         real *of_row = scores + r * KEYS;
         for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, of_row + j, slope ? slope + r * KEYS + j : NULL);
         for (i64 t = 0; t < s->tiles; t++) few_add(p, s, c->tile + s->tile + t, r, first, n, of_row);
-        for (i64 j = n - 1; s->causal && j >= 0 && first + j > p->index[r]; j--) of_row[j] = NONE;
+        for (i64 j = 0; j < n && first + j < p->index[r] + s->low; j++) of_row[j] = NONE;
+        for (i64 j = n - 1; j >= 0 && first + j > p->index[r] + s->high; j--) of_row[j] = NONE;
     }
 }
 

@@ -105,7 +105,7 @@ static void forward_place(const struct place *p, real *memory)
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
         struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room);
         for (i64 u = 0; u < units; u++) {
-            struct part part[2];
+            struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 int wide = part[i].wide;

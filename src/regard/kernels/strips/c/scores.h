@@ -42,7 +42,7 @@ struct place {
     i64 batch, kv_head, time, chunk, rows;
     i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
     int32_t index[UNITS * UNIT];                 /* of the strip */
-    int32_t lowest[UNITS], highest[2 * UNITS];   /* of the indices of each unit, and of each vector */
+    int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
     i64 first_query, last_query;
 };
 
@@ -187,14 +187,12 @@ static struct rows weighed_if_seen(
     return (struct rows){room, apart};
 }
 
-INLINE int width(const struct place *p, i64 unit) { return p->rows - unit * UNIT > LANES ? 2 : 1; }
+/* the first key of a span that any query of a vector sees, and the one after the last */
+INLINE i64 first_seen(const struct place *p, const struct span *s, i64 v) { return most(0, p->lowest[v] + s->low); }
 
-/* how many of `n` keys from `first` on any query of a unit sees */
-static i64 seen(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n)
+INLINE i64 end_seen(const struct place *p, const struct span *s, i64 v)
 {
-    if (!s->causal) return n;
-    const int32_t *highest = p->highest + 2 * unit;
-    return least(n, (highest[0] > highest[1] ? highest[0] : highest[1]) + 1 - first);
+    return least(s->count, p->highest[v] + s->high + 1);
 }
 
 /* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
@@ -203,27 +201,29 @@ struct part {
     int wide;
 };
 
-/* What is computed of a unit and some keys: of both vectors those keys that the first sees, and of the second alone
+/* What is computed of a unit and n keys from `first` on: of both vectors those keys that both see, and of each alone
    those that only it sees; returns the number of parts. */
-static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, struct part part[2])
+static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, struct part part[3])
 {
-    i64 row = unit * UNIT, rows = least(UNIT, p->rows - row), all_keys = seen(p, s, unit, first, n), both = all_keys;
-    int parts = 0, wide = width(p, unit);
-    if (s->causal && wide == 2) both = least(all_keys, p->highest[2 * unit] + 1 - first);
-    if (both > 0) part[parts++] = (struct part){row, rows, 0, both, wide};
-    if (both < 0) both = 0;
-    if (both < all_keys) part[parts++] = (struct part){row + LANES, rows - LANES, both, all_keys - both, 1};
-    return parts;
-}
-
-static i64 all_seen(const struct place *p, const struct span *s)
-{
-    i64 most = 0;
-    for (i64 u = 0; u * UNIT < p->rows; u++) {
-        i64 n = seen(p, s, u, 0, s->count);
-        most = n > most ? n : most;
+    i64 row = unit * UNIT, rows = least(UNIT, p->rows - row), begin[2], end[2];
+    for (int v = 0; v < 2; v++) {
+        begin[v] = most(first, first_seen(p, s, 2 * unit + v));
+        end[v] = rows > v * LANES ? most(begin[v], least(first + n, end_seen(p, s, 2 * unit + v))) : begin[v];
     }
-    return most;
+    i64 at[4] = {least(begin[0], begin[1]), most(begin[0], begin[1]), least(end[0], end[1]), most(end[0], end[1])};
+    if (at[1] > at[2]) { /* no key is seen by both */
+        i64 of_first = at[1];
+        at[1] = at[2], at[2] = of_first;
+    }
+    int parts = 0;
+    for (int i = 0; i < 3; i++) {
+        int by_first = begin[0] <= at[i] && at[i + 1] <= end[0], by_second = begin[1] <= at[i] && at[i + 1] <= end[1];
+        if (at[i] >= at[i + 1] || !(by_first || by_second)) continue;
+        i64 rows_of = by_second ? rows - (by_first ? 0 : LANES) : least(rows, LANES);
+        part[parts++] = (struct part){
+            row + (by_first ? 0 : LANES), rows_of, at[i] - first, at[i + 1] - at[i], by_first && by_second ? 2 : 1};
+    }
+    return parts;
 }
 
 /* Some keys of a span: n of them from `first` on. */
@@ -233,15 +233,19 @@ struct keys {
 };
 
 /* the next keys of a place, of which at most so many come at a time; to begin with, all is 0 */
-static int next_keys(const struct place *p, struct keys *k, i64 most)
+static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
 {
     k->first += k->n;
     while (k->first >= k->stop) {
         if (k->spans == p->strip->spans) return 0;
         k->span = p->call->span + p->strip->span + k->spans++;
-        k->first = 0, k->stop = all_seen(p, k->span);
+        k->first = k->span->count, k->stop = 0;
+        for (i64 v = 0; v * LANES < p->rows; v++) {
+            k->first = least(k->first, first_seen(p, k->span, v));
+            k->stop = most(k->stop, end_seen(p, k->span, v));
+        }
     }
-    k->n = least(most, k->stop - k->first);
+    k->n = least(at_a_time, k->stop - k->first);
     return 1;
 }
 
@@ -392,6 +396,11 @@ INLINE void cap(const struct call *c, real *score, real *slope)
     if (slope) store(slope, 1 - tanh * tanh);
 }
 
+INLINE void hide(signed_bits where, real *score)
+{
+    store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
+}
+
 /* Scores of queries from `row` on with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or
    NULL. */
 static void scores_of(
@@ -404,14 +413,14 @@ static void scores_of(
         for (int w = 0; w < wide * LANES; w += LANES)
             cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
     for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, row, first, n, wide, scores);
-    if (!s->causal) return;
-    const int32_t *index = p->index + row, after = p->lowest[row / UNIT] + 1;
-    for (i64 j = after > first ? after - first : 0; j < n; j++)
-        for (int w = 0; w < wide; w++) {
-            real *at = scores + j * UNIT + w * LANES;
-            ints later = __builtin_convertvector(load_bits(index + w * LANES) < (int32_t)(first + j), ints);
-            store(at, pick(later, all(NONE), load(at)));
-        }
+    for (int w = 0; w < wide; w++) {
+        real *of_vector = scores + w * LANES;
+        i64 v = row / LANES + w, after = most(0, p->lowest[v] + s->high + 1 - first);
+        for (i64 j = least(n, p->highest[v] + s->low - first) - 1; j >= 0; j--) /* keys before those of some query */
+            hide(load_bits(p->index + row + w * LANES) > (int32_t)(first + j - s->low), of_vector + j * UNIT);
+        for (i64 j = after; j < n; j++)
+            hide(load_bits(p->index + row + w * LANES) < (int32_t)(first + j - s->high), of_vector + j * UNIT);
+    }
 }
 
 /* 0 where dropout drops a weight, its factor where it keeps it; from the random numbers of rows, and of a key */

@@ -56,16 +56,16 @@ INLINE void *numbers_at(const struct place *p, const struct statistic *t, i64 he
     return (char *)t->numbers.data + size * (of_chunk + place_in(&t->numbers, p->batch, head, row));
 }
 
-/* A unit of weights with n keys: `key`, key + step, ... */
+/* Weights of some queries of a unit, from `row` on, with n keys: `key`, key + step, ... */
 struct seen {
     const real *weights;
-    i64 unit, rows, key, step, n;
+    i64 row, rows, key, step, n;
     int wide;
 };
 
 INLINE int is_one_head(const struct place *p, const struct seen *s)
 {
-    return p->head[s->unit * UNIT] == p->head[s->unit * UNIT + s->rows - 1];
+    return p->head[s->row] == p->head[s->row + s->rows - 1];
 }
 
 static void receive(const struct place *p, const struct statistic *t, const struct seen *s)
@@ -74,7 +74,7 @@ static void receive(const struct place *p, const struct statistic *t, const stru
         i64 n = least(LANES, s->n - j);
         if (!is_one_head(p, s)) {
             for (i64 i = 0; i < s->rows; i++) {
-                double *to = numbers_at(p, t, p->head[s->unit * UNIT + i], s->key, sizeof *to);
+                double *to = numbers_at(p, t, p->head[s->row + i], s->key, sizeof *to);
                 for (i64 k = j; k < j + n; k++) to[k * s->step] += s->weights[k * UNIT + i];
             }
             continue;
@@ -86,31 +86,34 @@ static void receive(const struct place *p, const struct statistic *t, const stru
         }
         transpose(x);
         for (i64 i = 0; i < LANES; i++) sum += x[i];
-        double *to = numbers_at(p, t, p->head[s->unit * UNIT], s->key, sizeof *to);
+        double *to = numbers_at(p, t, p->head[s->row], s->key, sizeof *to);
         for (i64 k = 0; k < n; k++) to[(j + k) * s->step] += sum[k];
     }
 }
 
-/* The list of a vector of queries, [n][UNIT] weights and their keys, largest first, takes in one more weight of each. */
+/* The list of a vector of queries, [n][UNIT] weights and their keys, largest first, takes in one more weight of each:
+   what is smaller moves down by one place. */
 INLINE void insert(real *numbers, real *keys, i64 n, vec weight, whole key)
 {
-    vec of_weight = (vec)((ints){0} + key);
-    ints is_in = {0};
-    for (i64 l = 0; l < n; l++, numbers += UNIT, keys += UNIT) {
-        vec number = load(numbers), of_number = load(keys);
-        is_in |= (ints)weight > (ints)number; /* what it takes the place of moves down */
-        store(numbers, pick(is_in, weight, number));
-        store(keys, pick(is_in, of_weight, of_number));
-        weight = pick(is_in, number, weight);
-        of_weight = pick(is_in, of_number, of_weight);
+    vec of_weight = (vec)((ints){0} + key), number = load(numbers + (n - 1) * UNIT);
+    for (i64 l = n - 1; l > 0; l--) {
+        vec above = load(numbers + (l - 1) * UNIT);
+        ints is_larger = (ints)weight > (ints)number, than_above = (ints)weight > (ints)above;
+        vec of_number = load(keys + l * UNIT), of_above = load(keys + (l - 1) * UNIT);
+        store(numbers + l * UNIT, pick(than_above, above, pick(is_larger, weight, number)));
+        store(keys + l * UNIT, pick(than_above, of_above, pick(is_larger, of_weight, of_number)));
+        number = above;
     }
+    ints is_larger = (ints)weight > (ints)number;
+    store(numbers, pick(is_larger, weight, number));
+    store(keys, pick(is_larger, of_weight, load(keys)));
 }
 
 static void find_largest(const struct statistic *t, const struct seen *s, real *list)
 {
     i64 n = t->n;
     for (int w = 0; w < s->wide; w++) {
-        real *numbers = list + 2 * n * UNIT * s->unit + w * LANES, *keys = numbers + n * UNIT;
+        real *numbers = column_of(list, s->row, 2 * n) + w * LANES, *keys = numbers + n * UNIT;
         const real *weights = s->weights + w * LANES, *least_kept = numbers + (n - 1) * UNIT;
         for (i64 first = 0; first < s->n; first += LOOKS) {
             i64 stop = least(first + LOOKS, s->n);
@@ -125,10 +128,10 @@ static void find_largest(const struct statistic *t, const struct seen *s, real *
     }
 }
 
-static void write_largest(const struct place *p, const struct statistic *t, const real *list)
+static void write_largest(const struct place *p, const struct statistic *t, real *list)
 {
     for (i64 r = 0; r < p->rows; r++) {
-        const real *numbers = list + 2 * t->n * UNIT * (r / UNIT) + r % UNIT, *keys = numbers + t->n * UNIT;
+        const real *numbers = column_of(list, r, 2 * t->n), *keys = numbers + t->n * UNIT;
         real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
         i64 *to_keys = t->keys + (to - (real *)t->numbers.data); /* with the same strides */
         for (i64 l = 0; l < t->n; l++) to[l] = numbers[l * UNIT], to_keys[l] = bits_of(keys[l * UNIT]);
@@ -146,7 +149,7 @@ static void draw_unit(const struct place *p, const struct statistic *t, const st
     real *row[UNIT] = {0}; /* of pixels */
     int is_one_row = 1;
     for (i64 i = 0; i < s->rows; i++) {
-        i64 r = s->unit * UNIT + i;
+        i64 r = s->row + i;
         row[i] = numbers_at(p, t, p->head[r], p->query[r] / t->queries, sizeof(real));
         is_one_row &= row[i] == row[0];
     }
@@ -174,7 +177,7 @@ static void draw_unit(const struct place *p, const struct statistic *t, const st
 }
 
 /* The lse of all queries of a place, from a pass over their keys of its own. */
-static void find_lse(const struct place *p, const real *query, real *top, real *total, real *scores, real *key_room)
+static void find_lse(const struct place *p, real *query, real *top, real *total, real *scores, real *key_room)
 {
     const struct call *c = p->call;
     i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
@@ -182,15 +185,28 @@ static void find_lse(const struct place *p, const real *query, real *top, real *
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
         for (i64 u = 0; u < units; u++) {
-            i64 n = seen(p, k.span, u, k.first, k.n);
-            if (n <= 0) continue;
-            vec by[2];
-            const real *of_query = query + u * D * UNIT;
-            scores_of(p, k.span, u * UNIT, k.first, n, width(p, u), key, of_query, scores, NULL);
-            softmax(n, width(p, u), scores, top + u * UNIT, total + u * UNIT, by);
+            struct part part[3];
+            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
+                struct rows of_key = rows_from(c, key, part[i].from);
+                vec by[2];
+                scores_of(p, k.span, row, first, n, part[i].wide, of_key, column_of(query, row, D), scores, NULL);
+                softmax(n, part[i].wide, scores, top + row, total + row, by);
+            }
         }
     }
     for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top[r], total[r]);
+}
+
+/* Adds weights to a statistic. */
+static void add_up(const struct place *p, const struct statistic *t, const struct seen *s, real *list)
+{
+    if (t->kind == RECEIVED)
+        receive(p, t, s);
+    else if (t->kind == TOP)
+        find_largest(t, s, list);
+    else if (t->kind != ENTROPY)
+        draw_unit(p, t, s);
 }
 
 static void look_place(const struct place *p, real *memory)
@@ -216,22 +232,16 @@ static void look_place(const struct place *p, real *memory)
     memset(entropy, 0, units * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        i64 at = key_of(p, s, k.first);
         struct rows key = rows_to_multiply(p, &c->key, s, k.first, k.n, D, key_room);
         for (i64 u = 0; u < units; u++) {
-            i64 n = seen(p, s, u, k.first, k.n);
-            if (n <= 0) continue;
-            struct seen seen = {scores, u, least(UNIT, p->rows - u * UNIT), at, s->step, n, width(p, u)};
-            scores_of(p, s, u * UNIT, k.first, n, seen.wide, key, query + u * D * UNIT, scores, NULL);
-            weights_of(n, seen.rows, seen.wide, lse + u * UNIT, scores, entropy + u * UNIT);
-            for (i64 n_th = 0; n_th < c->statistics; n_th++) {
-                const struct statistic *t = c->statistic + n_th;
-                if (t->kind == RECEIVED)
-                    receive(p, t, &seen);
-                else if (t->kind == TOP)
-                    find_largest(t, &seen, list[n_th]);
-                else if (t->kind != ENTROPY)
-                    draw_unit(p, t, &seen);
+            struct part part[3];
+            for (int parts = parts_of(p, s, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
+                struct rows of_key = rows_from(c, key, part[i].from);
+                struct seen seen = {scores, row, part[i].rows, key_of(p, s, first), s->step, n, part[i].wide};
+                scores_of(p, s, row, first, n, seen.wide, of_key, column_of(query, row, D), scores, NULL);
+                weights_of(n, seen.rows, seen.wide, lse + row, scores, entropy + row);
+                for (i64 n_th = 0; n_th < c->statistics; n_th++) add_up(p, c->statistic + n_th, &seen, list[n_th]);
             }
         }
     }

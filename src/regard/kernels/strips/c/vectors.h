@@ -54,6 +54,7 @@ INLINE void store(real *p, vec x) { *(loose *)p = x; }
 INLINE vec all(real x) { return (vec){0} + x; }
 INLINE vec pick(ints where, vec x, vec other) { return (vec)((where & (ints)x) | (~where & (ints)other)); }
 INLINE i64 least(i64 x, i64 y) { return x < y ? x : y; }
+INLINE i64 most(i64 x, i64 y) { return x > y ? x : y; }
 INLINE i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
 
 /* 2^x, to about 1e-7 (1e-15 in float64); 0 below the smallest normal number; NaN stays NaN. */
