@@ -2,8 +2,8 @@
 
 A step of a small model takes a few milliseconds, of which attention's arithmetic is a few hundredths; checking a call
 and choosing its kernel takes as long again. So a call that is like an earlier one but for its numbers, its padding and
-one more key is known by its form, in all layers and steps. What is hidden is told by the result: if there is NaN in it,
-the layer takes the ordinary way, which puts zeros in place of what is hidden.
+one more key is known by its form, in all layers and steps. Where something hidden may have had a part in the result,
+the layer takes the ordinary way, which puts zeros in its place.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.checked import Form, keep, kinds_of
 from regard.functional import check_call
 from regard.kernels import Single, choose
-from regard.kernels.hidden import Hidden, has_nan
+from regard.kernels.hidden import Hidden
 from regard.numerics import wide
 from regard.shapes import is_plain
 
@@ -69,10 +69,8 @@ def attend_one(
         key, value = key.narrow(2, start, length), value.narrow(2, start, length)
         if bias is not None and bias.shape[3] > 1:
             bias = bias.narrow(3, start, length)
-    if bias is None and hidden is None:
-        return single(query, key, value, sink, None)
-    output = single(query, key, value, sink, _added(query.dtype, hidden, bias))
-    return None if has_nan(output) else output
+    added = None if bias is None and hidden is None else _added(query.dtype, hidden, bias)
+    return single(query, key, value, sink, added)
 
 
 def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:

@@ -57,9 +57,9 @@ def all_scores(call: Call) -> int:
 Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """A call that waits for its query, key and value, and its sink if it has one: returns output and lse."""
 
-Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
 """A call of one query that waits for query, key, value, sink, and what mask and bias add: [1 or batch, 1 or heads, 1,
-key_len], -inf where hidden. There is NaN in the output if anything hidden contributed."""
+key_len], -inf where hidden. None where anything hidden may have contributed."""
 
 
 class Kernel(NamedTuple):

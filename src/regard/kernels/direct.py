@@ -107,10 +107,13 @@ def single(call: Call) -> Single | None:
     scoring = replace(call.scoring, mask=None, bias=None, sink=None)
     batch, heads, dtype = *scoring.grid[:2], wide(call.query.dtype)
 
-    def attend_one(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
+    def attend_one(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None
+    ) -> Tensor | None:
         if added is not None:
             added = fold(added.to(dtype), batch, heads, key.shape[1], 1)
-        return _attend(Call(query, key, value, scoring.with_sink(sink)), None, added)[0]
+        output = _attend(Call(query, key, value, scoring.with_sink(sink)), None, added)[0]
+        return None if added is not None and has_nan(output) else output
 
     return attend_one
 

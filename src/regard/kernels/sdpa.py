@@ -145,7 +145,14 @@ def single(call: Call) -> Single | None:
     if not call.inspectable:
         return None
     attend = prepared(call)
-    return lambda query, key, value, sink, added: attend(query, key, value, added)
+
+    def attend_one(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None
+    ) -> Tensor | None:
+        output = attend(query, key, value, added)
+        return None if added is not None and has_nan(output) else output
+
+    return attend_one
 
 
 def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:

@@ -4,11 +4,12 @@ So it is in writing token by token: what the library is told is made once, and o
 """
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from regard.kernels.call import Call, Single
+from regard.kernels.call import Call
 from regard.kernels.fused import HALF
 from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import DTYPES, FAR, CallOf, SpanOf, StripOf, TileAt
@@ -35,7 +36,11 @@ _STRIP, _COUNT, _TILES = _at("call", "strip"), _at("span", "count"), _at("span",
 _NUMBERS, _SUSPECT, _CAREFUL = _at("tile", "numbers"), _at("call", "suspect"), _at("call", "careful")
 
 
-def single(call: Call) -> Single | None:
+Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+"""A `Single` that takes what is hidden out of the result itself."""
+
+
+def single(call: Call) -> Alone | None:
     """A function of query, key, value, sink and what is added, in which nothing that is hidden has a part; None where
     gradients or lse are wanted."""
     if not call.inspectable or call.wants_lse:
