@@ -141,6 +141,19 @@ def test_as_many_threads_as_there_are_and_as_many_reports_give_the_same(threads,
         assert_close(one.double(), other.double(), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 16, 21])
+def test_any_number_of_the_largest_weights_is_found(n, dtype):
+    """Eight places of a list are held in registers; what they have no place for goes on to the next eight."""
+    query, key = torch.randn(2, 1, 3, 300, 8, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    seen = observe(query, key, mask=Causal())
+    expected = seen.weights().topk(n, dim=3)
+    found = seen.top(n)
+    first = torch.arange(300) >= n  # with as many keys
+    assert_close(found.weights, expected.values)
+    assert torch.equal(found.keys[:, :, first], expected.indices[:, :, first])
+
+
 def test_of_equal_weights_the_first_keys_are_told():
     top = observe(torch.zeros(1, 1, 40, 4), torch.zeros(1, 1, 300, 4)).top(3)
     assert bool((top.keys == torch.arange(3)).all())

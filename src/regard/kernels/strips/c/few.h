@@ -210,7 +210,7 @@ static real few_softmax(i64 n, real *scores, real *top, real *total)
     for (i64 j = n; j < round_up(n, LANES); j++) scores[j] = NONE;
     for (i64 j = 0; j < n; j += LANES) {
         vec x = load(scores + j);
-        most = pick(x > most, x, most);
+        most = larger_of(x, most);
     }
     real before = *top, from;
     for (int i = 0; i < LANES; i++) *top = most[i] > *top ? most[i] : *top;

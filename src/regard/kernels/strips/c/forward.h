@@ -30,7 +30,7 @@ static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             vec x = load(scores + j * UNIT + w * LANES);
-            most[w] = pick(x > most[w], x, most[w]);
+            most[w] = larger_of(x, most[w]);
         }
     int grew = 0;
     for (int w = 0; w < wide; w++) {

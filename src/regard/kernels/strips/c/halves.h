@@ -19,7 +19,6 @@ enum products { PLAIN, PAIRS, TILES };
 #define SPARE DEEP       /* numbers, 0, that are read beyond the last key of a column */
 
 #if defined(__AVX512F__) && !defined(FLOAT64)
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

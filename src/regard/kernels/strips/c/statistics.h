@@ -4,30 +4,50 @@
 
 #include "forward.h"
 
-#define LOOKS 16 /* keys among which the largest weight is sought before they are looked at one by one */
+#define LOOKS 4 /* keys among which the largest weight is sought before they are looked at one by one */
+#define PLACES 8 /* of a list of the largest weights that are held in registers */
 
 /* numbers that are not negative have the order of their bits, and NaN is above all */
 typedef whole loose_whole __attribute__((may_alias));
-typedef int8_t flags __attribute__((vector_size(LANES)));
 
 INLINE whole bits_of(real x) { return *(loose_whole *)&x; }
 
 INLINE vec positive(vec x) { return (vec)((ints)x & ~((whole)1 << (8 * sizeof(whole) - 1))); } /* NaN, too */
 
-INLINE vec larger(vec x, vec y) { return pick((ints)x > (ints)y, x, y); }
-
-INLINE int any(ints where)
+/* lanes in which x is above y, and what of two numbers they choose */
+#if defined(__AVX512F__) && defined(FLOAT64)
+typedef __mmask8 lanes;
+INLINE lanes above(vec x, vec y) { return _mm512_cmpgt_epi64_mask((__m512i)x, (__m512i)y); }
+INLINE vec choose(lanes where, vec x, vec other) { return (vec)_mm512_mask_blend_pd(where, (__m512d)other, (__m512d)x); }
+INLINE int any(lanes where) { return where != 0; }
+#elif defined(__AVX512F__)
+typedef __mmask16 lanes;
+INLINE lanes above(vec x, vec y) { return _mm512_cmpgt_epi32_mask((__m512i)x, (__m512i)y); }
+INLINE vec choose(lanes where, vec x, vec other) { return (vec)_mm512_mask_blend_ps(where, (__m512)other, (__m512)x); }
+INLINE int any(lanes where) { return where != 0; }
+#else
+typedef ints lanes;
+typedef int8_t flags __attribute__((vector_size(LANES)));
+INLINE lanes above(vec x, vec y) { return (ints)x > (ints)y; }
+INLINE vec choose(lanes where, vec x, vec other) { return pick(where, x, other); }
+INLINE int any(lanes where)
 {
     flags flag = __builtin_convertvector(where, flags);
     unsigned __int128 found = 0;
     memcpy(&found, &flag, sizeof flag);
     return found != 0;
 }
+#endif
+
+INLINE vec larger(vec x, vec y) { return choose(above(x, y), x, y); }
+
+/* numbers in the list of a query: the largest weights, and their keys */
+INLINE i64 places_of(const struct statistic *t) { return t->kind == TOP ? 2 * round_up(t->n, PLACES) : 0; }
 
 static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
-    for (i64 t = 0; t < c->statistics; t++) lists += c->statistic[t].kind == TOP ? 2 * c->statistic[t].n : 0;
+    for (i64 t = 0; t < c->statistics; t++) lists += places_of(c->statistic + t);
     return UNITS * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
 }
 
@@ -91,47 +111,60 @@ static void receive(const struct place *p, const struct statistic *t, const stru
     }
 }
 
-/* The list of a vector of queries, [n][UNIT] weights and their keys, largest first, takes in one more weight of each:
-   what is smaller moves down by one place. */
-INLINE void insert(real *numbers, real *keys, i64 n, vec weight, whole key)
+/* Some places of the lists of a vector of queries, largest first, take in one more weight of each, with its key; these
+   become what then has no place. */
+INLINE void insert(vec number[PLACES], vec key[PLACES], vec *weight, vec *of_weight)
 {
-    vec of_weight = (vec)((ints){0} + key), number = load(numbers + (n - 1) * UNIT);
-    for (i64 l = n - 1; l > 0; l--) {
-        vec above = load(numbers + (l - 1) * UNIT);
-        ints is_larger = (ints)weight > (ints)number, than_above = (ints)weight > (ints)above;
-        vec of_number = load(keys + l * UNIT), of_above = load(keys + (l - 1) * UNIT);
-        store(numbers + l * UNIT, pick(than_above, above, pick(is_larger, weight, number)));
-        store(keys + l * UNIT, pick(than_above, of_above, pick(is_larger, of_weight, of_number)));
-        number = above;
+    lanes is_above[PLACES];
+#pragma GCC unroll 8
+    for (int l = 0; l < PLACES; l++) is_above[l] = above(*weight, number[l]);
+    vec out = choose(is_above[PLACES - 1], number[PLACES - 1], *weight);
+    vec of_out = choose(is_above[PLACES - 1], key[PLACES - 1], *of_weight);
+#pragma GCC unroll 8
+    for (int l = PLACES - 1; l > 0; l--) { /* what is smaller moves down by one place */
+        number[l] = choose(is_above[l - 1], number[l - 1], choose(is_above[l], *weight, number[l]));
+        key[l] = choose(is_above[l - 1], key[l - 1], choose(is_above[l], *of_weight, key[l]));
     }
-    ints is_larger = (ints)weight > (ints)number;
-    store(numbers, pick(is_larger, weight, number));
-    store(keys, pick(is_larger, of_weight, load(keys)));
+    number[0] = choose(is_above[0], *weight, number[0]), key[0] = choose(is_above[0], *of_weight, key[0]);
+    *weight = out, *of_weight = of_out;
+}
+
+/* PLACES of the lists take in n weights and their keys, which become what then has no place. */
+static void insert_all(real *numbers, real *keys, i64 n, vec *weights, vec *of_weights)
+{
+    vec number[PLACES], key[PLACES];
+#pragma GCC unroll 8
+    for (int l = 0; l < PLACES; l++) number[l] = load(numbers + l * UNIT), key[l] = load(keys + l * UNIT);
+    for (i64 first = 0; first < n; first += LOOKS) {
+        i64 stop = least(first + LOOKS, n);
+        vec largest = weights[first];
+        for (i64 j = first + 1; j < stop; j++) largest = larger(weights[j], largest);
+        if (!any(above(largest, number[PLACES - 1]))) continue;
+        for (i64 j = first; j < stop; j++) insert(number, key, weights + j, of_weights + j);
+    }
+#pragma GCC unroll 8
+    for (int l = 0; l < PLACES; l++) store(numbers + l * UNIT, number[l]), store(keys + l * UNIT, key[l]);
 }
 
 static void find_largest(const struct statistic *t, const struct seen *s, real *list)
 {
-    i64 n = t->n;
+    i64 places = places_of(t) / 2;
+    vec weights[KEYS], of_weights[KEYS];
     for (int w = 0; w < s->wide; w++) {
-        real *numbers = column_of(list, s->row, 2 * n) + w * LANES, *keys = numbers + n * UNIT;
-        const real *weights = s->weights + w * LANES, *least_kept = numbers + (n - 1) * UNIT;
-        for (i64 first = 0; first < s->n; first += LOOKS) {
-            i64 stop = least(first + LOOKS, s->n);
-            vec most = all(0);
-            for (i64 j = first; j < stop; j++) most = larger(load(weights + j * UNIT), most);
-            if (!any((ints)most > (ints)load(least_kept))) continue;
-            for (i64 j = first; j < stop; j++) {
-                vec weight = load(weights + j * UNIT);
-                if (any((ints)weight > (ints)load(least_kept))) insert(numbers, keys, n, weight, s->key + j * s->step);
-            }
+        real *numbers = column_of(list, s->row, 2 * places) + w * LANES;
+        for (i64 j = 0; j < s->n; j++) {
+            weights[j] = load(s->weights + w * LANES + j * UNIT);
+            of_weights[j] = (vec)((ints){0} + (whole)(s->key + j * s->step));
         }
+        for (i64 l = 0; l < places; l += PLACES)
+            insert_all(numbers + l * UNIT, numbers + (places + l) * UNIT, s->n, weights, of_weights);
     }
 }
 
 static void write_largest(const struct place *p, const struct statistic *t, real *list)
 {
     for (i64 r = 0; r < p->rows; r++) {
-        const real *numbers = column_of(list, r, 2 * t->n), *keys = numbers + t->n * UNIT;
+        const real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
         real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
         i64 *to_keys = t->keys + (to - (real *)t->numbers.data); /* with the same strides */
         for (i64 l = 0; l < t->n; l++) to[l] = numbers[l * UNIT], to_keys[l] = bits_of(keys[l * UNIT]);
@@ -218,7 +251,7 @@ static void look_place(const struct place *p, real *memory)
     real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *list[c->statistics + 1];
     for (i64 t = 0; t < c->statistics; t++) {
-        i64 numbers = c->statistic[t].kind == TOP ? 2 * c->statistic[t].n * units * UNIT : 0;
+        i64 numbers = places_of(c->statistic + t) * units * UNIT;
         list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
     }
     for (i64 u = 0; u < units; u++)

@@ -6,6 +6,10 @@
 #include <string.h>
 #include <tgmath.h>
 
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #ifdef FLOAT64 /* compiled once more for float64 */
 typedef double real;
 typedef int64_t whole;
@@ -53,6 +57,19 @@ INLINE signed_bits load_bits(const int32_t *p) { return *(const loose_bits *)p; 
 INLINE void store(real *p, vec x) { *(loose *)p = x; }
 INLINE vec all(real x) { return (vec){0} + x; }
 INLINE vec pick(ints where, vec x, vec other) { return (vec)((where & (ints)x) | (~where & (ints)other)); }
+
+/* the larger, and the smaller, of each two numbers; y where one is NaN */
+#if defined(__AVX512F__) && defined(FLOAT64)
+INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_pd((__m512d)x, (__m512d)y); }
+INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_pd((__m512d)x, (__m512d)y); }
+#elif defined(__AVX512F__)
+INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }
+INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); }
+#else
+INLINE vec larger_of(vec x, vec y) { return pick(x > y, x, y); }
+INLINE vec smaller_of(vec x, vec y) { return pick(x < y, x, y); }
+#endif
+
 INLINE i64 least(i64 x, i64 y) { return x < y ? x : y; }
 INLINE i64 most(i64 x, i64 y) { return x > y ? x : y; }
 INLINE i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
@@ -75,8 +92,7 @@ static const real POWERS[] = { /* of Cephes' exp2f */
 
 INLINE vec exp2_of(vec x)
 {
-    x = pick(x < LOWEST, all(LOWEST - 1), x);
-    x = pick(x > 1 - LOWEST, all(1 - LOWEST), x);
+    x = smaller_of(all(1 - LOWEST), larger_of(all(LOWEST - 1), x));
     const real shift = (real)3 * ((i64)1 << (FRACTION_BITS - 1)); /* leaves no place for fractions */
     vec rounded = x + shift, fraction = x - (rounded - shift), power = all(POWERS[0]);
     for (int n = 1; n < (int)(sizeof POWERS / sizeof *POWERS); n++) power = power * fraction + POWERS[n];
