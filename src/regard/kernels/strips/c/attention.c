@@ -166,38 +166,46 @@ static void forward_work(void *of_call)
     end_work(c, before_us);
 }
 
+typedef void compute(const struct place *, real *);
+
+/* The queries of a batch index and of some kv heads that are those of one of `chunks` threads, block by block: those of
+   all heads that have something in common are computed one after another. */
+static void deal_to_one(
+    const struct call *c, i64 batch, i64 kv_head, i64 kv_heads, i64 chunk, compute *of_place, real *memory)
+{
+    i64 dealt = 0;
+    struct place p = {.chunk = chunk};
+    for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
+        if (s->batch >= 0 && s->batch != batch) continue;
+        i64 each = heads_of(c, s) / c->kv_heads, first = kv_head * each, blocks = blocks_of(c, s);
+        for (i64 block = 0; block < s->times * blocks; block++, dealt++) {
+            if (dealt % c->chunks != chunk || dealt / c->chunks % c->parts != c->part) continue;
+            for (i64 head = first; head < first + kv_heads * each; head++) {
+                find_place(&p, c, s, batch, head, block / blocks, block % blocks);
+                if (p.first_query > c->last_query || p.last_query < c->first_query) break;
+                of_place(&p, memory);
+            }
+        }
+    }
+}
+
 /* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
    for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
 static void deal(
-    struct call *c, void (*begin)(const struct call *, i64 batch, i64 kv_head, i64 chunk),
-    void (*compute)(const struct place *, real *), i64 numbers)
+    struct call *c, void (*begin)(const struct call *, i64 batch, i64 kv_head, i64 chunk), compute *of_place,
+    i64 numbers)
 {
     real *memory = memory_for(numbers);
     struct state before_us = begin_work(c);
-    struct place p;
-    i64 group = c->heads / c->kv_heads, owners = c->heads_in_common ? 1 : c->kv_heads, each = c->kv_heads / owners;
+    i64 owners = c->heads_in_common ? 1 : c->kv_heads, each = c->kv_heads / owners;
     for (;;) {
-        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        p.chunk = item % c->chunks;
+        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED), chunk = item % c->chunks;
         i64 kv_head = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
         if (batch >= (c->batches_in_common ? 1 : c->batches)) break;
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++) {
-            i64 dealt = 0;
-            for (i64 n = kv_head; begin && !c->goes_on && n < kv_head + each; n++) begin(c, batch, n, p.chunk);
-            for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
-                if (s->batch >= 0 && s->batch != batch) continue;
-                i64 heads_of_kv = is_folded(c, s) ? 1 : group, first = kv_head * heads_of_kv;
-                for (i64 time = 0; time < s->times; time++)
-                    for (i64 number = 0; number < blocks_of(c, s); number++, dealt++) {
-                        if (dealt % c->chunks != p.chunk || dealt / c->chunks % c->parts != c->part) continue;
-                        for (i64 head = first; head < first + each * heads_of_kv; head++) {
-                            find_place(&p, c, s, batch, head, time, number);
-                            if (p.first_query > c->last_query || p.last_query < c->first_query) break;
-                            compute(&p, memory);
-                        }
-                    }
-            }
+            for (i64 n = kv_head; begin && !c->goes_on && n < kv_head + each; n++) begin(c, batch, n, chunk);
+            deal_to_one(c, batch, kv_head, each, chunk, of_place, memory);
         }
     }
     end_work(c, before_us);
@@ -218,7 +226,8 @@ static void finish_sums(
     const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
     i64 first, i64 stop)
 {
-    for (i64 row = first; row < stop && out->data; row++) {
+    if (!out->data) return; /* they are where they were added up */
+    for (i64 row = first; row < stop; row++) {
         const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
         real total[size];
         memcpy(total, from, size * sizeof(real));
