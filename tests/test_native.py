@@ -446,6 +446,17 @@ def test_a_bias_of_any_dtype_learns(dtype, of_bias):
     assert_close(found, expected, tolerance=2e-2 if 2 in (dtype.itemsize, of_bias.itemsize) else 1e-5)
 
 
+@needs_library
+def test_biases_of_other_dtypes_in_the_same_memory_are_told_apart():
+    query, key, value = torch.randn(3, 1, 2, 80, 8)
+    bias = torch.randn(1, 2, 80, 80).bfloat16()
+    for bias_there in (bias, bias.view(torch.float16).nan_to_num_(0.0)):
+        found, expected = (
+            attention(query, key, value, bias=bias_there, kernel=kernel) for kernel in ("native", "reference")
+        )
+        assert_close(found, expected, tolerance=1e-4)
+
+
 SHARED = [
     (1, 4, 150, 150), (3, 1, 150, 150), (150, 150), (1, 4, 1, 150), (3, 1, 1, 150), (1, 150), (4, 150, 1), (1, 1, 1, 1),
 ]  # fmt: skip

@@ -95,13 +95,13 @@ _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 
 def _suits_the_library(call: Call) -> bool:
-    """Whether the compiled library takes less time than all others: of one query, where these read more; otherwise,
-    where torch's own function and strips by its operator do not exist, or compute so much more that a score may cost
-    what it costs here."""
+    """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
+    function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
+    here."""
     if tracing():
         return False
     if call.scoring.grid.query_len == 1 and not call.learns:
-        return sdpa.cannot(call) is not None or native.reads_less(call)
+        return True
     others = [] if sdpa.cannot(call) is not None else [float(sdpa.num_scores(call))]
     if native.price(call.query.dtype, call.learns) > 1 and engine.flash_can(call.query, call.scoring, call.dropout):
         others.append(strips_kernel.cost(call))

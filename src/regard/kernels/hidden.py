@@ -284,6 +284,24 @@ def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | N
     return None if known is None else _tables.getter(known, make)
 
 
+def known_numbers(scoring: Scoring, dtype: torch.dtype) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
+    """A function that looks up what is hidden in all scores of a call, and what mask and bias add to them; None where
+    that may change unnoticed, or is not kept."""
+    if scoring.bias is None:
+        hidden = hidden_in(scoring.mask, scoring.grid)
+        added = None if hidden is None else hidden.numbers(dtype)
+        return lambda: (hidden, added)
+    look_up = known_table(scoring, dtype)
+    if look_up is None:
+        return None
+
+    def look_up_numbers() -> tuple[Hidden, Tensor]:
+        table = look_up()
+        return table, table.added
+
+    return look_up_numbers
+
+
 def _made(scoring: Scoring, dtype: torch.dtype) -> Table:
     queries, keys = map(range, scoring.grid[2:4])
     biases = scoring.biases(queries, keys, dtype).detach()  # with what may learn, torch leaves its fused operator

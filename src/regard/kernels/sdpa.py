@@ -22,9 +22,8 @@ from regard.kernels.hidden import (
     Hidden,
     harmless,
     has_nan,
-    hidden_in,
     hidden_in_call,
-    known_table,
+    known_numbers,
     table_key,
 )
 from regard.masks import EVERYTHING
@@ -156,23 +155,10 @@ def single(call: Call) -> Single | None:
 
 
 def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
-    """A function that looks up what is hidden, and what mask and bias add; None where a bias may change unnoticed, and
-    is no finished table."""
-    scoring, dtype = call.scoring, call.query.dtype
-    if scoring.bias is None:
-        hidden = hidden_in(scoring.mask, scoring.grid)
-        added = None if hidden is None else hidden.numbers(dtype)
-        return lambda: (hidden, added)
-    look_up = known_table(scoring, _dtype_of_bias(call))
-    if look_up is None:
-        finished = finished_table(call)
-        return None if finished is None else lambda: (None, finished)
-
-    def look_up_numbers() -> tuple[Hidden, Tensor]:
-        table = look_up()
-        return table, table.added
-
-    return look_up_numbers
+    """As `known_numbers`, and of a finished table."""
+    look_up = known_numbers(call.scoring, call.query.dtype if call.scoring.bias is None else _dtype_of_bias(call))
+    finished = finished_table(call) if look_up is None else None
+    return look_up if finished is None else lambda: (None, finished)
 
 
 def _bias_learns(call: Call) -> bool:

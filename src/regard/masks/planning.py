@@ -178,16 +178,17 @@ def diagonals_of(mask: Mask, queries: range, keys: range) -> Diagonals | None:
 
 
 def cells_on(diagonals: Diagonals, queries: int, keys: int, together: int) -> int:
-    """Cells computed of the diagonals of a rectangle, if so many queries skip together what none of them sees."""
+    """Cells computed of the diagonals of a rectangle, if so many queries skip together what none of them sees; at most
+    half as many are computed one by one."""
     low, high = diagonals
     if low is None and high is None:
         return queries * keys
-    cells = 0
+    cells, rows = 0, together if queries > together // 2 else queries
     for first in range(0, queries, together):
         last = min(first + together, queries) - 1
         start = 0 if low is None else min(max(0, first + low), keys)
         stop = keys if high is None else max(start, min(keys, last + high + 1))
-        cells += together * (stop - start)
+        cells += rows * (stop - start)
     return cells
 
 

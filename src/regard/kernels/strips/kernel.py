@@ -18,7 +18,7 @@ from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
-from regard.kernels.hidden import hidden_in
+from regard.kernels.hidden import hidden_in, known_numbers
 from regard.kernels.strips import engine, native, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
@@ -28,7 +28,7 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
-from regard.kernels.strips.single import single
+from regard.kernels.strips.single import Alone, single
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
@@ -54,8 +54,11 @@ def cannot_natively(call: Call) -> str | None:
 def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     """Computes the strips; in a graph of torch.compile, as one node."""
     if not tracing():
-        of_one = _of_one(call) if by is NATIVE else None
-        return _run(call, by) if of_one is None else of_one(*call[:3], call.scoring.sink)
+        attend = _of_one(call) if by is NATIVE else None
+        if attend is None:
+            return _run(call, by)
+        added = _added_to_one(call.scoring, wide(call.query.dtype))
+        return attend(*call[:3], call.scoring.sink, added), None
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
@@ -93,9 +96,10 @@ def _run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
 def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
-    of_one = _of_one(call) if by is NATIVE and scoring.bias is None else None
-    if of_one is not None:
-        return of_one
+    attend = _of_one(call) if by is NATIVE else None
+    look_up = None if attend is None else known_numbers(scoring, wide(call.query.dtype))
+    if attend is not None and look_up is not None:
+        return lambda query, key, value, sink: (attend(query, key, value, sink, look_up()[1]), None)
     any_length = scoring.mask is None and scoring.grid.query_len == 1
     if any_length or not call.concrete:
         return None
@@ -108,18 +112,14 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     return lambda *tensors: replace(planned, dropout=replace(dropout, seed=drawn()))(*tensors)
 
 
-def _of_one(call: Call) -> Prepared | None:
+def _of_one(call: Call) -> Alone | None:
     """One query that reads all keys, without a plan: in the next call there may be one more. None where strips leave
     keys out for all batch indices, and where gradients or lse are wanted."""
     scoring, mask = call.scoring, call.scoring.mask
     leaves_out = mask is not None and mask.closed_form and not mask.varies_by_batch
     if leaves_out or scoring.grid.query_len > 1 or call.dropout is not None:
         return None
-    attend = single(call)
-    if attend is None:
-        return None
-    added = _added_to_one(scoring, wide(call.query.dtype))
-    return lambda query, key, value, sink: (attend(query, key, value, sink, added), None)
+    return single(call)
 
 
 def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> Tensor | None:

@@ -108,6 +108,7 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
 def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
+    scores *= max(1.0, tuning.FEW_QUERIES / call.scoring.grid.query_len)
     to_begin = tuning.SCORES_TO_BEGIN
     if learns:  # in half precision, torch's own function takes as long to begin
         to_begin = 0 if call.query.dtype in fused.HALF else tuning.SCORES_TO_BEGIN_THAT_LEARN
@@ -118,13 +119,6 @@ def beats(call: Call, scores: float) -> bool:
     if most <= 0:
         return False
     return size * num_scores(call) / torch.get_num_threads() * price(call.query.dtype, learns) < most
-
-
-def reads_less(call: Call) -> bool:
-    """Whether this takes less time than torch's own function for one query: that copies keys and values for the heads
-    that share them, and in half precision widens them; otherwise both read the same, and this takes longer to begin."""
-    copies = call.key.shape[1] != call.scoring.grid.heads or call.query.dtype is not wide(call.query.dtype)
-    return copies or call.key.numel() >= tuning.MIN_NUMBERS_OF_ONE
 
 
 @cache

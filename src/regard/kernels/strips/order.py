@@ -199,7 +199,8 @@ def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
     """What is equal for two biases only if the library reads the same numbers at the same place; None if not known."""
     if isinstance(bias, Given):
         numbers = bias.numbers
-        return (numbers.data_ptr(), numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
+        at = numbers.data_ptr(), numbers.dtype, numbers.shape, numbers.stride()
+        return at if is_read(numbers, dtype) else None
     return contents(bias) if bias.of_distance else None
 
 

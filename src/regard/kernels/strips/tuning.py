@@ -100,6 +100,9 @@ SCORES_TO_BEGIN_THAT_LEARN = 1 << 12
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
 and with gradients in float32. Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
 
+FEW_QUERIES = 8
+"""Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
+
 SCORES_TO_SORT = 1 << 12
 """The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""
 
@@ -108,7 +111,3 @@ SCORES_BETWEEN_REPORTS = 1 << 26
 
 NUMBERS_OF_A_THREAD = 1 << 15
 """Numbers in the keys of one query that one thread reads before another has begun. Rows "generates" of models.py."""
-
-MIN_NUMBERS_OF_ONE = 1 << 17
-"""Fewest numbers in the keys of one query of which the library takes less time than torch's own function in float32.
-Rows "one query" of features.py."""
