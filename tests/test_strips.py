@@ -36,10 +36,11 @@ from regard import (
 from regard.biases import Bias
 from regard.functional import check_call
 from regard.kernels import choose, fused
-from regard.kernels.strips import engine, grouping, products, residues, tuning
+from regard.kernels.strips import engine, grouping, native, products, residues, tuning
 from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
 from regard.kernels.strips.added import AddedToStrip
+from regard.kernels.strips.binding import is_there
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
@@ -1164,6 +1165,24 @@ def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compile
     (ours,) = torch.autograd.grad(compiled(learning).sum(), learning)
     (right,) = torch.autograd.grad(model(learning).sum(), learning)
     assert_close(ours, right)
+
+
+@pytest.mark.skipif(not is_there(torch.float32), reason="no compiled library")
+@pytest.mark.parametrize("price", [0.5, 2.0])
+def test_a_graph_holds_the_engine_that_takes_less_time(compiler, monkeypatch, price):
+    monkeypatch.setattr(native, "price", lambda dtype, learns: price)
+    held = []
+
+    def backend(graph, examples):
+        held.extend(node.args[-2] for node in graph.graph.nodes if "regard" in str(node.target))
+        return graph
+
+    tensors = torch.randn(3, 1, 2, 300, 8)
+    for softcap in (None, 5.0):
+        torch.compile(
+            lambda *three, c=softcap: attention(*three, mask=Causal() & Window(50), softcap=c), backend=backend
+        )(*tensors)
+    assert held == ["native" if price < 1 else "strips", "native"]  # torch's operator has no softcap
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

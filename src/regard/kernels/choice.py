@@ -103,15 +103,23 @@ def _suits_the_library(call: Call) -> bool:
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     others = [] if sdpa.cannot(call) is not None else [float(sdpa.num_scores(call))]
-    if native.price(call.query.dtype, call.learns) > 1 and engine.flash_can(call.query, call.scoring, call.dropout):
+    if not native.pays(call.query.dtype, call.learns) and engine.flash_can(call.query, call.scoring, call.dropout):
         others.append(strips_kernel.cost(call))
     return not others or native.beats(call, min(others))
+
+
+def _suits_the_library_in_a_graph(call: Call) -> bool:
+    """The same of a call whose lengths are not known yet."""
+    if not tracing():
+        return False
+    by_torch = engine.flash_can(call.query, call.scoring, call.dropout)
+    return not by_torch or native.pays(call.query.dtype, call.learns)
 
 
 def _suits_all_at_once(call: Call) -> bool:
     """Whether a few products and a softmax take less time than the other operators. Where the library takes less time
     for a score, it leaves only what torch's own function begins sooner, and these begin last."""
-    if strips.NATIVE_KERNEL.cannot(call) is None and native.price(call.query.dtype, call.learns) <= 1:
+    if strips.NATIVE_KERNEL.cannot(call) is None and native.pays(call.query.dtype, call.learns):
         return False
     return direct.pays(call) and not _hides_most(call, direct.KERNEL)
 
@@ -164,10 +172,8 @@ PREFERENCES = (
         lambda call: exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not transformed()),
     ),
     Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
-    Preference(
-        strips.NATIVE_KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: tracing()
-    ),
-    Preference(strips.KERNEL, "it skips what the mask hides, in memory linear in the length", lambda call: True),
+    Preference(strips.NATIVE_KERNEL, _SKIPS, _suits_the_library_in_a_graph),
+    Preference(strips.KERNEL, _SKIPS, lambda call: True),
     Preference(REFERENCE, "no other kernel supports the call", lambda call: True),
 )
 

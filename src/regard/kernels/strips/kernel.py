@@ -7,7 +7,6 @@ compiled library (`native`).
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -198,10 +197,9 @@ class Planned:
             output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            output, lse, _ = self.engine.forward(
-                *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False
-            )
+        output, lse, _ = self.engine.forward(
+            *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False
+        )
         return output if output.dtype is dtype else output.to(dtype), lse if self.wants_lse else None
 
 

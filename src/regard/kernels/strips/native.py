@@ -130,6 +130,14 @@ def price(dtype: torch.dtype, learns: bool) -> float:
     return measured.alone(lambda: measured.ratio(name, *_two_ways(dtype, learns)))
 
 
+def pays(dtype: torch.dtype, learns: bool) -> bool:
+    """Whether a score takes no more time than by torch's operator."""
+    return price(dtype, learns) <= 1
+
+
+pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
+
+
 def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same scores, computed here and by torch's operator."""
     draw = torch.Generator().manual_seed(0)

@@ -95,9 +95,13 @@ class Order:
         """Tells of tensors [batch, heads, length, size], the first by this name and the others by those that follow; of
         copies, if their features are not consecutive."""
         told: list[ctypes.c_int64 | int] = []
-        for tensor in map(as_read, tensors):
+        for tensor in tensors:
+            *apart, feature = tensor.stride()
+            if feature != 1 or tensor.is_neg():
+                tensor = as_read(tensor)
+                *apart, _ = tensor.stride()
             self._held.append(tensor)
-            told += tensor.data_ptr(), *tensor.stride()[:3]
+            told += tensor.data_ptr(), *apart
         at = AT[name]
         self._words[at : at + len(told)] = told
 

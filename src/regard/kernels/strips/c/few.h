@@ -20,8 +20,8 @@ INLINE void fewest_scores(
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
 #pragma GCC unroll 16
         for (int k = 0; k < keys; k++)
-            for (i64 d = 0; d + LANES <= size; d += LANES) {
-                vec x = load(of_key[k] + d);
+            for (i64 d = 0; d < size; d += LANES) {
+                vec x = load_some(of_key[k] + d, size - d);
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) sums[r * keys + k] += x * load(query + r * padded + d);
             }
@@ -30,8 +30,6 @@ INLINE void fewest_scores(
         for (int i = 1; i < LANES; i++) sums[0] += sums[i];
         real total[LANES] __attribute__((aligned(64)));
         store(total, sums[0]);
-        for (i64 d = size / LANES * LANES; d < size; d++)
-            for (int i = 0; i < LANES; i++) total[i] += of_key[i % keys][d] * query[i / keys * padded + d];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) memcpy(out + r * KEYS + j, total + r * keys, keys * sizeof(real));
     }
@@ -44,23 +42,17 @@ INLINE void few_scores_of_columns(
     for (i64 j = 0; j < n; j += LANES) {
         const real *of_key[LANES];
         vec sums[FEW], x[LANES];
-        i64 d = 0;
         for (int k = 0; k < LANES; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) sums[r] = all(0);
-        for (; d + LANES <= size; d += LANES) {
+        for (i64 d = 0; d < size; d += LANES) {
 #pragma GCC unroll 16
-            for (int k = 0; k < LANES; k++) x[k] = load(of_key[k] + d);
+            for (int k = 0; k < LANES; k++) x[k] = load_some(of_key[k] + d, size - d);
             transpose(x);
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++)
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) sums[r] += x[i] * query[r * padded + d + i];
-        }
-        for (; d < size; d++) {
-            for (int k = 0; k < LANES; k++) x[0][k] = of_key[k][d];
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) sums[r] += x[0] * query[r * padded + d];
         }
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) store(out + r * KEYS + j, sums[r]);
@@ -102,19 +94,18 @@ INLINE void few_outputs(
 #pragma GCC unroll 4
             for (int c = 0; c < wide; c++) store(out + r * padded + d + c * LANES, sums[r][c]);
     }
-    for (; d < size; d += LANES)
-        for (int r = 0; r < rows; r++) {
-            vec sum = load(out + r * padded + d);
-            for (i64 j = 0; j < n; j++) {
-                vec x = all(0);
-                if (d + LANES <= size)
-                    x = load(value + j * value_row + d);
-                else
-                    memcpy(&x, value + j * value_row + d, (size - d) * sizeof(real));
-                sum += weights[r * KEYS + j] * x;
-            }
-            store(out + r * padded + d, sum);
+    for (; d < size; d += LANES) {
+        vec sums[FEW];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sums[r] = load(out + r * padded + d);
+        for (i64 j = 0; j < n; j++) {
+            vec x = load_some(value + j * value_row + d, size - d);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) sums[r] += weights[r * KEYS + j] * x;
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) store(out + r * padded + d, sums[r]);
+    }
 }
 
 /* out[j][d] += sum_row weights[row][KEYS] right[row][d], of `padded` features */

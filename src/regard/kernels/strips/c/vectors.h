@@ -58,6 +58,34 @@ INLINE void store(real *p, vec x) { *(loose *)p = x; }
 INLINE vec all(real x) { return (vec){0} + x; }
 INLINE vec pick(ints where, vec x, vec other) { return (vec)((where & (ints)x) | (~where & (ints)other)); }
 
+/* 0, 1, 2, ... */
+INLINE ints each_lane(void)
+{
+    static const whole lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints each;
+    memcpy(&each, lanes, sizeof each);
+    return each;
+}
+
+/* at most n numbers, and 0 beyond them, where nothing is read */
+INLINE vec load_some(const real *p, i64 n)
+{
+    if (n >= LANES) return load(p);
+#if defined(__AVX512F__) && defined(FLOAT64)
+    return (vec)_mm512_maskz_loadu_pd((1u << n) - 1, p);
+#elif defined(__AVX512F__)
+    return (vec)_mm512_maskz_loadu_ps((1u << n) - 1, p);
+#elif defined(__AVX2__) && defined(FLOAT64)
+    return (vec)_mm256_maskload_pd(p, (__m256i)(each_lane() < (whole)n));
+#elif defined(__AVX2__)
+    return (vec)_mm256_maskload_ps(p, (__m256i)(each_lane() < (whole)n));
+#else
+    vec x = all(0);
+    memcpy(&x, p, n * sizeof(real));
+    return x;
+#endif
+}
+
 /* the larger, and the smaller, of each two numbers; y where one is NaN */
 #if defined(__AVX512F__) && defined(FLOAT64)
 INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_pd((__m512d)x, (__m512d)y); }
@@ -123,14 +151,6 @@ INLINE int is_finite(const real *x, i64 size)
     return sum == 0;
 }
 
-/* 0, 1, 2, ... */
-INLINE ints each_lane(void)
-{
-    static const whole lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    ints each;
-    memcpy(&each, lanes, sizeof each);
-    return each;
-}
 
 /* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
 INLINE void transpose(vec x[LANES])
