@@ -52,6 +52,7 @@ class Row(NamedTuple):
         heads, kv_heads, head_dim, value_dim, batch: of the tensors. queries: how many, the last of the length; None for
             all.
         most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
+        by_token: whether the heads of a token lie beside one another in memory, as a layer projects them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Row(NamedTuple):
     most: int = LENGTHS[-1]
     learns: str | None = None
     head_dim: int = HEAD_DIM
+    by_token: bool = False
 
 
 def _random(length: int) -> Tensor:
@@ -153,6 +155,7 @@ ROWS = (
     Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
+    Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
 )  # fmt: skip
 
 
@@ -276,6 +279,8 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     size = row.head_dim
     sizes = (row.heads, queries, size), (row.kv_heads, length, size), (row.kv_heads, length, row.value_dim)
     inputs = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in sizes]
+    if row.by_token:
+        inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
     others = [torch.randn(1, row.heads, length, size, generator=draw).to(dtype) for _ in range(3)]
     given = row.make(length)
     scores = int(allowed(given.get("mask"), row.heads, queries, length).expand(row.batch, row.heads, -1, -1).sum())

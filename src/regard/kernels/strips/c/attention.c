@@ -197,15 +197,20 @@ static void deal(
 {
     real *memory = memory_for(numbers);
     struct state before_us = begin_work(c);
-    i64 owners = c->heads_in_common ? 1 : c->kv_heads, each = c->kv_heads / owners;
+    /* Heads of a batch index may lie in the same pages of memory, which threads wait for each other to get: of many batch
+       indices, each is one thread's, where it adds up in place. */
+    i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
+    i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
+    i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
     for (;;) {
         i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED), chunk = item % c->chunks;
-        i64 kv_head = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
-        if (batch >= (c->batches_in_common ? 1 : c->batches)) break;
+        i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
+        if (batch >= batches) break;
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++) {
-            for (i64 n = kv_head; begin && !c->goes_on && n < kv_head + each; n++) begin(c, batch, n, chunk);
-            deal_to_one(c, batch, kv_head, each, chunk, of_place, memory);
+            for (i64 n = first; begin && !c->goes_on && n < first + each; n++) begin(c, batch, n, chunk);
+            for (i64 n = first; n < first + each; n += together)
+                deal_to_one(c, batch, n, together, chunk, of_place, memory);
         }
     }
     end_work(c, before_us);
