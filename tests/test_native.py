@@ -33,12 +33,14 @@ from regard import (
     Window,
     attention,
     attention_with_lse,
+    measured,
 )
 from regard.biases import Given, as_bias
 from regard.dropout import Dropout, write_random
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
 from regard.kernels.strips import binding, native, work
+from regard.kernels.strips.binding import PRODUCTS
 from regard.kernels.strips.order import library_for
 from regard.reference import reference
 from regard.shapes import Grid
@@ -206,6 +208,31 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     one, other = native._two_ways(torch.float32, learns=True)
     for mine, theirs in zip(one(), other(), strict=False):
         assert_close(mine, theirs)
+
+
+@needs_library
+def test_bfloat16_numbers_are_multiplied_by_what_is_measured_to_be_fastest(monkeypatch):
+    library = library_for(torch.bfloat16)
+    there, asked = library.products, []
+
+    def said(name, one, other):
+        asked.append(name)
+        for way in (one, other) if there == "pairs" else ():  # tiles may have to be emulated
+            way()
+        return times[name.split(" ")[0]] / times[name.split(" ")[2]]
+
+    monkeypatch.setattr(measured, "ratio", said)
+    try:
+        for order in (["tiles", "pairs", "plain"], ["pairs", "plain", "tiles"], ["plain", "pairs", "tiles"]):
+            times = {kind: 1 + order.index(kind) for kind in order}
+            library.set_products(there)
+            native.settle_products.__wrapped__()
+            kinds = PRODUCTS[: PRODUCTS.index(there) + 1]
+            assert library.products == min(reversed(kinds), key=times.get)
+            assert len(asked) == len(kinds) - 1
+            asked.clear()
+    finally:
+        library.set_products(there)
 
 
 @needs_library

@@ -20,7 +20,6 @@ from regard.kernels.strips.order import Order
 HERE = Path(__file__).parent
 LIBRARY = binding.compiled()
 BUILDS = sys.platform == "linux" and platform.machine() == "x86_64" and shutil.which("cc") is not None
-TILES = binding.PRODUCTS.index("tiles")
 
 pytestmark = pytest.mark.skipif(
     LIBRARY is None or not BUILDS or LIBRARY.products == "plain", reason="it needs a compiler, and AVX-512 BF16"
@@ -40,12 +39,12 @@ def emulation(tmp_path_factory):
 @pytest.fixture
 def tiles(emulation):
     """Products are by tiles; called, it tells how many there were."""
-    begun = emulation.products_so_far()
+    begun, before = emulation.products_so_far(), LIBRARY.products
     emulation.begin_emulation()
-    LIBRARY.set_products(TILES)
+    LIBRARY.set_products("tiles")
     yield lambda: emulation.products_so_far() - begun
     assert emulation.is_left_alone()
-    LIBRARY.set_products(binding.PRODUCTS.index(LIBRARY.products))
+    LIBRARY.set_products(before)
     emulation.end_emulation()
 
 

@@ -153,9 +153,10 @@ class Compiled:
         """Writes lse if it is not known, and statistics of the weights."""
         self._look(call, self._in_parallel)
 
-    def set_products(self, products: int) -> None:
-        """For tests, which emulate the instructions of AMX."""
-        self._set_products(products)
+    def set_products(self, products: str) -> None:
+        """Multiplies bfloat16 numbers by these instructions, which must be there."""
+        self.products = products
+        self._set_products(PRODUCTS.index(products))
 
     def write_random(self, numbers: Tensor, seed: int) -> None:
         """As `regard.dropout.write_random`, into contiguous numbers."""

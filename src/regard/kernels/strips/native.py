@@ -12,7 +12,7 @@ Scores, weights and all sums are float32 or wider, whatever the dtype of query, 
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from regard.kernels import fused
 from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
-from regard.kernels.strips.binding import DTYPES, is_there
+from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.order import Order, laid_like, library_for
 from regard.kernels.strips.plan import PlanOptions
@@ -61,6 +61,8 @@ def cannot(call: Call) -> str | None:
         return "there is nothing to compute"
     if call.learns and not _adds_up_gradients(call):
         return "a bias that learns is a function of every score"
+    if query.dtype is torch.bfloat16:
+        settle_products()
     return None
 
 
@@ -122,9 +124,27 @@ def beats(call: Call, scores: float) -> bool:
 
 
 @cache
+def settle_products() -> None:
+    """Products of bfloat16 numbers by the instructions that take the least time here, of those that there are."""
+    library = library_for(torch.bfloat16)
+    best, *others = PRODUCTS[PRODUCTS.index(library.products) :: -1]
+    here, _ = _two_ways(torch.bfloat16, learns=True)
+
+    def by(products: str) -> Callable[[], object]:
+        return lambda: (library.set_products(products), here())
+
+    for other in others:
+        of_both = partial(measured.ratio, f"{best} / {other} products, native", by(best), by(other))
+        best = best if measured.alone(of_both) <= 1 else other
+    library.set_products(best)
+
+
+@cache
 def price(dtype: torch.dtype, learns: bool) -> float:
     """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
     1 where nothing is measured."""
+    if dtype is torch.bfloat16:
+        settle_products()
     products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
     name = f"native / fused, {dtype}" + (", gradients" if learns else "") + f", {products} products"
     return measured.alone(lambda: measured.ratio(name, *_two_ways(dtype, learns)))

@@ -282,7 +282,7 @@ API i64 regard_products(void)
     return best;
 }
 
-/* For tests, which emulate the instructions for tiles. */
+/* Others that are there, too: which take the least time is measured. */
 API void regard_set_products(i64 products) { best = products; }
 
 /* by what the numbers of a call are multiplied */
