@@ -130,11 +130,13 @@ def settle_products() -> None:
     best, *others = PRODUCTS[PRODUCTS.index(library.products) :: -1]
     here, _ = _two_ways(torch.bfloat16, learns=True)
 
-    def by(products: str) -> Callable[[], object]:
-        return lambda: (library.set_products(products), here())
+    def by(products: str) -> None:
+        library.set_products(products)
+        here()
 
     for other in others:
-        of_both = partial(measured.ratio, f"{best} / {other} products, native", by(best), by(other))
+        ways = partial(by, best), partial(by, other)
+        of_both = partial(measured.ratio, f"{best} / {other} products, native", *ways)
         best = best if measured.alone(of_both) <= 1 else other
     library.set_products(best)
 
