@@ -210,6 +210,26 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
         assert_close(mine, theirs)
 
 
+@pytest.mark.skipif(IS_OFF or not BUILDS, reason="it is compiled on Linux, for x86-64")
+@pytest.mark.parametrize("compiler", ["gcc", "clang", "clang-15", "clang-16", "clang-19"])
+def test_other_compilers_compile_it_without_a_warning(compiler, tmp_path):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    for instructions in build().INSTRUCTIONS:
+        for dtype in build().DTYPES:
+            flags = *build().FLAGS, "-O1", "-Wall", "-Wextra", "-Werror", f"-march={instructions}", f"-D{dtype.upper()}"
+            command = [
+                compiler,
+                *flags,
+                str(ROOT / build().SOURCE),
+                "-o",
+                str(tmp_path / "library"),
+                "-lm",
+                "-lpthread",
+            ]
+            subprocess.run(command, check=True)
+
+
 @needs_library
 def test_bfloat16_numbers_are_multiplied_by_what_is_measured_to_be_fastest(monkeypatch):
     library = library_for(torch.bfloat16)

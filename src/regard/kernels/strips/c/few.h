@@ -14,23 +14,23 @@ INLINE void fewest_scores(
     for (i64 j = 0; j < n; j += keys) {
         const real *of_key[LANES];
         vec sums[LANES];
-#pragma GCC unroll 16
+        UNROLL
         for (int k = 0; k < keys; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
-#pragma GCC unroll 16
+        UNROLL
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
-#pragma GCC unroll 16
+        UNROLL
         for (int k = 0; k < keys; k++)
             for (i64 d = 0; d < size; d += LANES) {
                 vec x = load_some(of_key[k] + d, size - d);
-#pragma GCC unroll 8
+                UNROLL
                 for (int r = 0; r < rows; r++) sums[r * keys + k] += x * load(query + r * padded + d);
             }
         transpose(sums);
-#pragma GCC unroll 16
+        UNROLL
         for (int i = 1; i < LANES; i++) sums[0] += sums[i];
         real total[LANES] __attribute__((aligned(64)));
         store(total, sums[0]);
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++) memcpy(out + r * KEYS + j, total + r * keys, keys * sizeof(real));
     }
 }
@@ -43,18 +43,18 @@ INLINE void few_scores_of_columns(
         const real *of_key[LANES];
         vec sums[FEW], x[LANES];
         for (int k = 0; k < LANES; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++) sums[r] = all(0);
         for (i64 d = 0; d < size; d += LANES) {
-#pragma GCC unroll 16
+            UNROLL
             for (int k = 0; k < LANES; k++) x[k] = load_some(of_key[k] + d, size - d);
             transpose(x);
-#pragma GCC unroll 16
+            UNROLL
             for (int i = 0; i < LANES; i++)
-#pragma GCC unroll 8
+                UNROLL
                 for (int r = 0; r < rows; r++) sums[r] += x[i] * query[r * padded + d + i];
         }
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++) store(out + r * KEYS + j, sums[r]);
     }
 }
@@ -76,34 +76,34 @@ INLINE void few_outputs(
     i64 d = 0;
     for (; d + wide * LANES <= size; d += wide * LANES) {
         vec sums[FEW][4];
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+            UNROLL
             for (int c = 0; c < wide; c++) sums[r][c] = load(out + r * padded + d + c * LANES);
         for (i64 j = 0; j < n; j++) {
             vec x[4];
-#pragma GCC unroll 4
+            UNROLL
             for (int c = 0; c < wide; c++) x[c] = load(value + j * value_row + d + c * LANES);
-#pragma GCC unroll 8
+            UNROLL
             for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+                UNROLL
                 for (int c = 0; c < wide; c++) sums[r][c] += weights[r * KEYS + j] * x[c];
         }
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+            UNROLL
             for (int c = 0; c < wide; c++) store(out + r * padded + d + c * LANES, sums[r][c]);
     }
     for (; d < size; d += LANES) {
         vec sums[FEW];
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++) sums[r] = load(out + r * padded + d);
         for (i64 j = 0; j < n; j++) {
             vec x = load_some(value + j * value_row + d, size - d);
-#pragma GCC unroll 8
+            UNROLL
             for (int r = 0; r < rows; r++) sums[r] += weights[r * KEYS + j] * x;
         }
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++) store(out + r * padded + d, sums[r]);
     }
 }
@@ -115,14 +115,14 @@ INLINE void few_sums(
     for (i64 d = 0; d < padded; d += 2 * LANES) {
         const int wide = d + LANES < padded ? 2 : 1;
         vec x[FEW][2];
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < rows; r++)
             for (int c = 0; c < wide; c++) x[r][c] = load(right + r * padded + d + c * LANES);
         for (i64 j = 0; j < n; j++)
             for (int c = 0; c < wide; c++) {
                 real *to = out + j * out_row + d + c * LANES;
                 vec sum = load(to);
-#pragma GCC unroll 8
+                UNROLL
                 for (int r = 0; r < rows; r++) sum += weights[r * KEYS + j] * x[r][c];
                 store(to, sum);
             }

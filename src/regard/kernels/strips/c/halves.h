@@ -19,6 +19,7 @@ enum products { PLAIN, PAIRS, TILES };
 #define SPARE DEEP       /* numbers, 0, that are read beyond the last key of a column */
 
 #if defined(__AVX512F__) && !defined(FLOAT64)
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -31,13 +32,13 @@ static inline WITH_PAIRS __attribute__((always_inline)) void block_of_pairs(
     const int n, const int wide, const uint16_t *left, i64 row, const real *right, i64 pairs, real factor, real *out)
 {
     vec sum[LEFT][2];
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) sum[r][c] = all(0);
     for (i64 k = 0; k < pairs; k++) {
         __m512bh x[2];
         for (int c = 0; c < wide; c++) x[c] = (__m512bh)load(right + k * UNIT + c * LANES);
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < n; r++) {
             int32_t pair;
             memcpy(&pair, left + r * row + 2 * k, sizeof pair);
@@ -45,7 +46,7 @@ static inline WITH_PAIRS __attribute__((always_inline)) void block_of_pairs(
             for (int c = 0; c < wide; c++) sum[r][c] = (vec)_mm512_dpbf16_ps((__m512)sum[r][c], x[c], of_row);
         }
     }
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) store(out + r * UNIT + c * LANES, sum[r][c] * factor);
 }
@@ -261,11 +262,13 @@ static WITH_TILES void begin_tiles(struct tiles *before)
     set_tiles(&ours);
 }
 
-/* Linux lets a process use tiles when it asks for them. */
+/* Linux lets a process use tiles when it asks for them. The processor is asked by number: Clang 15 knows no name. */
 static int has_tiles(void)
 {
+    const unsigned both = 1u << 24 /* AMX-TILE */ | 1u << 22 /* AMX-BF16 */;
     const long ask = 0x1023 /* ARCH_REQ_XCOMP_PERM */, tiles = 18 /* XFEATURE_XTILEDATA */;
-    return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+    unsigned a, b, c, features = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features & both) == both &&
            syscall(SYS_arch_prctl, ask, tiles) == 0;
 }
 

@@ -116,11 +116,11 @@ static void receive(const struct place *p, const struct statistic *t, const stru
 INLINE void insert(vec number[PLACES], vec key[PLACES], vec *weight, vec *of_weight)
 {
     lanes is_above[PLACES];
-#pragma GCC unroll 8
+    UNROLL
     for (int l = 0; l < PLACES; l++) is_above[l] = above(*weight, number[l]);
     vec out = choose(is_above[PLACES - 1], number[PLACES - 1], *weight);
     vec of_out = choose(is_above[PLACES - 1], key[PLACES - 1], *of_weight);
-#pragma GCC unroll 8
+    UNROLL
     for (int l = PLACES - 1; l > 0; l--) { /* what is smaller moves down by one place */
         number[l] = choose(is_above[l - 1], number[l - 1], choose(is_above[l], *weight, number[l]));
         key[l] = choose(is_above[l - 1], key[l - 1], choose(is_above[l], *of_weight, key[l]));
@@ -133,7 +133,7 @@ INLINE void insert(vec number[PLACES], vec key[PLACES], vec *weight, vec *of_wei
 static void insert_all(real *numbers, real *keys, i64 n, vec *weights, vec *of_weights)
 {
     vec number[PLACES], key[PLACES];
-#pragma GCC unroll 8
+    UNROLL
     for (int l = 0; l < PLACES; l++) number[l] = load(numbers + l * UNIT), key[l] = load(keys + l * UNIT);
     for (i64 first = 0; first < n; first += LOOKS) {
         i64 stop = least(first + LOOKS, n);
@@ -142,7 +142,7 @@ static void insert_all(real *numbers, real *keys, i64 n, vec *weights, vec *of_w
         if (!any(above(largest, number[PLACES - 1]))) continue;
         for (i64 j = first; j < stop; j++) insert(number, key, weights + j, of_weights + j);
     }
-#pragma GCC unroll 8
+    UNROLL
     for (int l = 0; l < PLACES; l++) store(numbers + l * UNIT, number[l]), store(keys + l * UNIT, key[l]);
 }
 

@@ -13,9 +13,11 @@
 #ifdef FLOAT64 /* compiled once more for float64 */
 typedef double real;
 typedef int64_t whole;
+#define BYTES_OF_ONE 8
 #else
 typedef float real;
 typedef int32_t whole;
+#define BYTES_OF_ONE 4
 #endif
 
 #if defined(__AVX512F__)
@@ -29,7 +31,7 @@ typedef int32_t whole;
 #define LEFT 8
 #endif
 
-#define LANES (BYTES / (int)sizeof(real))
+#define LANES (BYTES / BYTES_OF_ONE)
 #define FEW (LANES / 2) /* fewer queries than this and one more leave lanes empty, and keys lie side by side instead */
 #define UNIT (2 * LANES) /* queries side by side */
 #define UNITS 4          /* units that use the same keys one after another, while a core caches them */
@@ -40,6 +42,11 @@ typedef int32_t whole;
 #define NONE (-(real)INFINITY)
 #define INLINE static inline __attribute__((always_inline))
 #define API __attribute__((visibility("default")))
+#if defined(__clang__) /* loops of a known number of rounds: what they index is then in registers */
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 typedef int64_t i64;
 typedef real vec __attribute__((vector_size(BYTES)));
@@ -153,27 +160,42 @@ INLINE int is_finite(const real *x, i64 size)
 
 
 /* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
+#if LANES == 16
+#define EACH_LANE(of, half) \
+    of(0, half), of(1, half), of(2, half), of(3, half), of(4, half), of(5, half), of(6, half), of(7, half), \
+        of(8, half), of(9, half), of(10, half), of(11, half), of(12, half), of(13, half), of(14, half), of(15, half)
+#elif LANES == 8
+#define EACH_LANE(of, half) \
+    of(0, half), of(1, half), of(2, half), of(3, half), of(4, half), of(5, half), of(6, half), of(7, half)
+#elif LANES == 4
+#define EACH_LANE(of, half) of(0, half), of(1, half), of(2, half), of(3, half)
+#else
+#define EACH_LANE(of, half) of(0, half), of(1, half)
+#endif
+#define OF_FIRST(lane, half) ((lane) & (half) ? (lane) + LANES - (half) : (lane)) /* of both rows, one after the other */
+#define OF_SECOND(lane, half) (OF_FIRST(lane, half) + (half))
+#define CHANGE_PLACES(x, i, half)                                                            \
+    if (!((i) & (half))) {                                                                   \
+        vec one = x[i], other = x[(i) + (half)];                                             \
+        x[i] = __builtin_shufflevector(one, other, EACH_LANE(OF_FIRST, half));               \
+        x[(i) + (half)] = __builtin_shufflevector(one, other, EACH_LANE(OF_SECOND, half));   \
+    }
+
 INLINE void transpose(vec x[LANES])
 {
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC unroll 4
-    for (int half = 1; half < LANES; half *= 2) {
-        ints lane = each_lane(), is_second = (lane & half) != 0;
-        ints first = lane + (is_second & (LANES - half)), second = lane + (is_second & (LANES - half)) + half;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & half) continue;
-            vec one = x[i], other = x[i + half];
-            x[i] = __builtin_shuffle(one, other, first);
-            x[i + half] = __builtin_shuffle(one, other, second);
-        }
-    }
-#else
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < i; j++) {
-            real one = x[i][j];
-            x[i][j] = x[j][i], x[j][i] = one;
-        }
+    UNROLL
+    for (int i = 0; i < LANES; i++) CHANGE_PLACES(x, i, 1)
+#if LANES > 2
+    UNROLL
+    for (int i = 0; i < LANES; i++) CHANGE_PLACES(x, i, 2)
+#endif
+#if LANES > 4
+    UNROLL
+    for (int i = 0; i < LANES; i++) CHANGE_PLACES(x, i, 4)
+#endif
+#if LANES > 8
+    UNROLL
+    for (int i = 0; i < LANES; i++) CHANGE_PLACES(x, i, 8)
 #endif
 }
 
@@ -215,17 +237,17 @@ INLINE void block(
     real *out, i64 out_row, const int add)
 {
     vec sum[LEFT][2];
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) sum[r][c] = add ? load(out + r * out_row + c * LANES) : all(0);
     for (i64 k = 0; k < depth; k++) {
         vec x[2];
         for (int c = 0; c < wide; c++) x[c] = load(right + k * right_row + c * LANES);
-#pragma GCC unroll 8
+        UNROLL
         for (int r = 0; r < n; r++)
             for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[c];
     }
-#pragma GCC unroll 8
+    UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) store(out + r * out_row + c * LANES, sum[r][c]);
 }
