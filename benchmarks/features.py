@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Alibi, Causal, Dense, Document, Mask, Prefix, RelativeBias, Where, Window
+from regard import Alibi, Causal, Dense, Document, Mask, Padding, Prefix, RelativeBias, Where, Window
 from regard.bench import in_turn, machine
 from regard.shapes import Grid
 
@@ -53,6 +53,7 @@ class Row(NamedTuple):
             all.
         most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
         by_token: whether the heads of a token lie beside one another in memory, as a layer projects them.
+        anew: whether the mask is another one in every call, as that of every batch of a training.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Row(NamedTuple):
     learns: str | None = None
     head_dim: int = HEAD_DIM
     by_token: bool = False
+    anew: bool = False
 
 
 def _random(length: int) -> Tensor:
@@ -86,6 +88,22 @@ def _ragged(length: int) -> list[int]:
     while sum(found) < length:
         found.append(min(int(torch.randint(20, 201, (), generator=draw)), length - sum(found)))
     return found
+
+
+_TEXTS = torch.Generator().manual_seed(0)
+"""By which texts of other lengths are drawn in every call."""
+
+
+def _padded(length: int) -> dict[str, Any]:
+    """32 texts from a quarter of the length on, in another order each time."""
+    lengths = torch.linspace(length // 4, length, 32).long()
+    return {"mask": Causal() & Padding(lengths[torch.randperm(32, generator=_TEXTS)])}
+
+
+def _packed(length: int) -> dict[str, Any]:
+    """8 rows of four documents, of other lengths each time."""
+    ends = torch.rand(8, 3, generator=_TEXTS).mul(length).long().sort(1).values
+    return {"mask": Causal() & Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))}
 
 
 def _ids(length: int) -> Tensor:
@@ -156,6 +174,8 @@ ROWS = (
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
+    Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
+    Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
 )  # fmt: skip
 
 
@@ -197,12 +217,13 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     return row._replace(head_dim=size), length, dtype
 
 
-def allowed(mask: Mask | None, heads: int, queries: int, length: int) -> Tensor:
-    """Which scores are allowed, [1, 1 or heads, queries, length]."""
+def allowed(mask: Mask | None, row: Row, length: int) -> Tensor:
+    """Which scores are allowed, [1 or batch, 1 or heads, queries, length]."""
+    queries = row.queries or length
     if mask is None:
         return torch.ones(1, 1, queries, length, dtype=torch.bool)
-    cells = mask.bind(Grid(1, heads, queries, length)).allowed(range(queries), range(length))
-    return cells.expand(1, -1, queries, length)
+    cells = mask.bind(Grid(row.batch, row.heads, queries, length)).allowed(range(queries), range(length))
+    return cells.expand(-1, -1, queries, length)
 
 
 def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -214,12 +235,12 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
         if isinstance(mask, Causal) and queries == length:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        if "documents" in row.name and row.name.endswith("causal"):  # as whoever packs them can
+        if "documents" in row.name and row.name.endswith("causal") and not row.anew:  # as whoever packs them can
             lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
-        cells = allowed(mask, row.heads, queries, length)
+        cells = allowed(mask, row, length)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
-    cells = None if mask is None else allowed(mask, row.heads, queries, length)
+    cells = None if mask is None else allowed(mask, row, length)
 
     def table() -> Tensor | None:
         numbers = None
@@ -283,7 +304,7 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
     others = [torch.randn(1, row.heads, length, size, generator=draw).to(dtype) for _ in range(3)]
     given = row.make(length)
-    scores = int(allowed(given.get("mask"), row.heads, queries, length).expand(row.batch, row.heads, -1, -1).sum())
+    scores = int(allowed(given.get("mask"), row, length).expand(row.batch, row.heads, -1, -1).sum())
     if not scores:
         return None
     plain_scores = row.heads * length * (length + 1) // 2
@@ -299,6 +320,8 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
         for repeat in range(repeats + 1):
             for name in in_turn(list(calls), repeat):
                 call, tensors = calls[name]
+                if row.anew:
+                    given |= row.make(length)
                 leaves = [tensor.detach().requires_grad_(way == "backward") for tensor in tensors]
                 with torch.set_grad_enabled(way == "backward"):
                     start = time.perf_counter()

@@ -177,18 +177,19 @@ def diagonals_of(mask: Mask, queries: range, keys: range) -> Diagonals | None:
     return max(lows, default=None), min(highs, default=None)
 
 
-def cells_on(diagonals: Diagonals, queries: int, keys: int, together: int) -> int:
+def cells_on(diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
     """Cells computed of the diagonals of a rectangle, if so many queries skip together what none of them sees; at most
     half as many are computed one by one."""
     low, high = diagonals
+    rows, columns = len(queries), len(keys)
     if low is None and high is None:
-        return queries * keys
-    cells, rows = 0, together if queries > together // 2 else queries
-    for first in range(0, queries, together):
-        last = min(first + together, queries) - 1
-        start = 0 if low is None else min(max(0, first + low), keys)
-        stop = keys if high is None else max(start, min(keys, last + high + 1))
-        cells += rows * (stop - start)
+        return rows * columns
+    cells, counted = 0, together if rows > together // 2 else rows
+    for first in range(0, rows, together):
+        last = min(first + together, rows) - 1
+        start = 0 if low is None else min(max(0, first + low), columns)
+        stop = columns if high is None else max(start, min(columns, last + high + 1))
+        cells += counted * (stop - start)
     return cells
 
 

@@ -6,6 +6,7 @@ depends neither on torch's headers nor on Python's: it reads tensors where they 
 """
 
 import ctypes
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -89,7 +90,8 @@ class CallOf(ctypes.Structure):
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
         ("gradient", _address),
         *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
-        *((name, _address) for name in ("strip", "span", "tile")),
+        *((name, _address) for name in ("strip", "span", "tile", "first_key", "end_key")),
+        *((name, _i64) for name in ("keys_batch", "keys_query")),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
@@ -133,6 +135,8 @@ class Compiled:
         self._finish = loaded.regard_finish
         for function in (self._forward, self._backward, self._finish, self._look):
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
+        self._keys = loaded.regard_keys
+        self._keys.argtypes, self._keys.restype = (_address, _i64, _i64, _address, _address), _i64
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
 
@@ -157,6 +161,15 @@ class Compiled:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""
         self.products = products
         self._set_products(PRODUCTS.index(products))
+
+    def find_keys(self, cells: Tensor, first: Tensor, end: Tensor) -> bool:
+        """Writes the first key that each row of a mask allows, and the one after the last; returns whether those of
+        every row lie side by side.
+
+        Shapes: cells bool [.., keys], contiguous -> first, end int32 [..], contiguous.
+        """
+        *rows, keys = cells.shape
+        return bool(self._keys(cells.data_ptr(), math.prod(rows), keys, first.data_ptr(), end.data_ptr()))
 
     def write_random(self, numbers: Tensor, seed: int) -> None:
         """As `regard.dropout.write_random`, into contiguous numbers."""

@@ -6,6 +6,7 @@ nothing of size query_len x key_len is held.
 
 import ctypes
 from collections.abc import Hashable, Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,7 @@ from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
 from regard.kernels.strips.apart import Apart, one_by_one
+from regard.kernels.strips.intervals import Interval
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
@@ -32,7 +34,10 @@ class StripPlan:
         masks: the mask of each batch index with separate strips; the key None if one mask holds for all.
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
         orders: what the compiled library is told of calls, by their form, with the strips in it as it reads them.
+        interval: the keys to which each query is limited besides, or None.
     """
+
+    interval: Interval | None = None
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
         self.masks = by_batch(mask, grid)
@@ -45,6 +50,12 @@ class StripPlan:
         self.is_kept = mask.closed_form or mask.structure() is not None
         if self.is_kept:
             self._strips = tuple(self._together() if by.together else self._cut())
+
+    def within(self, interval: Interval) -> "StripPlan":
+        """The same strips, in which each query is limited to an interval of keys."""
+        limited = copy(self)
+        limited.interval, limited.hides = interval, True
+        return limited
 
     @property
     def strips(self) -> Iterable[Strip]:

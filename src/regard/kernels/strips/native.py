@@ -27,10 +27,11 @@ from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan, plan_strips
+from regard.kernels.strips.intervals import by_interval
 from regard.kernels.strips.order import Order, laid_like, library_for
-from regard.kernels.strips.plan import PlanOptions
+from regard.kernels.strips.plan import PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
-from regard.masks.planning import EVERY_DIAGONAL, cells_on
+from regard.masks.planning import EVERY_DIAGONAL, Diagonals, cells_on
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -81,20 +82,22 @@ def _adds_up_gradients(call: Call) -> bool:
 def plan_of(call: Call) -> StripPlan:
     """The strips of a call."""
     scoring, grid = call.scoring, call.scoring.grid
-    mask = scoring.mask_or_everything
-    evaluated = not is_quickly_planned(call)
+    rule, interval = by_interval(scoring.mask_or_everything, grid)
+    evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
-    return plan_strips(mask, grid, by)
+    plan = plan_strips(rule, grid, by)
+    return plan if interval is None else plan.within(interval)
 
 
 def is_quickly_planned(call: Call) -> bool:
     """Whether neither mask nor bias is evaluated to find strips and what is added to them."""
-    return call.scoring.mask_or_everything.closed_form and not _is_evaluated(call.scoring, call.query.dtype)
+    rule, _ = by_interval(call.scoring.mask_or_everything, call.scoring.grid)
+    return rule.closed_form and not _is_evaluated(call.scoring, call.query.dtype)
 
 
 def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
@@ -184,14 +187,28 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square about half."""
     grid, plan, lanes = call.scoring.grid, plan_of(call), library_for(call.query.dtype).lanes
-    return sum(
-        cells_on(seen or EVERY_DIAGONAL, len(strip.queries), len(span), lanes)
-        * strip.times
-        * grid.heads
-        * (grid.batch if strip.batch_index is None else 1)
+    cells = sum(
+        _cells(plan, strip, span, seen or EVERY_DIAGONAL, lanes) * (grid.batch if strip.batch_index is None else 1)
         for strip in plan.strips
         for span, seen in zip(strip.spans, plan.diagonals(strip), strict=True)
     )
+    return grid.heads * round(cells)
+
+
+def _cells(plan: StripPlan, strip: Strip, span: range, diagonals: Diagonals, lanes: int) -> float:
+    """Cells computed of a span of a strip; the mean of all batch indices, if there are several."""
+    if plan.interval is None:
+        return strip.times * cells_on(diagonals, strip.queries, span, lanes)
+    within = plan.interval.of_batch(strip.batch_index)
+    of_keys, cells = strip.step if span is strip.spans[-1] else 0, 0  # equal strips have all other keys in common
+    for time in range(strip.times):
+        rectangle = _moved(strip.queries, time * strip.step), _moved(span, time * of_keys)
+        cells += within.cells_on(diagonals, *rectangle, lanes)
+    return cells / len(within.first)
+
+
+def _moved(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by, part.step)
 
 
 def peak_bytes(call: Call) -> int:

@@ -81,6 +81,12 @@ class Order:
         self._words = Words.from_buffer(self._call)
         self.tensors("query", query, key, value)
         self._words[AT["threads"]] = torch.get_num_threads()
+        if plan.interval is not None:
+            first, end = plan.interval
+            self.numbers("first_key", first)
+            self.numbers("end_key", end)
+            self.number("keys_batch", first.stride(0) if len(first) > 1 else 0)
+            self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
         if sink is not None:
             self.numbers("sink", sink.detach().to(wide(query.dtype)))
         if dropout is not None:

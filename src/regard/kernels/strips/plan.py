@@ -427,7 +427,7 @@ def _compared(mask: Mask, queries: range, spans: Sequence[range], by: PlanOption
         return sum(map(len, spans))
     found = [(span, diagonals_of(mask, queries, span)) for span in spans]
     return sum(
-        len(span) if seen is None else cells_on(seen, len(queries), len(span), by.together_skip) / len(queries)
+        len(span) if seen is None else cells_on(seen, queries, span, by.together_skip) / len(queries)
         for span, seen in found
     )
 

@@ -77,6 +77,24 @@ INLINE i64 blocks_of(const struct call *c, const struct strip *s)
     return (rows_in(c, s) + c->units * UNIT - 1) / (c->units * UNIT);
 }
 
+/* The keys that the queries of a place see, by the call. */
+static void find_keys(struct place *p)
+{
+    const struct call *c = p->call;
+    for (i64 v = 0; v * LANES < round_up(p->rows, UNIT); v++) {
+        p->least_first[v] = p->most_first[v] = 0;
+        p->least_end[v] = p->most_end[v] = c->key_len;
+        for (i64 r = v * LANES; c->first_key && r < (v + 1) * LANES; r++) {
+            i64 at = p->batch * c->keys_batch + p->query[r] * c->keys_query;
+            i64 first = p->first_key[r] = c->first_key[at], end = p->end_key[r] = c->end_key[at], begins = r % LANES == 0;
+            p->least_first[v] = begins ? first : least(p->least_first[v], first);
+            p->most_first[v] = begins ? first : most(p->most_first[v], first);
+            p->least_end[v] = begins ? end : least(p->least_end[v], end);
+            p->most_end[v] = begins ? end : most(p->most_end[v], end);
+        }
+    }
+}
+
 /* head: a kv head if the strip is folded */
 static void find_place(
     struct place *p, const struct call *c, const struct strip *s, i64 batch, i64 head, i64 time, i64 number)
@@ -95,6 +113,7 @@ static void find_place(
         p->first_query = r && p->first_query < p->query[r] ? p->first_query : p->query[r];
         p->last_query = r && p->last_query > p->query[r] ? p->last_query : p->query[r];
     }
+    find_keys(p);
 }
 
 /* Numbers too small to be normal are 0 while we compute: some processors multiply them a hundred times as slowly. */
@@ -323,11 +342,21 @@ static void divide(struct call *c)
     }
 }
 
+/* Whether the n-th query of a strip is another one in each batch index: if strips differ, or the order of tokens. */
+static int differs_by_batch(const struct call *c, const struct strip *s)
+{
+    int differs = s->batch >= 0;
+    for (const struct span *span = c->span + s->span; span < c->span + s->span + s->spans; span++)
+        for (i64 t = span->tile; t < span->tile + span->tiles; t++) differs |= c->tile[t].queries_batch != 0;
+    return differs;
+}
+
 API void regard_backward(struct call *c, parallel *in_parallel)
 {
     divide(c);
-    i64 apart = 0; /* batch indices whose strips differ, so that threads would add to the same numbers */
-    for (i64 n = 0; n < c->strips; n++) apart |= c->batches_in_common && c->chunks > 1 && c->strip[n].batch >= 0;
+    i64 apart = 0; /* batch indices of which threads would add to the same numbers, at once */
+    for (i64 n = 0; n < c->strips && c->batches_in_common && c->chunks > 1; n++)
+        apart |= differs_by_batch(c, c->strip + n);
     for (i64 batch = 0; batch < (apart ? c->batches : 1); batch++) {
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work, in_parallel);
@@ -355,6 +384,32 @@ API void regard_random(int32_t *numbers, i64 count, i64 seed)
         x ^= x >> 16;
         numbers[i] = x ^ x >> 16;
     }
+}
+
+/* the place of the first True of some bools, of which any byte but 0 is one; n if there is none */
+static i64 first_true(const uint8_t *cells, i64 n)
+{
+    i64 at = 0;
+    for (uint64_t eight; at + 8 <= n; at += 8) {
+        memcpy(&eight, cells + at, 8);
+        if (eight) break;
+    }
+    while (at < n && !cells[at]) at++;
+    return at;
+}
+
+/* Which keys the queries of a mask [rows][keys] see: the first, and the one after the last; returns whether those of
+   every query lie side by side. */
+API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, int32_t *first_key, int32_t *end_key)
+{
+    for (i64 row = 0; row < rows; row++) {
+        const uint8_t *begin = cells + row * keys, *end = begin + keys, *first = begin + first_true(begin, keys);
+        const uint8_t *hidden = first < end ? memchr(first, 0, end - first) : NULL;
+        if (hidden && first_true(hidden, end - hidden) < end - hidden) return 0;
+        first_key[row] = first - begin;
+        end_key[row] = (hidden ? hidden : end) - begin;
+    }
+    return 1;
 }
 
 API i64 regard_lanes(void) { return LANES; }

@@ -78,6 +78,9 @@ struct call {
     const struct strip *strip;
     const struct span *span;
     const struct tile *tile;
+    /* [batch, query_len]: the keys that a query sees are at most those from `first_key` to before `end_key`; NULL: all */
+    const int32_t *first_key, *end_key;
+    i64 keys_batch, keys_query;
     double scale, softcap, kept_factor; /* softcap 0: none */
     i64 kept_least;
     const struct statistic *statistic;

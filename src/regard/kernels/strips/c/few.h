@@ -191,6 +191,9 @@ static void few_scores_of(
         for (i64 t = 0; t < s->tiles; t++) few_add(p, s, c->tile + s->tile + t, r, first, n, of_row);
         for (i64 j = 0; j < n && first + j < p->index[r] + s->low; j++) of_row[j] = NONE;
         for (i64 j = n - 1; j >= 0 && first + j > p->index[r] + s->high; j--) of_row[j] = NONE;
+        if (!c->first_key) continue;
+        for (i64 j = 0; j < n && first + j < keys_before(p, s, p->first_key[r]); j++) of_row[j] = NONE;
+        for (i64 j = n - 1; j >= 0 && first + j >= keys_before(p, s, p->end_key[r]); j--) of_row[j] = NONE;
     }
 }
 

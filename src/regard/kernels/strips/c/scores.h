@@ -43,6 +43,8 @@ struct place {
     i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
     int32_t index[UNITS * UNIT];                 /* of the strip */
     int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
+    int32_t first_key[UNITS * UNIT], end_key[UNITS * UNIT]; /* of each query, if the call has them, and of a vector: */
+    i64 least_first[2 * UNITS], most_first[2 * UNITS], least_end[2 * UNITS], most_end[2 * UNITS];
     i64 first_query, last_query;
 };
 
@@ -187,12 +189,22 @@ static struct rows weighed_if_seen(
     return (struct rows){room, apart};
 }
 
+/* how many keys of a span come before a key of the call */
+INLINE i64 keys_before(const struct place *p, const struct span *s, i64 key)
+{
+    i64 far = key - key_of(p, s, 0);
+    return s->step == 1 ? far : far <= 0 ? 0 : (far + s->step - 1) / s->step;
+}
+
 /* the first key of a span that any query of a vector sees, and the one after the last */
-INLINE i64 first_seen(const struct place *p, const struct span *s, i64 v) { return most(0, p->lowest[v] + s->low); }
+INLINE i64 first_seen(const struct place *p, const struct span *s, i64 v)
+{
+    return most(0, most(p->lowest[v] + s->low, keys_before(p, s, p->least_first[v])));
+}
 
 INLINE i64 end_seen(const struct place *p, const struct span *s, i64 v)
 {
-    return least(s->count, p->highest[v] + s->high + 1);
+    return least(s->count, least(p->highest[v] + s->high + 1, keys_before(p, s, p->most_end[v])));
 }
 
 /* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
@@ -241,8 +253,8 @@ static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
         k->span = p->call->span + p->strip->span + k->spans++;
         k->first = k->span->count, k->stop = 0;
         for (i64 v = 0; v * LANES < p->rows; v++) {
-            k->first = least(k->first, first_seen(p, k->span, v));
-            k->stop = most(k->stop, end_seen(p, k->span, v));
+            i64 first = first_seen(p, k->span, v), end = end_seen(p, k->span, v);
+            if (first < end) k->first = least(k->first, first), k->stop = most(k->stop, end);
         }
     }
     k->n = least(at_a_time, k->stop - k->first);
@@ -401,6 +413,16 @@ INLINE void hide(signed_bits where, real *score)
     store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
 }
 
+/* Hides from a vector of queries what is beyond the keys of each. */
+INLINE void hide_beyond(const struct place *p, const struct span *s, i64 row, i64 first, i64 n, real *of_vector)
+{
+    i64 v = row / LANES, at = key_of(p, s, first);
+    for (i64 j = 0; j < n && at + j * s->step < p->most_first[v]; j++)
+        hide(load_bits(p->first_key + row) > (int32_t)(at + j * s->step), of_vector + j * UNIT);
+    for (i64 j = n - 1; j >= 0 && at + j * s->step >= p->least_end[v]; j--)
+        hide(load_bits(p->end_key + row) <= (int32_t)(at + j * s->step), of_vector + j * UNIT);
+}
+
 /* Scores of queries from `row` on with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or
    NULL. */
 static void scores_of(
@@ -420,6 +442,7 @@ static void scores_of(
             hide(load_bits(p->index + row + w * LANES) > (int32_t)(first + j - s->low), of_vector + j * UNIT);
         for (i64 j = after; j < n; j++)
             hide(load_bits(p->index + row + w * LANES) < (int32_t)(first + j - s->high), of_vector + j * UNIT);
+        if (c->first_key) hide_beyond(p, s, row + w * LANES, first, n, of_vector);
     }
 }
 

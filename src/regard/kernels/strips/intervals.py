@@ -1,0 +1,160 @@
+"""Masks that hold data of texts, such as padding and packed documents, as an interval of keys for every query.
+
+Data change from batch to batch: to cut strips anew takes longer than to compute short texts. So the compiled library is
+given the intervals, and strips follow from the rest of the mask, which is about positions alone:
+
+    Causal() & Padding([2, 3])      strips of Causal(), and the keys [0, 2) and [0, 3) for all queries of a text
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels.known import cached_by_mask
+from regard.kernels.strips.binding import compiled
+from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Window
+from regard.masks.planning import Diagonals, factors, product_of
+from regard.shapes import Grid
+
+
+class Interval(NamedTuple):
+    """The first key that each query sees, and the one after the last; equal where it sees none.
+
+    Shapes: int32 [batch or 1, query_len or 1].
+    """
+
+    first: Tensor
+    end: Tensor
+
+    def __and__(self, other: "Interval") -> "Interval":
+        first = self.first.maximum(other.first)
+        return Interval(first, self.end.minimum(other.end).maximum(first))
+
+    def joined(self, other: "Interval") -> "Interval | None":
+        """The keys of both; None if they are apart for some query."""
+        if not bool((self.first.maximum(other.first) <= self.end.minimum(other.end)).all()):
+            return None
+        return Interval(self.first.minimum(other.first), self.end.maximum(other.end))
+
+    def placed(self) -> "Interval":
+        """Two tensors alike in shape and strides."""
+        first, end = torch.broadcast_tensors(*self)
+        return Interval(first.contiguous(), end.contiguous())
+
+    def of_batch(self, index: int | None) -> "Interval":
+        """That of a batch index; None: of all of them."""
+        if index is None or len(self.first) == 1:
+            return self
+        return Interval(self.first[index : index + 1], self.end[index : index + 1])
+
+    def cells_on(self, diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
+        """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here."""
+        (low, high), (first, end) = diagonals, self
+        spare = -len(queries) % together
+        of_last = torch.arange(together - 1, len(queries) + spare, together).clamp(max=len(queries) - 1)
+        if first.shape[1] > 1:
+            first, end = (side[:, queries.start : queries.stop : queries.step] for side in self)
+            first, end = (torch.cat([side, side[:, -1:].expand(-1, spare)], 1) for side in (first, end))
+            first, end = (side.unflatten(1, (-1, together)) for side in (first, end))
+            first, end = first.amin(2), end.amax(2)
+        first, end = (-((keys.start - side) // keys.step) for side in (first, end))
+        first, end = first.clamp(0, len(keys)), end.clamp(0, len(keys))
+        if low is not None:
+            first = first.maximum(torch.arange(0, len(queries), together) + low)
+        if high is not None:
+            end = end.minimum(of_last + high + 1)
+        rows = together if len(queries) > together // 2 else len(queries)
+        return int((end - first).clamp(min=0).expand(-1, len(of_last)).sum()) * rows
+
+
+@cached_by_mask(maxsize=16)
+def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
+    """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
+
+    The factors that hold data go into the interval, unless some query sees keys that are not side by side.
+    """
+    rules, found = [], []
+    for factor in factors(mask):
+        interval = _interval_of(factor, grid) if _holds_data(factor) else None
+        if interval is None:
+            rules.append(factor)
+        else:
+            found.append(interval)
+    return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
+
+
+def _holds_data(mask: Mask) -> bool:
+    return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
+
+
+def _interval_of(mask: Mask, grid: Grid) -> Interval | None:
+    """The keys that each query sees; None if they are not side by side, or not known to be."""
+    find = _FOUND_BY.get(type(mask))
+    return None if find is None else find(mask, grid)
+
+
+def _of_both(mask: And, grid: Grid) -> Interval | None:
+    left, right = _interval_of(mask.left, grid), _interval_of(mask.right, grid)
+    return None if left is None or right is None else left & right
+
+
+def _of_either(mask: Or, grid: Grid) -> Interval | None:
+    left, right = _interval_of(mask.left, grid), _interval_of(mask.right, grid)
+    return None if left is None or right is None else left.joined(right)
+
+
+def _of_band(mask: Band, grid: Grid) -> Interval:
+    offset = torch.as_tensor(mask.offset, dtype=torch.int32).reshape(-1, 1)
+    at = torch.arange(grid.query_len, dtype=torch.int32) + offset
+    first = torch.zeros_like(at) if mask.before is None else (at - mask.before).clamp(0, grid.key_len)
+    end = torch.full_like(at, grid.key_len) if mask.after is None else (at + mask.after + 1).clamp(0, grid.key_len)
+    return Interval(first, end.maximum(first))
+
+
+def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
+    return _first_keys(torch.as_tensor(mask.n), grid)
+
+
+def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
+    return _of_cells(mask.keys[:, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
+
+
+def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
+    of_all_heads = mask.mask.shape[1] == 1
+    return _of_cells(mask.mask[:, 0].expand(-1, -1, grid.key_len)) if of_all_heads else None
+
+
+def _of_documents(mask: Document, grid: Grid) -> Interval | None:
+    if not mask.closed_form or mask.key_ids is not mask.query_ids:
+        return None
+    ids = mask.query_ids
+    places, begins = torch.arange(ids.shape[1], dtype=torch.int32), torch.ones_like(ids, dtype=torch.bool)
+    torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
+    first = torch.where(begins, places, 0).cummax(1).values
+    ends = begins.roll(-1, 1)  # since a text begins with a document, it ends with one
+    end = torch.where(ends, places + 1, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return Interval(first, end)
+
+
+_FOUND_BY: dict[type, Callable[[Any, Grid], Interval | None]] = {
+    And: _of_both, Or: _of_either, Band: _of_band, Causal: _of_band, Window: _of_band, Prefix: _of_prefix,
+    Padding: _of_padding, Dense: _of_dense, Document: _of_documents,
+}  # fmt: skip
+"""By the class itself: one derived from it may have a rule of its own."""
+
+
+def _first_keys(lengths: Tensor, grid: Grid) -> Interval:
+    end = lengths.reshape(-1, 1).clamp(max=grid.key_len).to(torch.int32)
+    return Interval(torch.zeros_like(end), end)
+
+
+def _of_cells(cells: Tensor) -> Interval | None:
+    """The keys that the rows of a mask allow: bool [batch, rows, keys]."""
+    library = compiled()
+    assert library is not None  # or strips would not be computed by it
+    cells = cells.contiguous()
+    first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32).unbind()
+    return Interval(first, end) if library.find_keys(cells, first, end) else None

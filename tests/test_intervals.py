@@ -1,0 +1,188 @@
+"""Masks that hold data of texts, as an interval of keys for every query: the same cells, from strips that stay."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import composed_masks, grids, single_masks
+from comparing import assert_close
+from regard import Band, Causal, Chunk, Dense, Document, Padding, Prefix, Where, Window, attention
+from regard.functional import check_call
+from regard.kernels.strips import native
+from regard.kernels.strips.binding import compiled, is_there
+from regard.kernels.strips.intervals import Interval, by_interval
+from regard.masks import EVERYTHING
+from regard.masks.planning import EVERY_DIAGONAL
+from regard.shapes import Grid
+
+pytestmark = pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
+
+LENGTHS = torch.tensor([5, 9, 0])
+
+
+def draw(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cells(interval, grid):
+    """What an interval allows: [batch, 1, query_len, key_len]."""
+    places = torch.arange(grid.key_len)
+    inside = (interval.first[..., None] <= places) & (places < interval.end[..., None])
+    return inside[:, None].expand(grid.batch, 1, grid.query_len, grid.key_len)
+
+
+def call_of(mask, batch=3, queries=9, keys=9, heads=2):
+    query, key = draw((batch, heads, queries, 8)), draw((batch, heads, keys, 8))
+    return check_call("test", query, key, key, mask, None, None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "first", "end"),
+    [
+        (Padding([2, 3]), [[0], [0]], [[2], [3]]),
+        (Padding(torch.tensor([[True, True, False], [False, True, False]])), [[0], [1]], [[2], [2]]),
+        (Padding(torch.tensor([[False] * 3, [False, True, True]])), [[3], [1]], [[3], [3]]),
+        (Document(torch.tensor([[0, 0, 1], [4, 5, 5]])), [[0, 0, 2], [0, 1, 1]], [[2, 2, 3], [1, 3, 3]]),
+        (Prefix([1, 2]), [[0], [0]], [[1], [2]]),
+        (Causal(offset=[0, 1]), [[0] * 3] * 2, [[1, 2, 3], [2, 3, 3]]),
+        (Band(1, 0, offset=[0, -2]), [[0, 0, 1], [0, 0, 0]], [[1, 2, 3], [0, 0, 1]]),
+        (Dense(torch.ones(3, 3, dtype=torch.bool).tril()), [[0] * 3], [[1, 2, 3]]),
+        (Dense(torch.tensor([[True], [False], [True]])), [[0, 3, 0]], [[3] * 3]),
+        (Causal() | Prefix([1, 2]), [[0] * 3] * 2, [[1, 2, 3], [2, 2, 3]]),
+    ],
+)
+def test_worked_by_hand(mask, first, end):
+    rule, interval = by_interval(mask.bind(Grid(2, 1, 3, 3)), Grid(2, 1, 3, 3))
+    assert rule is EVERYTHING
+    assert interval.first.tolist() == first
+    assert interval.end.tolist() == end
+    assert interval.first.dtype == interval.end.dtype == torch.int32
+
+
+def test_what_is_about_positions_alone_stays_a_rule():
+    grid = Grid(2, 1, 3, 3)
+    rule, interval = by_interval((Causal() & Padding([2, 1]) & Chunk(2)).bind(grid), grid)
+    assert "Padding" not in repr(rule)
+    assert "Causal" in repr(rule)
+    assert interval.end.tolist() == [[2], [1]]
+    assert by_interval(Causal().bind(grid), grid) == (Causal().bind(grid), None)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Padding(torch.tensor([[True, False, True], [True, True, True]])),
+        Document(torch.tensor([0, 1, 0])),
+        Dense(torch.ones(1, 2, 3, 3, dtype=torch.bool)),
+        ~Padding([1, 2]),
+        Prefix([1, 1]) | Padding(torch.tensor([[False, False, True]])),
+        Where(lambda batch, head, query, key: key <= query),
+        type("Own", (Padding,), {"rule": lambda self, batch, head, query, key: key != query})([1, 2]),
+    ],
+    ids=["padding within", "documents apart", "heads", "not", "apart", "function", "a rule of its own"],
+)
+def test_other_masks_are_none(mask):
+    grid = Grid(2, 2, 3, 3)
+    bound = mask.bind(grid)
+    rule, interval = by_interval(bound, grid)
+    assert interval is None
+    assert rule is bound
+
+
+def test_any_byte_but_0_is_true():
+    grid = Grid(1, 1, 1, 20)
+    mask = torch.zeros(1, 20, dtype=torch.uint8)
+    mask[0, 11:14] = torch.tensor([2, 255, 128], dtype=torch.uint8)
+    _, interval = by_interval(Padding(mask.view(torch.bool)).bind(grid), grid)
+    assert (int(interval.first), int(interval.end)) == (11, 14)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_rule_and_interval_are_the_mask(data):
+    grid = data.draw(grids())
+    mask = data.draw(st.one_of(single_masks(grid), composed_masks(grid))).mask.bind(grid)
+    rule, interval = by_interval(mask, grid)
+    if interval is None:
+        assert rule is mask
+        return
+    whole = range(grid.query_len), range(grid.key_len)
+    sizes = grid.batch, grid.heads, grid.query_len, grid.key_len
+    found = rule.allowed(*whole).expand(sizes) & cells(interval, grid)
+    assert torch.equal(found, mask.allowed(*whole).expand(sizes))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_output_and_gradients_are_those_of_the_reference(data):
+    number = data.draw(st.integers(0, 1 << 30))
+    of = torch.Generator().manual_seed(number)
+    batch, queries = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([3, 40, 150]))
+    keys = queries if data.draw(st.booleans()) else 150
+    starts = torch.randint(0, keys, (batch, 1), generator=of)
+    ends = starts + torch.randint(0, keys, (batch, 1), generator=of)
+    places = torch.arange(keys)
+    limits = {
+        "right": Padding(ends.clamp(max=keys)[:, 0]),
+        "both sides": Padding((starts <= places) & (places < ends)),
+        "prefix": Prefix(starts[:, 0]),
+        "cells": Dense(((starts <= places) & (places < ends))[:, None, None]),
+        "offsets": Window(20, offset=starts[:, 0]),
+    }
+    if queries == keys:
+        ids = torch.randint(0, 5, (batch, keys), generator=of).sort(1).values
+        limits["documents"] = Document(ids)
+        limits["cells of queries"] = Dense((ids[:, None, :, None] == ids[:, None, None]) & (places[:, None] >= places))
+    limit = data.draw(st.sampled_from(sorted(limits)))
+    rule = data.draw(st.sampled_from([None, Causal(), Window(30), Causal() & (Window(9) | Prefix(4))]))
+    mask = limits[limit] if rule is None else rule & limits[limit]
+    tensors = [draw(size, number + n) for n, size in enumerate([(batch, 4, queries, 8), *[(batch, 2, keys, 8)] * 2])]
+    bias = draw((1, 4, queries, keys), number) if data.draw(st.booleans()) else None
+    results = []
+    for kernel in ("reference", "native"):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output = attention(*leaves, mask=mask, bias=bias, kernel=kernel)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for expected, found in zip(*results, strict=True):
+        assert_close(found, expected)
+
+
+def test_new_texts_need_no_new_strips():
+    first, second = (native.plan_of(call_of(Causal() & Padding(lengths))) for lengths in (LENGTHS, LENGTHS.flip(0)))
+    assert first.strips is second.strips
+    assert first.orders is second.orders
+    assert first.interval.end.tolist() == [[5], [9], [0]]
+    assert second.interval.end.tolist() == [[0], [9], [5]]
+
+
+def test_they_are_told_of_their_own_keys_though_all_else_is_kept():
+    query, key, value = (draw((3, 2, 9, 8), n) for n in range(3))
+    for lengths in (LENGTHS, LENGTHS.flip(0), LENGTHS + 1 - (LENGTHS == 9).long()):
+        mask = Causal() & Padding(lengths)
+        expected = attention(query, key, value, mask=mask, kernel="reference")
+        assert_close(attention(query, key, value, mask=mask, kernel="native"), expected)
+
+
+@pytest.mark.parametrize("limit", [Padding(LENGTHS), Document(torch.arange(9) // 4)])
+def test_scores_are_counted_by_vectors(limit):
+    allowed = int(limit.bind(Grid(3, 2, 9, 9)).allowed(range(9), range(9)).expand(3, 2, 9, 9).sum())
+    assert allowed <= native.num_scores(call_of(limit)) <= 3 * 2 * 9 * 16
+    assert native.num_scores(call_of(Padding([0, 0, 0]))) == 0
+
+
+def test_cells_of_a_rectangle():
+    interval = Interval(torch.tensor([[2, 2, 0, 0]]).int(), torch.tensor([[4, 6, 3, 3]]).int())
+    whole = range(4), range(8)
+    assert interval.cells_on(EVERY_DIAGONAL, *whole, 2) == 2 * 4 + 2 * 3
+    assert interval.cells_on((None, 0), *whole, 2) == 2 * 0 + 2 * 3
+    assert interval.cells_on((1, None), *whole, 2) == 2 * 4 + 2 * 0
+    assert interval.cells_on(EVERY_DIAGONAL, range(2, 4), range(1, 8), 2) == 2 * 2
+    assert interval.cells_on(EVERY_DIAGONAL, range(0, 4, 2), range(0, 8, 2), 1) == 1 + 2
+
+
+def test_the_library_refuses_keys_that_are_not_side_by_side():
+    first, end = torch.empty(2, 1, dtype=torch.int32).unbind()
+    library = compiled()
+    assert library.find_keys(torch.tensor([[True, True, False]]), first, end)
+    assert not library.find_keys(torch.tensor([[True, False, True]]), first, end)
