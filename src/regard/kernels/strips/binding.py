@@ -97,7 +97,8 @@ class CallOf(ctypes.Structure):
         ("statistic", _address),
         *((name, _i64) for name in ("statistics", "knows_lse", "goes_on")),
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
-        *((name, _i64) for name in ("careful", "suspect", "products", "units", "next", "first_batch", "last_batch")),
+        *((name, _i64) for name in ("careful", "suspect", "products", "units", "first_batch", "last_batch")),
+        ("share", _address),
     )
 
 
@@ -131,6 +132,9 @@ class Compiled:
         # torch's own threads: those of a second runtime would compete with them for the cores
         in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
         self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
+        thread_number = getattr(ctypes.CDLL(None), "omp_get_thread_num", None)
+        loaded.regard_set_thread_number.argtypes, loaded.regard_set_thread_number.restype = (_address,), None
+        loaded.regard_set_thread_number(None if thread_number is None else ctypes.cast(thread_number, _address))
         self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
         self._finish = loaded.regard_finish
         for function in (self._forward, self._backward, self._finish, self._look):

@@ -59,6 +59,25 @@ static real *memory_for(i64 numbers)
     return m->numbers;
 }
 
+/* --- who computes what -------------------------------------------------------------------------------------------- */
+
+/* Which thread this is, of those that run together; NULL: not known. */
+static int (*thread_number)(void);
+
+/* The next of so many items: of those that are this thread's, side by side, as torch's own operators deal them out, so
+   what these wrote lies in this core's cache; or, if none are left, of another's. -1: none are left. */
+static i64 take(struct call *c, i64 items)
+{
+    i64 own = thread_number && c->threads > 1 ? thread_number() : 0;
+    for (i64 n = 0; n < c->threads; n++) {
+        i64 of = (own + n) % c->threads, first = of * items / c->threads, stop = (of + 1) * items / c->threads;
+        if (__atomic_load_n(&c->share[of].taken, __ATOMIC_RELAXED) >= stop - first) continue;
+        i64 item = first + __atomic_fetch_add(&c->share[of].taken, 1, __ATOMIC_RELAXED);
+        if (item < stop) return item;
+    }
+    return -1;
+}
+
 /* --- all places of a call ---------------------------------------------------------------------------------------- */
 
 /* Few queries leave lanes empty: those of all heads that share a kv head are then side by side. */
@@ -164,19 +183,17 @@ static void forward_work(void *of_call)
     real *memory = memory_for(forward_numbers(c));
     struct state before_us = begin_work(c);
     struct place p;
-    i64 before = 0, number = 0; /* items of the strips before this one */
-    for (;;) {
-        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        while (number < c->strips && item - before >= items_of(c, c->strip + number))
-            before += items_of(c, c->strip + number++);
-        if (number == c->strips) break;
-        const struct strip *s = c->strip + number;
-        /* in turn: heads that share a kv head, batch indices, which often share what is added, and kv heads */
-        i64 at = item - before, heads = heads_of(c, s), batches = batches_of(c, s), group = heads / c->kv_heads;
-        i64 head = at / group / batches % c->kv_heads * group + at % group, batch = at / group % batches;
-        i64 time = at / heads / batches % s->times;
-        i64 from_end = at / heads / batches / s->times; /* the longest rows of a causal square come first */
-        find_place(&p, c, s, s->batch < 0 ? batch : s->batch, head, time, blocks_of(c, s) - 1 - from_end);
+    i64 items = 0, before = 0; /* items of all strips, and of those before this one */
+    for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
+    const struct strip *s = c->strip;
+    for (i64 item; (item = take(c, items)) >= 0;) {
+        if (item < before) s = c->strip, before = 0; /* of another thread's */
+        while (item - before >= items_of(c, s)) before += items_of(c, s++);
+        item -= before;
+        i64 blocks = blocks_of(c, s), heads = heads_of(c, s), from_end = item % blocks, time = item / blocks % s->times;
+        i64 head = item / blocks / s->times % heads, batch = s->batch < 0 ? item / blocks / s->times / heads : s->batch;
+        /* the longest rows of a causal square come first */
+        find_place(&p, c, s, batch, head, time, blocks - 1 - from_end);
         if (p.rows <= FEW)
             few_place(&p, memory);
         else
@@ -221,10 +238,9 @@ static void deal(
     i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
     i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
     i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
-    for (;;) {
-        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED), chunk = item % c->chunks;
+    for (i64 item; (item = take(c, batches * owners * c->chunks)) >= 0;) {
         i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
-        if (batch >= batches) break;
+        i64 chunk = item % c->chunks;
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++) {
             for (i64 n = first; begin && !c->goes_on && n < first + each; n++) begin(c, batch, n, chunk);
@@ -265,9 +281,7 @@ static void finish_work(void *of_call)
 {
     struct call *c = of_call;
     i64 parts = (c->key_len + KEYS - 1) / KEYS;
-    for (;;) {
-        i64 item = __atomic_fetch_add(&c->next, 1, __ATOMIC_RELAXED);
-        if (item >= c->batches * c->kv_heads * parts) break;
+    for (i64 item; (item = take(c, c->batches * c->kv_heads * parts)) >= 0;) {
         i64 first = item % parts * KEYS, head = item / parts % c->kv_heads, batch = item / parts / c->kv_heads;
         i64 stop = least(first + KEYS, c->key_len);
         finish_sums(c, &c->sum_key, c->chunk_key, &c->grad_key, c->head_dim, batch, head, first, stop);
@@ -314,13 +328,17 @@ static enum products products_of(const struct call *c)
 
 static void run(struct call *c, void (*work)(void *), parallel *in_parallel)
 {
-    c->next = 0;
+    struct share share[c->threads];
+    memset(share, 0, sizeof share);
+    c->share = share;
     c->products = products_of(c);
     if (in_parallel && c->threads > 1)
         in_parallel(work, c, c->threads, 0);
     else
         work(c);
 }
+
+API void regard_set_thread_number(int (*number)(void)) { thread_number = number; }
 
 API void regard_forward(struct call *c, parallel *in_parallel)
 {

@@ -58,6 +58,11 @@ struct statistic {
     i64 n, queries, keys_of_pixel;
 };
 
+/* How many of the items that are a thread's by right were taken, by it or by others that had none left. */
+struct share {
+    i64 taken, apart[7];
+};
+
 struct call {
     struct tensor query, key, value, output, grad_output, grad_query;
     struct tensor sum_key, sum_value;   /* where gradients of keys and values are added up: our dtype, whole vectors */
@@ -89,5 +94,6 @@ struct call {
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
-    i64 careful, suspect, products, units, next, first_batch, last_batch;
+    i64 careful, suspect, products, units, first_batch, last_batch;
+    struct share *share; /* of each thread */
 };
