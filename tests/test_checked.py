@@ -215,6 +215,56 @@ def right(given, mask):
     assert_close(attention(*given, mask=mask), attention(*given, mask=mask, kernel="reference"))
 
 
+FROM_DATA = {
+    "padding": lambda: Padding(torch.arange(7) < torch.tensor([[4], [7]])),
+    "documents": lambda: Causal() & Document(torch.tensor([[0, 0, 0, 1, 1, 2, 2]])),
+    "cells": lambda: Dense(torch.arange(49).reshape(7, 7) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("name", FROM_DATA)
+def test_a_mask_of_inference_tensors_is_known_by_its_few_bytes(checks, name):
+    given = heads()
+    with torch.inference_mode():
+        for _ in range(3):
+            expected = attention_with_lse(*given, mask=FROM_DATA[name](), kernel="reference").output
+            assert_close(attention(*given, mask=FROM_DATA[name]()), expected)
+    assert len(checks) == 2
+
+
+@pytest.mark.parametrize("name", FROM_DATA)
+@pytest.mark.parametrize("length", [7, 1])
+def test_what_is_known_of_an_inference_tensor_is_not_written_to_with_it(name, length):
+    query, key, value = heads()
+    given = query[:, :, :length], key, value
+    if length == 1 and name != "padding":
+        return
+    expected = attention(*given, mask=FROM_DATA[name](), kernel="reference")
+    with torch.inference_mode():
+        mask = FROM_DATA[name]()
+        assert_close(attention(*given, mask=mask), expected)
+        leaf = list(mask.leaves())[-1]
+        for tensor in {id(part): part for part in leaf.arguments().values() if part is not None}.values():
+            tensor.fill_(1)
+        right(given, mask)
+        assert_close(attention(*given, mask=FROM_DATA[name]()), expected)
+        wide = [tensor.double() for tensor in given]  # of which nothing is known yet
+        assert_close(attention(*wide, mask=FROM_DATA[name]()).float(), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("length", [64, 1])
+def test_a_large_bias_of_inference_tensors_may_be_written_to(checks, length):
+    query, key, value = heads(length=150)
+    given = query[:, :, :length], key, value
+    with torch.inference_mode():
+        bias = torch.randn(2, 4, length, 150)
+        for _ in range(3):
+            same_as_reference(given, bias=bias, mask=Causal())
+            bias.normal_()
+        other = torch.randn(2, 4, length, 150)
+        same_as_reference(given, bias=other, mask=Causal())
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_mask_that_is_changed_in_place_is_another(inference):
     given = heads()

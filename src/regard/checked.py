@@ -115,10 +115,19 @@ def form_of(
         if value.shape[:3] == (batch, kv_heads, key_len):
             key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
     if bias is not None:
-        of_bias = known(bias) if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)) else None
+        if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)):
+            of_bias = known(bias) or _in_place(query, bias)
         if of_bias is None:
             return None
     return query.shape, key_shape, value_shape, kinds, structure, of_bias, dropout, wants_lse, kernel
+
+
+def _in_place(query: Tensor, bias: Bias | Tensor) -> Form | None:
+    """What is equal only for the same memory, of an inference tensor: whatever was written to it. Of one query, and by
+    kernels that do not read a bias where it is, numbers are kept."""
+    if type(bias) is not Tensor or not bias.is_inference() or query.dim() != 4 or query.shape[2] == 1:
+        return None
+    return bias.data_ptr(), bias.dtype, bias.shape, bias.stride()
 
 
 def kinds_of(
@@ -170,6 +179,8 @@ def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
     if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     bias = call.scoring.bias
+    if bias is not None and known(bias) is None and kernel.name != "native":
+        return None  # others may keep what they read
     if bias is not None:  # what is compared by its contents may change
         call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))
     return keep(_KNOWN, form, Checked(call, kernel))

@@ -441,16 +441,19 @@ def known(value: Any) -> Hashable | None:
     return None
 
 
-def settled(value: Any) -> Any:
-    """A copy of which `known` stays what it is, whatever is written into the original."""
-    if isinstance(value, Tensor):
-        if value.requires_grad and torch.is_grad_enabled():
-            return value
-        with torch.inference_mode(False):  # autograd cannot save inference tensors
-            return value.detach().clone() if is_few(value) else value
+def settled(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """A copy of which `known` stays what it is, whatever is written into the original; itself if nothing is copied.
+    copies: by the id of the original."""
+    copies = {} if copies is None else copies
     if isinstance(value, Rule):
-        return value._with(**{name: settled(part) for name, part in vars(value).items()})
-    return type(value)(settled(part) for part in value) if isinstance(value, (list, tuple)) else value
+        parts = {name: settled(part, copies) for name, part in vars(value).items()}
+        return value._with(**parts) if copies else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(settled(part, copies) for part in value)
+    if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()) or not is_few(value):
+        return value
+    with torch.inference_mode(False):  # since autograd cannot save inference tensors
+        return copies.setdefault(id(value), value.detach().clone())
 
 
 _SIMPLE = frozenset({type(None), bool, int, float, str, range, torch.device})
@@ -461,8 +464,7 @@ def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable
     if kind in _SIMPLE:  # first: torch takes time to tell that something is no tensor
         return kind, value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, Rule):
-        structure = value.structure()
-        if structure is None:
+        if (structure := value.structure()) is None:
             raise NotComparableError
         return structure
     if isinstance(value, Tensor):
@@ -490,8 +492,8 @@ def _function(function: FunctionType) -> Hashable:
 
 def _in_function(value: Any) -> Hashable:
     if type(value) is Tensor:
-        if value.untyped_storage().nbytes() > MAX_COMPARED_BYTES:  # which the key would keep alive
-            raise NotComparableError
+        if value.is_inference() or value.untyped_storage().nbytes() > MAX_COMPARED_BYTES:
+            raise NotComparableError  # others may write to it unnoticed; or the key would keep much alive
         return version(value)
     if value is None or type(value) in (bool, int, float, FunctionType):
         return _comparable(value, version)

@@ -15,6 +15,10 @@ tokens in 8 heads. Row "bias, dense, causal" of features.py."""
 MAX_READ_NUMBERS = 1 << 12
 """Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
 
+MAX_READ_BYTES = 1 << 16
+"""Most bytes of an inference tensor, whose versions torch does not count, that is compared by its contents, such as the
+mask of 256 tokens."""
+
 _READABLE = frozenset({Tensor, nn.Parameter})
 
 
@@ -23,9 +27,13 @@ class NotComparableError(Exception):
 
 
 def version(tensor: Tensor) -> Hashable:
-    """Equal for the same tensor in the same version."""
+    """Equal for the same tensor in the same version; for inference tensors, which have none, for the same few bytes."""
+    if tensor.is_inference():
+        if not is_few(tensor):
+            raise NotComparableError
+        return _contents(tensor)
     base = tensor if tensor._base is None else tensor._base
-    if tensor.nbytes > MAX_COMPARED_BYTES or tensor.is_inference() or isinstance(base, nn.Parameter):
+    if tensor.nbytes > MAX_COMPARED_BYTES or isinstance(base, nn.Parameter):
         raise NotComparableError
     if base is tensor:
         # the id comes first, so that tuples never compare two tensors elementwise
@@ -38,13 +46,20 @@ def few_or_version(tensor: Tensor) -> Hashable:
     if tensor.requires_grad and (torch.is_grad_enabled() or tensor.grad_fn is not None):
         raise NotComparableError  # it learns, or holds a graph
     if is_few(tensor):
-        return tensor.dtype, tensor.shape, string_at(tensor.data_ptr(), tensor.nbytes)
+        return _contents(tensor)
     return version(tensor)
 
 
+def _contents(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.shape, string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def is_few(tensor: Tensor) -> bool:
-    """Whether it holds few floating numbers, one after the other in memory that may be read."""
-    if not tensor.is_floating_point() or tensor.numel() > MAX_READ_NUMBERS or not tensor.is_contiguous():
+    """Whether it holds few floating numbers, or is an inference tensor of few bytes, one after the other in memory that
+    may be read."""
+    few = tensor.is_floating_point() and tensor.numel() <= MAX_READ_NUMBERS
+    few = few or (tensor.is_inference() and tensor.nbytes <= MAX_READ_BYTES)
+    if not few or not tensor.is_contiguous():
         return False
     readable = type(tensor) in _READABLE and tensor.is_cpu
     return readable and not transformed()

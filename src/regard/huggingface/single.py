@@ -15,7 +15,6 @@ from regard.checked import Form, keep, kinds_of
 from regard.functional import check_call
 from regard.kernels import Single, choose
 from regard.kernels.hidden import Hidden
-from regard.numerics import wide
 from regard.shapes import is_plain
 
 
@@ -69,8 +68,7 @@ def attend_one(
         key, value = key.narrow(2, start, length), value.narrow(2, start, length)
         if bias is not None and bias.shape[3] > 1:
             bias = bias.narrow(3, start, length)
-    added = None if bias is None and hidden is None else _added(query.dtype, hidden, bias)
-    return single(query, key, value, sink, added)
+    return single(query, key, value, sink, hidden, bias)
 
 
 def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
@@ -80,11 +78,3 @@ def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
     *sizes, columns = bias.shape
     learns = bias.requires_grad and torch.is_grad_enabled()
     return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
-
-
-def _added(dtype: torch.dtype, hidden: Hidden | None, bias: Tensor | None) -> Tensor | None:
-    """What padding and bias add to the scores, -inf where hidden; nothing of the bias is rounded."""
-    if bias is None:
-        return None if hidden is None else hidden.numbers(dtype)
-    numbers = bias if bias.dtype == dtype else bias.to(wide(dtype))
-    return numbers if hidden is None else numbers + hidden.numbers(numbers.dtype)

@@ -1,7 +1,7 @@
 """The input of a kernel, and the interface that every kernel implements."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +57,9 @@ def all_scores(call: Call) -> int:
 Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """A call that waits for its query, key and value, and its sink if it has one: returns output and lse."""
 
-Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
-"""A call of one query that waits for query, key, value, sink, and what mask and bias add: [1 or batch, 1 or heads, 1,
-key_len], -inf where hidden. None where anything hidden may have contributed."""
+Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any, Tensor | None], Tensor | None]
+"""A call of one query that waits for query, key, value, sink, what the mask hides (`Hidden`, or None) and a bias, both
+[1 or batch, 1 or heads, 1, key_len]. None where anything hidden may have contributed."""
 
 
 class Kernel(NamedTuple):

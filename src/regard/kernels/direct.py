@@ -19,7 +19,17 @@ from regard import processor
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, SHORT
-from regard.kernels.hidden import Hidden, Table, fold, has_nan, hidden_in, hidden_in_call, known_table, table_key
+from regard.kernels.hidden import (
+    Hidden,
+    Table,
+    fold,
+    has_nan,
+    hidden_in,
+    hidden_in_call,
+    known_table,
+    numbers_added,
+    table_key,
+)
 from regard.kernels.stacked import Fixed, Stacked, added_by, attend
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
@@ -108,12 +118,13 @@ def single(call: Call) -> Single | None:
     batch, heads, dtype = *scoring.grid[:2], wide(call.query.dtype)
 
     def attend_one(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
     ) -> Tensor | None:
-        if added is not None:
-            added = fold(added.to(dtype), batch, heads, key.shape[1], 1)
-        output = _attend(Call(query, key, value, scoring.with_sink(sink)), None, added)[0]
-        return None if added is not None and has_nan(output) else output
+        numbers = numbers_added(hidden, bias, dtype)
+        if numbers is not None:
+            numbers = fold(numbers.to(dtype), batch, heads, key.shape[1], 1)
+        output = _attend(Call(query, key, value, scoring.with_sink(sink)), None, numbers)[0]
+        return None if numbers is not None and has_nan(output) else output
 
     return attend_one
 

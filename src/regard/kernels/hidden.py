@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cached_property
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from regard.graphs import concrete, tracing, whole
 from regard.kernels.known import Kept, cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.algebra import coverage_of
-from regard.numerics import zero_empty_queries, zero_unseen
+from regard.numerics import wide, zero_empty_queries, zero_unseen
 from regard.rules import contents, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
+
+Value = TypeVar("Value")
 
 HARMLESS = 2.0**32
 """Smaller numbers in a hidden key or value are harmless: a weight of exactly 0 cancels them."""
@@ -75,6 +77,7 @@ class Hidden:
         self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}
         self._by_key: dict[torch.dtype, Tensor] = {}
+        self._kept: dict[str, object] = {}
         self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
 
     @property
@@ -138,6 +141,12 @@ class Hidden:
                     self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]
 
+    def kept(self, name: str, make: Callable[[Tensor], Value]) -> Value:
+        """What follows from the cells that are allowed, made once."""
+        if name not in self._kept:
+            self._kept[name] = make(self.allowed)
+        return cast(Value, self._kept[name])
+
     def by_key(self, dtype: torch.dtype, spare: int) -> Tensor:
         """The same numbers as the compiled library takes them: [batch or 1, heads or 1, keys or 1, queries or 1] one
         after another, with `spare` further numbers in memory."""
@@ -161,6 +170,14 @@ class Hidden:
             with torch.inference_mode(False):
                 self._folded[key] = fold(numbers, batch, heads, kv_heads, query_len)
         return self._folded[key]
+
+
+def numbers_added(hidden: Hidden | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What mask and bias add to scores, -inf where hidden, in a dtype in which nothing of the bias is rounded."""
+    if bias is None:
+        return None if hidden is None else hidden.numbers(dtype)
+    numbers = bias if bias.dtype == dtype else bias.to(wide(dtype))
+    return numbers if hidden is None else numbers + hidden.numbers(numbers.dtype)
 
 
 class Table(Hidden):
@@ -279,7 +296,7 @@ def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | N
 
     def make() -> Table:
         with torch.inference_mode(False), torch.no_grad():  # autograd cannot save inference tensors
-            return _made(replace(scoring, bias=settled(scoring.bias)), dtype)
+            return _made(replace(scoring, bias=settled(scoring.bias), mask=settled(scoring.mask)), dtype)
 
     return None if known is None else _tables.getter(known, make)
 

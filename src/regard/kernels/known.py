@@ -12,6 +12,7 @@ import torch
 from regard.graphs import as_it_stands
 from regard.masks import Mask
 from regard.masks.planning import MaskKey
+from regard.rules import settled
 from regard.shapes import Grid
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
         @lru_cache(maxsize)
         def remembered(known: MaskKey, *more: Any) -> Any:
             with torch.inference_mode(False):  # autograd cannot save inference tensors
-                return function(known.mask, *more)
+                return function(settled(known.mask), *more)
 
         @wraps(function)
         def found(mask: Mask, *more: Any) -> Any:

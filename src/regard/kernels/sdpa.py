@@ -24,6 +24,7 @@ from regard.kernels.hidden import (
     has_nan,
     hidden_in_call,
     known_numbers,
+    numbers_added,
     table_key,
 )
 from regard.masks import EVERYTHING
@@ -146,10 +147,11 @@ def single(call: Call) -> Single | None:
     attend = prepared(call)
 
     def attend_one(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
     ) -> Tensor | None:
-        output = attend(query, key, value, added)
-        return None if added is not None and has_nan(output) else output
+        numbers = numbers_added(hidden, bias, query.dtype)
+        output = attend(query, key, value, numbers)
+        return None if numbers is not None and has_nan(output) else output
 
     return attend_one
 

@@ -51,8 +51,10 @@ class StripPlan:
         if self.is_kept:
             self._strips = tuple(self._together() if by.together else self._cut())
 
-    def within(self, interval: Interval) -> "StripPlan":
+    def within(self, interval: Interval | None) -> "StripPlan":
         """The same strips, in which each query is limited to an interval of keys."""
+        if interval is self.interval:
+            return self
         limited = copy(self)
         limited.interval, limited.hides = interval, True
         return limited

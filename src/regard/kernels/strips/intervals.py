@@ -86,6 +86,14 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
 
 
+def of_one_query(allowed: Tensor) -> Interval | None:
+    """The keys that one query sees; None if they are not side by side, or others for each head, or not told one by one.
+
+    Shapes: bool [1 or batch, 1 or heads, 1, key_len].
+    """
+    return _of_cells(allowed[:, 0]) if allowed.shape[1] == 1 < allowed.shape[3] else None
+
+
 def _holds_data(mask: Mask) -> bool:
     return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
 

@@ -17,7 +17,7 @@ from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
-from regard.kernels.hidden import hidden_in, known_numbers
+from regard.kernels.hidden import Hidden, hidden_in, known_numbers
 from regard.kernels.strips import engine, native, options, products
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
@@ -56,8 +56,7 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
         attend = _of_one(call) if by is NATIVE else None
         if attend is None:
             return _run(call, by)
-        added = _added_to_one(call.scoring, wide(call.query.dtype))
-        return attend(*call[:3], call.scoring.sink, added), None
+        return attend(*call[:3], call.scoring.sink, *_added_to_one(call.scoring, wide(call.query.dtype))), None
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
@@ -98,7 +97,10 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     attend = _of_one(call) if by is NATIVE else None
     look_up = None if attend is None else known_numbers(scoring, wide(call.query.dtype))
     if attend is not None and look_up is not None:
-        return lambda query, key, value, sink: (attend(query, key, value, sink, look_up()[1]), None)
+        if scoring.bias is None:
+            hidden, _ = look_up()
+            return lambda query, key, value, sink: (attend(query, key, value, sink, hidden, None), None)
+        return lambda query, key, value, sink: (attend(query, key, value, sink, None, look_up()[1]), None)
     any_length = scoring.mask is None and scoring.grid.query_len == 1
     if any_length or not call.concrete:
         return None
@@ -121,14 +123,14 @@ def _of_one(call: Call) -> Alone | None:
     return single(call)
 
 
-def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
-    """What mask and bias add to the scores of one query."""
-    hidden, biases = hidden_in(scoring.mask, scoring.grid), None
-    if scoring.bias is not None:
-        biases = scoring.biases(range(1), range(scoring.grid.key_len), dtype)
-    if hidden is None or biases is None:
-        return biases if hidden is None else hidden.numbers(dtype)
-    return biases + hidden.numbers(dtype)
+def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, Tensor | None]:
+    """What the mask hides from one query, and what is added to its scores besides; or all that is added."""
+    if scoring.bias is None:
+        return hidden_in(scoring.mask, scoring.grid), None
+    look_up = known_numbers(scoring, dtype)
+    if look_up is not None:  # as in the next call like this one
+        return None, look_up()[1]
+    return hidden_in(scoring.mask, scoring.grid), scoring.biases(range(1), range(scoring.grid.key_len), dtype)
 
 
 def _planned(call: Call, by: Engine) -> "Planned":

@@ -91,7 +91,7 @@ def plan_of(call: Call) -> StripPlan:
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
     plan = plan_strips(rule, grid, by)
-    return plan if interval is None else plan.within(interval)
+    return plan.within(interval)
 
 
 def is_quickly_planned(call: Call) -> bool:
@@ -123,7 +123,8 @@ def beats(call: Call, scores: float) -> bool:
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False
-    return size * num_scores(call) / torch.get_num_threads() * price(call.query.dtype, learns) < most
+    for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns)
+    return any(for_a_score * num_scores(call, at_most=at_most) < most for at_most in (True, False))
 
 
 @cache
@@ -184,9 +185,14 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
     return here, by_torch
 
 
-def num_scores(call: Call) -> int:
-    """Scores of all strips; of a causal square about half."""
+def num_scores(call: Call, *, at_most: bool = False) -> int:
+    """Scores of all strips; of a causal square about half.
+
+    Args:
+        at_most: whether intervals are left out, which takes less time.
+    """
     grid, plan, lanes = call.scoring.grid, plan_of(call), library_for(call.query.dtype).lanes
+    plan = plan.within(None) if at_most else plan
     cells = sum(
         _cells(plan, strip, span, seen or EVERY_DIAGONAL, lanes) * (grid.batch if strip.batch_index is None else 1)
         for strip in plan.strips

@@ -5,14 +5,17 @@ So it is in writing token by token: what the library is told is made once, and o
 
 import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
 from regard.kernels.fused import HALF
+from regard.kernels.hidden import Hidden, numbers_added
 from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import DTYPES, FAR, CallOf, SpanOf, StripOf, TileAt
+from regard.kernels.strips.intervals import Interval, of_one_query
 from regard.kernels.strips.order import as_read, library_for
 from regard.numerics import wide
 
@@ -33,16 +36,33 @@ def _at(part: str, field: str) -> int:
 
 _KEY_LEN, _THREADS, _SINK = _at("call", "key_len"), _at("call", "threads"), _at("call", "sink")
 _STRIP, _COUNT, _TILES = _at("call", "strip"), _at("span", "count"), _at("span", "tiles")
+_FIRST_KEY = _at("call", "first_key")
 _NUMBERS, _SUSPECT, _CAREFUL = _at("tile", "numbers"), _at("call", "suspect"), _at("call", "careful")
 
 
-Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+class _Interval(NamedTuple):
+    """Which keys are seen, as the library is told: where the first of each text are, the ends, and how far apart."""
+
+    words: list[ctypes.c_int64 | int]
+    held: Interval
+
+
+def _told(allowed: Tensor) -> _Interval | None:
+    interval = of_one_query(allowed)
+    if interval is None:
+        return None
+    return _Interval([interval.first.data_ptr(), interval.end.data_ptr(), len(interval.first) > 1], interval)
+
+
+Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor | None], Tensor]
 """A `Single` that takes what is hidden out of the result itself."""
 
 
 def single(call: Call) -> Alone | None:
-    """A function of query, key, value, sink and what is added, in which nothing that is hidden has a part; None where
-    gradients or lse are wanted."""
+    """A function of query, key, value, sink, what is hidden, and a bias, in which nothing that is hidden has a part.
+
+    None where gradients or lse are wanted.
+    """
     if not call.inspectable or call.wants_lse:
         return None
     (batch, heads, rows, size), dtype = call.query.shape, wide(call.query.dtype)
@@ -58,7 +78,9 @@ def single(call: Call) -> Alone | None:
     known, of_output = bytes(told), (heads * rows * shape[3], rows * shape[3], shape[3])
     alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * call.key.shape[1] * size)
 
-    def attend_one(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, added: Tensor | None) -> Tensor:
+    def attend_one(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
+    ) -> Tensor:
         of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
         together = of_query[3] == of_key[3] == of_value[3] == 1
         if not together or query.is_neg() or key.is_neg() or value.is_neg():
@@ -78,16 +100,22 @@ def single(call: Call) -> Alone | None:
         if sink is not None:
             sink = sink.to(dtype).contiguous()
             words[_SINK] = sink.data_ptr()
-        if added is not None:
-            added = added if added.dtype in HALF else added.to(dtype)
-            apart, sizes = added.stride(), added.shape  # where one number serves all, it is read again and again
+        if hidden is not None:
+            within = hidden.kept("interval", _told)
+            if within is None:
+                bias = numbers_added(hidden, bias, dtype)
+            else:
+                words[_FIRST_KEY : _FIRST_KEY + 3] = within.words
+        if bias is not None:
+            bias = bias if bias.dtype in HALF else bias.to(dtype)
+            apart, sizes = bias.stride(), bias.shape  # where one number serves all, it is read again and again
             words[_TILES] = 1
             words[_NUMBERS : _NUMBERS + 6] = [
-                added.data_ptr(), DTYPES[added.dtype],
+                bias.data_ptr(), DTYPES[bias.dtype],
                 apart[0] * (sizes[0] > 1), apart[1] * (sizes[1] > 1), 0, apart[3] * (sizes[3] > 1),
             ]  # fmt: skip
         library.forward(told.call)
-        if added is not None and words[_SUSPECT]:  # a hidden key may have had a part
+        if bias is not None and words[_SUSPECT]:  # a hidden key may have had a part
             words[_CAREFUL] = 1
             library.forward(told.call)
         return output
