@@ -29,7 +29,8 @@ def cells(interval, grid):
     """What an interval allows: [batch, 1, query_len, key_len]."""
     places = torch.arange(grid.key_len)
     inside = (interval.first[..., None] <= places) & (places < interval.end[..., None])
-    return inside[:, None].expand(grid.batch, 1, grid.query_len, grid.key_len)
+    seen = inside[:, None].expand(grid.batch, 1, grid.query_len, grid.key_len)
+    return seen if interval.hidden is None else seen & interval.hidden.allowed
 
 
 def call_of(mask, batch=3, queries=9, keys=9, heads=2):
@@ -72,7 +73,7 @@ def test_what_is_about_positions_alone_stays_a_rule():
 @pytest.mark.parametrize(
     "mask",
     [
-        Padding(torch.tensor([[True, False, True], [True, True, True]])),
+        Padding(torch.tensor([[True, False, True], [True, False, True]])) & Padding([3, 1]) | Padding([1, 2]),
         Document(torch.tensor([0, 1, 0])),
         Dense(torch.ones(1, 2, 3, 3, dtype=torch.bool)),
         ~Padding([1, 2]),
@@ -80,7 +81,7 @@ def test_what_is_about_positions_alone_stays_a_rule():
         Where(lambda batch, head, query, key: key <= query),
         type("Own", (Padding,), {"rule": lambda self, batch, head, query, key: key != query})([1, 2]),
     ],
-    ids=["padding within", "documents apart", "heads", "not", "apart", "function", "a rule of its own"],
+    ids=["holes on one side", "documents apart", "heads", "not", "apart", "function", "a rule of its own"],
 )
 def test_other_masks_are_none(mask):
     grid = Grid(2, 2, 3, 3)
@@ -88,6 +89,20 @@ def test_other_masks_are_none(mask):
     rule, interval = by_interval(bound, grid)
     assert interval is None
     assert rule is bound
+
+
+def test_few_keys_that_are_hidden_between_are_hidden_one_by_one():
+    grid = Grid(2, 1, 4, 8)
+    places = torch.arange(8)
+    few = torch.stack([(places > 1) & (places != 4), places != 5])
+    rule, interval = by_interval((Causal() & Padding(few)).bind(grid), grid)
+    assert repr(rule) == "Causal(offset=4)"
+    assert interval.first.tolist() == [[2], [0]]
+    assert interval.end.tolist() == [[8], [8]]
+    assert torch.equal(interval.hidden.allowed[:, 0, 0], few)
+    assert by_interval(Padding((places % 4 == 1).expand(2, 8)).bind(grid), grid)[1] is None  # most of them
+    both = by_interval((Padding(few) & Padding(few.flip(1))).bind(grid), grid)[1]
+    assert torch.equal(both.hidden.allowed[:, 0, 0], few & few.flip(1))
 
 
 def test_any_byte_but_0_is_true():
@@ -125,6 +140,7 @@ def test_output_and_gradients_are_those_of_the_reference(data):
     places = torch.arange(keys)
     limits = {
         "right": Padding(ends.clamp(max=keys)[:, 0]),
+        "holes": Padding(((starts <= places) & (places < ends)) & (places % 7 > 0)),
         "both sides": Padding((starts <= places) & (places < ends)),
         "prefix": Prefix(starts[:, 0]),
         "cells": Dense(((starts <= places) & (places < ends))[:, None, None]),
@@ -158,8 +174,9 @@ def test_new_texts_need_no_new_strips():
 
 def test_they_are_told_of_their_own_keys_though_all_else_is_kept():
     query, key, value = (draw((3, 2, 9, 8), n) for n in range(3))
-    for lengths in (LENGTHS, LENGTHS.flip(0), LENGTHS + 1 - (LENGTHS == 9).long()):
-        mask = Causal() & Padding(lengths)
+    some = [torch.rand(3, 9, generator=torch.Generator().manual_seed(n)) < 0.8 for n in range(20)]
+    for limit in (LENGTHS, LENGTHS.flip(0), LENGTHS + 1 - (LENGTHS == 9).long(), *some):
+        mask = Causal() & Padding(limit)
         expected = attention(query, key, value, mask=mask, kernel="reference")
         assert_close(attention(query, key, value, mask=mask, kernel="native"), expected)
 
@@ -181,8 +198,9 @@ def test_cells_of_a_rectangle():
     assert interval.cells_on(EVERY_DIAGONAL, range(0, 4, 2), range(0, 8, 2), 1) == 1 + 2
 
 
-def test_the_library_refuses_keys_that_are_not_side_by_side():
+def test_the_library_tells_whether_keys_are_side_by_side():
     first, end = torch.empty(2, 1, dtype=torch.int32).unbind()
     library = compiled()
     assert library.find_keys(torch.tensor([[True, True, False]]), first, end)
-    assert not library.find_keys(torch.tensor([[True, False, True]]), first, end)
+    assert not library.find_keys(torch.tensor([[False, True, False, True, False]]), first, end)
+    assert (int(first), int(end)) == (1, 4)

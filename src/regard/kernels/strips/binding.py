@@ -167,8 +167,8 @@ class Compiled:
         self._set_products(PRODUCTS.index(products))
 
     def find_keys(self, cells: Tensor, first: Tensor, end: Tensor) -> bool:
-        """Writes the first key that each row of a mask allows, and the one after the last; returns whether those of
-        every row lie side by side.
+        """Writes the first key that each row of a mask allows, and the one after the last; returns whether all of those
+        between are allowed.
 
         Shapes: cells bool [.., keys], contiguous -> first, end int32 [..], contiguous.
         """

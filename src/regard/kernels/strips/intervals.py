@@ -13,36 +13,50 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.kernels.hidden import Hidden
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips.binding import compiled
 from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Window
 from regard.masks.planning import Diagonals, factors, product_of
 from regard.shapes import Grid
 
+MAX_HULL = 1.5
+"""Keys of an interval for each of them that is seen: where more are hidden between, strips leave them out. The law of
+features.py for the price of a score."""
+
 
 class Interval(NamedTuple):
     """The first key that each query sees, and the one after the last; equal where it sees none.
 
     Shapes: int32 [batch or 1, query_len or 1].
+
+    Attributes:
+        hidden: keys between these that no query sees: [batch or 1, 1, 1, key_len]; None if there are none.
     """
 
     first: Tensor
     end: Tensor
+    hidden: Hidden | None = None
 
     def __and__(self, other: "Interval") -> "Interval":
         first = self.first.maximum(other.first)
-        return Interval(first, self.end.minimum(other.end).maximum(first))
+        hidden = self.hidden or other.hidden
+        if self.hidden is not None and other.hidden is not None:
+            hidden = Hidden(self.hidden.allowed & other.hidden.allowed, hides=True)
+        return Interval(first, self.end.minimum(other.end).maximum(first), hidden)
 
     def joined(self, other: "Interval") -> "Interval | None":
         """The keys of both; None if they are apart for some query."""
+        if self.hidden is not None or other.hidden is not None:
+            return None
         if not bool((self.first.maximum(other.first) <= self.end.minimum(other.end)).all()):
             return None
         return Interval(self.first.minimum(other.first), self.end.maximum(other.end))
 
     def placed(self) -> "Interval":
         """Two tensors alike in shape and strides."""
-        first, end = torch.broadcast_tensors(*self)
-        return Interval(first.contiguous(), end.contiguous())
+        first, end = torch.broadcast_tensors(self.first, self.end)
+        return Interval(first.contiguous(), end.contiguous(), self.hidden)
 
     def of_batch(self, index: int | None) -> "Interval":
         """That of a batch index; None: of all of them."""
@@ -52,11 +66,11 @@ class Interval(NamedTuple):
 
     def cells_on(self, diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
         """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here."""
-        (low, high), (first, end) = diagonals, self
+        (low, high), (first, end, _) = diagonals, self
         spare = -len(queries) % together
         of_last = torch.arange(together - 1, len(queries) + spare, together).clamp(max=len(queries) - 1)
         if first.shape[1] > 1:
-            first, end = (side[:, queries.start : queries.stop : queries.step] for side in self)
+            first, end = (side[:, queries.start : queries.stop : queries.step] for side in (first, end))
             first, end = (torch.cat([side, side[:, -1:].expand(-1, spare)], 1) for side in (first, end))
             first, end = (side.unflatten(1, (-1, together)) for side in (first, end))
             first, end = first.amin(2), end.amax(2)
@@ -74,7 +88,7 @@ class Interval(NamedTuple):
 def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
 
-    The factors that hold data go into the interval, unless some query sees keys that are not side by side.
+    The factors that hold data go into the interval, unless some query sees keys that are apart.
     """
     rules, found = [], []
     for factor in factors(mask):
@@ -127,12 +141,14 @@ def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
 
 
 def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
-    return _of_cells(mask.keys[:, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
+    return _of_keys(mask.keys[:, None, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
 
 
 def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
-    of_all_heads = mask.mask.shape[1] == 1
-    return _of_cells(mask.mask[:, 0].expand(-1, -1, grid.key_len)) if of_all_heads else None
+    cells = mask.mask.expand(-1, -1, -1, grid.key_len)
+    if cells.shape[1] > 1:
+        return None
+    return _of_keys(cells) if cells.shape[2] == 1 else _of_cells(cells[:, 0])
 
 
 def _of_documents(mask: Document, grid: Grid) -> Interval | None:
@@ -159,10 +175,28 @@ def _first_keys(lengths: Tensor, grid: Grid) -> Interval:
     return Interval(torch.zeros_like(end), end)
 
 
+def _of_keys(allowed: Tensor) -> Interval | None:
+    """The same keys for all queries: bool [batch or 1, 1, 1, key_len]."""
+    interval, side_by_side = _hull_of(allowed[:, 0])
+    if side_by_side:
+        return interval
+    most = MAX_HULL * int(allowed.sum(dtype=torch.int32))
+    if int((interval.end - interval.first).sum()) > most:
+        return None
+    return interval._replace(hidden=Hidden(allowed, hides=True))
+
+
 def _of_cells(cells: Tensor) -> Interval | None:
     """The keys that the rows of a mask allow: bool [batch, rows, keys]."""
+    interval, side_by_side = _hull_of(cells)
+    return interval if side_by_side else None
+
+
+def _hull_of(cells: Tensor) -> tuple[Interval, bool]:
+    """The smallest interval of each row of a mask, and whether all keys in it are allowed."""
     library = compiled()
     assert library is not None  # or strips would not be computed by it
     cells = cells.contiguous()
     first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32).unbind()
-    return Interval(first, end) if library.find_keys(cells, first, end) else None
+    side_by_side = library.find_keys(cells, first, end)
+    return Interval(first, end), side_by_side

@@ -86,6 +86,7 @@ def plan_of(call: Call) -> StripPlan:
     evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
+    together = together and (interval is None or interval.hidden is None)
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,

@@ -82,7 +82,7 @@ class Order:
         self.tensors("query", query, key, value)
         self._words[AT["threads"]] = torch.get_num_threads()
         if plan.interval is not None:
-            first, end = plan.interval
+            first, end, _ = plan.interval
             self.numbers("first_key", first)
             self.numbers("end_key", end)
             self.number("keys_batch", first.stride(0) if len(first) > 1 else 0)
@@ -197,6 +197,9 @@ class Order:
             added = tuple(_likeness(term, self.compiled.dtype) for term in bias.terms())
             if None in added:
                 return None
+        limits = self.plan.interval
+        if limits is not None and limits.hidden is not None:
+            added = *added, limits.hidden.numbers(self.compiled.dtype).data_ptr(), limits.hidden.allowed.shape
         return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
 
     def is_suspect(self) -> bool:

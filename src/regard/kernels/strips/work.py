@@ -136,7 +136,7 @@ class Tiles:
     def of(self, strip: Strip, work: Work) -> Callable[[int, range, int, bool], Iterator[Row]]:
         """A function of the first column of a span, its keys, how much farther ahead of them the queries of the next of
         equal strips are, and whether only a mask tells what is hidden."""
-        of_strip, queries = self._added.of(strip), strip.queries
+        of_strip, queries, limits = self._added.of(strip), strip.queries, self._added.plan.interval
 
         def of_span(column: int, keys: range, farther: int, masked: bool) -> Iterator[Row]:
             places = self._places(work)
@@ -148,6 +148,9 @@ class Tiles:
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
                 yield (*_whole(of_strip.made, column, len(keys), 0, work), *AS_THEY_ARE)
+            if limits is not None and limits.hidden is not None:
+                numbers = limits.hidden.numbers(self._added.dtype)
+                yield (*_of_given(numbers, self._added.dtype, queries, keys, work), NO_GRADIENT, *AS_THEY_ARE)
             if masked and of_strip.hidden is not None:
                 hidden = of_strip.hidden.by_key(self._added.dtype, self._spare).mT
                 yield (*_whole(hidden, column, len(keys), self._spare, work), *AS_THEY_ARE)

@@ -420,14 +420,18 @@ static i64 first_true(const uint8_t *cells, i64 n)
    every query lie side by side. */
 API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, int32_t *first_key, int32_t *end_key)
 {
+    i64 all = 1;
     for (i64 row = 0; row < rows; row++) {
-        const uint8_t *begin = cells + row * keys, *end = begin + keys, *first = begin + first_true(begin, keys);
-        const uint8_t *hidden = first < end ? memchr(first, 0, end - first) : NULL;
-        if (hidden && first_true(hidden, end - hidden) < end - hidden) return 0;
-        first_key[row] = first - begin;
-        end_key[row] = (hidden ? hidden : end) - begin;
+        const uint8_t *begin = cells + row * keys;
+        i64 first = first_true(begin, keys), end = keys;
+        const uint8_t *hidden = first < keys ? memchr(begin + first, 0, keys - first) : NULL;
+        if (hidden && first_true(hidden, begin + keys - hidden) == begin + keys - hidden)
+            end = hidden - begin;
+        else if (hidden)
+            for (all = 0; !begin[end - 1]; end--) continue;
+        first_key[row] = first, end_key[row] = end;
     }
-    return 1;
+    return all;
 }
 
 API i64 regard_lanes(void) { return LANES; }
