@@ -418,7 +418,8 @@ def main() -> None:
             for row in ROWS:
                 if not fnmatch.fnmatch(row.name, chosen.rows):
                     continue
-                repeats = chosen.repeats if length < 4096 else max(2, chosen.repeats // 3)
+                quick = length < 4096 or row.queries is not None
+                repeats = chosen.repeats if quick else max(2, chosen.repeats // 3)
                 found = measure(row, length, getattr(torch, dtype), repeats)
                 if found is None:
                     continue

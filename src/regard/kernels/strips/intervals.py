@@ -129,11 +129,10 @@ def _of_either(mask: Or, grid: Grid) -> Interval | None:
 
 
 def _of_band(mask: Band, grid: Grid) -> Interval:
-    offset = torch.as_tensor(mask.offset, dtype=torch.int32).reshape(-1, 1)
-    at = torch.arange(grid.query_len, dtype=torch.int32) + offset
+    at = torch.arange(grid.query_len) + torch.as_tensor(mask.offset).reshape(-1, 1)
     first = torch.zeros_like(at) if mask.before is None else (at - mask.before).clamp(0, grid.key_len)
     end = torch.full_like(at, grid.key_len) if mask.after is None else (at + mask.after + 1).clamp(0, grid.key_len)
-    return Interval(first, end.maximum(first))
+    return Interval(first.to(torch.int32), end.maximum(first).to(torch.int32))
 
 
 def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
