@@ -48,7 +48,7 @@ def call_of(mask, batch=3, queries=9, keys=9, heads=2):
         (Prefix([1, 2]), [[0], [0]], [[1], [2]]),
         (Causal(offset=[0, 1]), [[0] * 3] * 2, [[1, 2, 3], [2, 3, 3]]),
         (Band(1, 0, offset=[0, -2]), [[0, 0, 1], [0, 0, 0]], [[1, 2, 3], [0, 0, 1]]),
-        (Band(1 << 40, 1 << 40, offset=[0, -1]), [[0] * 3] * 2, [[3] * 3] * 2),
+        (Band(1 << 40, 0, offset=[0, 1]), [[0] * 3] * 2, [[1, 2, 3], [2, 3, 3]]),
         (Dense(torch.ones(3, 3, dtype=torch.bool).tril()), [[0] * 3], [[1, 2, 3]]),
         (Dense(torch.tensor([[True], [False], [True]])), [[0, 3, 0]], [[3] * 3]),
         (Causal() | Prefix([1, 2]), [[0] * 3] * 2, [[1, 2, 3], [2, 2, 3]]),
