@@ -26,7 +26,7 @@ def draw(shape, seed=0):
 
 
 def cells(interval, grid):
-    """What an interval allows: [batch, 1, query_len, key_len]."""
+    """What an interval allows: [batch, heads or 1, query_len, key_len]."""
     places = torch.arange(grid.key_len)
     inside = (interval.first[..., None] <= places) & (places < interval.end[..., None])
     seen = inside[:, None].expand(grid.batch, 1, grid.query_len, grid.key_len)
@@ -71,25 +71,49 @@ def test_what_is_about_positions_alone_stays_a_rule():
     assert by_interval(Causal().bind(grid), grid) == (Causal().bind(grid), None)
 
 
+APART = torch.zeros(1, 1, 3, 9, dtype=torch.bool)
+APART[..., [0, -1]] = True
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Padding(APART[:, 0, 0]),
+        Dense(APART),
+        Dense(APART.repeat(2, 1, 1, 1)),
+        Dense(APART.repeat(1, 2, 1, 1)),
+        Padding([1, 1]) | Padding(APART[:, 0, 0]),
+        Where(lambda batch, head, query, key: key <= query),
+    ],
+    ids=["keys", "cells", "cells of texts", "cells of heads", "either", "function"],
+)
+def test_strips_leave_out_what_is_far_apart(mask):
+    grid = Grid(2, 2, 3, 9)
+    bound = mask.bind(grid)
+    rule, interval = by_interval(bound, grid)
+    assert interval is None
+    assert rule is bound
+
+
 @pytest.mark.parametrize(
     "mask",
     [
         Padding(torch.tensor([[True, False, True], [True, False, True]])) & Padding([3, 1]) | Padding([1, 2]),
         Document(torch.tensor([0, 1, 0])),
-        Dense(torch.ones(1, 2, 3, 3, dtype=torch.bool)),
+        Dense(torch.tensor([[[[True, False, True]] * 3, [[False, True, False]] * 3]])),
         ~Padding([1, 2]),
-        Prefix([1, 1]) | Padding(torch.tensor([[False, False, True]])),
-        Where(lambda batch, head, query, key: key <= query),
+        Window(2) | Dense(torch.tensor([[[[True, False, False]]], [[[False, False, True]]]])),
         type("Own", (Padding,), {"rule": lambda self, batch, head, query, key: key != query})([1, 2]),
     ],
-    ids=["holes on one side", "documents apart", "heads", "not", "apart", "function", "a rule of its own"],
+    ids=["holes on one side", "documents apart", "heads", "not", "either", "a rule of its own"],
 )
-def test_other_masks_are_none(mask):
+def test_all_others_are_looked_at_if_they_are_small(mask):
     grid = Grid(2, 2, 3, 3)
     bound = mask.bind(grid)
     rule, interval = by_interval(bound, grid)
-    assert interval is None
-    assert rule is bound
+    assert rule is EVERYTHING
+    both = cells(interval, grid), bound.allowed(range(3), range(3))
+    assert torch.equal(*(seen.expand(2, 2, 3, 3) for seen in both))
 
 
 def test_few_keys_that_are_hidden_between_are_hidden_one_by_one():
@@ -134,7 +158,7 @@ def test_rule_and_interval_are_the_mask(data):
 def test_output_and_gradients_are_those_of_the_reference(data):
     number = data.draw(st.integers(0, 1 << 30))
     of = torch.Generator().manual_seed(number)
-    batch, queries = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([3, 40, 150]))
+    batch, queries = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([3, 20, 40, 150]))
     keys = queries if data.draw(st.booleans()) else 150
     starts = torch.randint(0, keys, (batch, 1), generator=of)
     ends = starts + torch.randint(0, keys, (batch, 1), generator=of)
@@ -146,6 +170,9 @@ def test_output_and_gradients_are_those_of_the_reference(data):
         "prefix": Prefix(starts[:, 0]),
         "cells": Dense(((starts <= places) & (places < ends))[:, None, None]),
         "offsets": Window(20, offset=starts[:, 0]),
+        "at random": Dense(torch.rand(batch, 1, queries, keys, generator=of) < 0.5),
+        "at random, of heads": Dense(torch.rand(1, 4, queries, keys, generator=of) < 0.2),
+        "either": Window(5) | Dense(((places % 9 == 1) & (starts <= places))[:, None, None]),
     }
     if queries == keys:
         ids = torch.randint(0, 5, (batch, keys), generator=of).sort(1).values

@@ -179,10 +179,10 @@ def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
     if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     bias = call.scoring.bias
-    if bias is not None and known(bias) is None and kernel.name != "native":
-        return None  # others may keep what they read
-    if bias is not None:  # what is compared by its contents may change
-        call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))
+    if bias is not None:
+        if known(bias) is None and not kernel.reads_in_place:
+            return None
+        call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))  # what is compared may change
     return keep(_KNOWN, form, Checked(call, kernel))
 
 

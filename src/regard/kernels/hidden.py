@@ -76,7 +76,6 @@ class Hidden:
         self._hides = hides
         self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}
-        self._by_key: dict[torch.dtype, Tensor] = {}
         self._kept: dict[str, object] = {}
         self._folded: dict[tuple[torch.dtype, int, int, int, int], Tensor] = {}
 
@@ -146,16 +145,6 @@ class Hidden:
         if name not in self._kept:
             self._kept[name] = make(self.allowed)
         return cast(Value, self._kept[name])
-
-    def by_key(self, dtype: torch.dtype, spare: int) -> Tensor:
-        """The same numbers as the compiled library takes them: [batch or 1, heads or 1, keys or 1, queries or 1] one
-        after another, with `spare` further numbers in memory."""
-        if dtype not in self._by_key:
-            with torch.inference_mode(False):
-                numbers = self.numbers(dtype).mT
-                room = numbers.new_zeros(numbers.numel() + spare)
-                self._by_key[dtype] = room[: numbers.numel()].view(numbers.shape).copy_(numbers)
-        return self._by_key[dtype]
 
     def where_seeing(self, dtype: torch.dtype) -> Tensor:
         """The same numbers, but 0 in fully masked rows, whose softmax would be NaN."""

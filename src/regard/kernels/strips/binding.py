@@ -21,6 +21,11 @@ OWN = 0
 DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for them; OWN: that in which it computes."""
 
+BITS = 3
+"""Its number for masks, which are words of 32 bits."""
+
+QUERIES_OF_A_WORD = 32
+
 PRODUCTS = "plain", "pairs", "tiles"
 """By what the library multiplies bfloat16 numbers: as float32, or by AVX512-BF16 or AMX as they are; see c/halves.h."""
 
@@ -45,6 +50,12 @@ class TileAt(ctypes.Structure):
         *((name, _address) for name in ("queries", "keys")),
         *((name, _i64) for name in ("queries_batch", "keys_batch")),
     )
+
+
+class MaskAt(ctypes.Structure):
+    """Which keys are seen, as `Compiled.bits_of` tells it."""
+
+    _fields_ = (("words", _address), *((name, _i64) for name in ("batch", "head", "query", "key")))
 
 
 class GradientAt(ctypes.Structure):
@@ -92,6 +103,7 @@ class CallOf(ctypes.Structure):
         *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
         *((name, _address) for name in ("strip", "span", "tile", "first_key", "end_key")),
         *((name, _i64) for name in ("keys_batch", "keys_query")),
+        ("seen", MaskAt),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
@@ -141,6 +153,8 @@ class Compiled:
             function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
         self._keys = loaded.regard_keys
         self._keys.argtypes, self._keys.restype = (_address, _i64, _i64, _address, _address), _i64
+        self._bits = loaded.regard_bits
+        self._bits.argtypes, self._bits.restype = (_address, _i64, _i64, _i64, _i64, _i64, _address), None
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
 
@@ -174,6 +188,20 @@ class Compiled:
         """
         *rows, keys = cells.shape
         return bool(self._keys(cells.data_ptr(), math.prod(rows), keys, first.data_ptr(), end.data_ptr()))
+
+    def bits_of(self, cells: Tensor) -> Tensor:
+        """A mask as the library reads it: words of 32 bits, each of 32 queries and a key; of one query, all bits alike.
+
+        Shapes: bool [batch, heads, queries, keys] -> int32 [batch, heads, ceil(queries / 32), keys].
+        """
+        *apart, queries, keys = cells.shape
+        if queries == 1:
+            return cells.to(torch.int32).neg_()
+        words = torch.empty(*apart, -(-queries // QUERIES_OF_A_WORD), keys, dtype=torch.int32)
+        cells = cells.flatten(0, -3)
+        cells = cells if cells.stride(2) == 1 else cells.contiguous()
+        self._bits(cells.data_ptr(), len(cells), queries, keys, *cells.stride()[:2], words.data_ptr())
+        return words
 
     def write_random(self, numbers: Tensor, seed: int) -> None:
         """As `regard.dropout.write_random`, into contiguous numbers."""

@@ -4,6 +4,8 @@ Data change from batch to batch: to cut strips anew takes longer than to compute
 given the intervals, and strips follow from the rest of the mask, which is about positions alone:
 
     Causal() & Padding([2, 3])      strips of Causal(), and the keys [0, 2) and [0, 3) for all queries of a text
+
+Keys that are hidden between the first and the last are told in bits (`Compiled.bits_of`), unless most of them are.
 """
 
 from collections.abc import Callable
@@ -13,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels.hidden import Hidden
+from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
-from regard.kernels.strips.binding import compiled
+from regard.kernels.strips.binding import Compiled, compiled
 from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Window
 from regard.masks.planning import Diagonals, factors, product_of
 from regard.shapes import Grid
 
 MAX_HULL = 1.5
-"""Keys of an interval for each of them that is seen: where more are hidden between, strips leave them out. The law of
+"""Keys of an interval for each that strips would compute: where there are more, strips leave them out. The law of
 features.py for the price of a score."""
 
 
@@ -31,7 +33,7 @@ class Interval(NamedTuple):
     Shapes: int32 [batch or 1, query_len or 1].
 
     Attributes:
-        hidden: keys between these that no query sees: [batch or 1, 1, 1, key_len]; None if there are none.
+        hidden: what is hidden between these: [batch or 1, heads or 1, query_len or 1, key_len]; None for nothing.
     """
 
     first: Tensor
@@ -92,7 +94,7 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """
     rules, found = [], []
     for factor in factors(mask):
-        interval = _interval_of(factor, grid) if _holds_data(factor) else None
+        interval = (_interval_of(factor, grid) or _evaluated(factor, grid)) if _holds_data(factor) else None
         if interval is None:
             rules.append(factor)
         else:
@@ -100,12 +102,27 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
 
 
+def library() -> Compiled:
+    """That of float32, which must be there: or strips would not be computed by it."""
+    found = compiled()
+    assert found is not None
+    return found
+
+
+def bits_of(hidden: Hidden) -> Tensor:
+    """A mask as the library reads it."""
+    return hidden.kept("bits", library().bits_of)
+
+
 def of_one_query(allowed: Tensor) -> Interval | None:
     """The keys that one query sees; None if they are not side by side, or others for each head, or not told one by one.
 
     Shapes: bool [1 or batch, 1 or heads, 1, key_len].
     """
-    return _of_cells(allowed[:, 0]) if allowed.shape[1] == 1 < allowed.shape[3] else None
+    if not allowed.shape[1] == 1 < allowed.shape[3]:
+        return None
+    interval, side_by_side = _hull_of(allowed[:, 0])
+    return interval if side_by_side else None
 
 
 def _holds_data(mask: Mask) -> bool:
@@ -140,14 +157,19 @@ def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
 
 
 def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
-    return _of_keys(mask.keys[:, None, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
+    return _of_cells(mask.keys[:, None, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
 
 
 def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
-    cells = mask.mask.expand(-1, -1, -1, grid.key_len)
-    if cells.shape[1] > 1:
+    return _of_cells(mask.mask.expand(-1, -1, -1, grid.key_len))
+
+
+def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
+    """By looking at every cell, if there are few."""
+    if grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES or isinstance(mask, Dense):
         return None
-    return _of_keys(cells) if cells.shape[2] == 1 else _of_cells(cells[:, 0])
+    cells = mask.allowed(range(grid.query_len), range(grid.key_len))
+    return _of_cells(cells.expand(-1, -1, -1, grid.key_len))
 
 
 def _of_documents(mask: Document, grid: Grid) -> Interval | None:
@@ -174,28 +196,23 @@ def _first_keys(lengths: Tensor, grid: Grid) -> Interval:
     return Interval(torch.zeros_like(end), end)
 
 
-def _of_keys(allowed: Tensor) -> Interval | None:
-    """The same keys for all queries: bool [batch or 1, 1, 1, key_len]."""
-    interval, side_by_side = _hull_of(allowed[:, 0])
-    if side_by_side:
+def _of_cells(allowed: Tensor) -> Interval | None:
+    """The keys that queries see: bool [batch or 1, heads or 1, query_len or 1, key_len]. None if strips would leave
+    much out of these intervals."""
+    of_all_heads = allowed[:, 0] if allowed.shape[1] == 1 else allowed.any(1)
+    interval, side_by_side = _hull_of(of_all_heads)
+    if side_by_side and allowed.shape[1] == 1:
         return interval
-    most = MAX_HULL * int(allowed.sum(dtype=torch.int32))
-    if int((interval.end - interval.first).sum()) > most:
-        return None
-    return interval._replace(hidden=Hidden(allowed, hides=True))
-
-
-def _of_cells(cells: Tensor) -> Interval | None:
-    """The keys that the rows of a mask allow: bool [batch, rows, keys]."""
-    interval, side_by_side = _hull_of(cells)
-    return interval if side_by_side else None
+    hidden = Hidden(allowed, hides=True)
+    words = bits_of(hidden)
+    computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
+    hull = int((interval.end - interval.first).sum())
+    return interval._replace(hidden=hidden) if hull <= MAX_HULL * computed else None
 
 
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:
     """The smallest interval of each row of a mask, and whether all keys in it are allowed."""
-    library = compiled()
-    assert library is not None  # or strips would not be computed by it
     cells = cells.contiguous()
     first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32).unbind()
-    side_by_side = library.find_keys(cells, first, end)
+    side_by_side = library().find_keys(cells, first, end)
     return Interval(first, end), side_by_side

@@ -306,4 +306,5 @@ NATIVE_KERNEL = Kernel(
     peak_bytes=lambda call: native.peak_bytes(_sorted(call)),
     prepare=lambda call: prepare(call, NATIVE),
     single=single,
+    reads_in_place=True,
 )

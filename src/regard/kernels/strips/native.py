@@ -5,7 +5,7 @@ in the cache. So a score costs about the same in any strip, and what is added to
 
     a tensor            with its own strides
     a bias by distance  one row of numbers for the whole call, of which every strip reads a part
-    what a mask hides   0 and -inf of a strip, key by key, kept with the plan
+    what a mask hides   intervals of keys, and bits, kept with the plan
 
 Scores, weights and all sums are float32 or wider, whatever the dtype of query, key and value.
 """
@@ -39,6 +39,10 @@ from regard.shapes import Grid
 MAX_UNEVEN = 1.15
 """Gradients of keys are added up by one thread for each kv head, or by several, if otherwise the slowest thread took
 more than this many times its share."""
+
+
+BYTES_OF_A_CELL = 1 / 8
+"""Of a mask, as the library reads it."""
 
 
 def runs_on(call: Call) -> bool:
@@ -125,7 +129,9 @@ def beats(call: Call, scores: float) -> bool:
     if most <= 0:
         return False
     for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns)
-    return any(for_a_score * num_scores(call, at_most=at_most) < most for at_most in (True, False))
+    plan = plan_of(call)
+    counted = (plan,) if plan.interval is None else (plan.within(None), plan)  # the first is counted in less time
+    return any(for_a_score * _scores(call, plan) < most for plan in counted)
 
 
 @cache
@@ -186,14 +192,13 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
     return here, by_torch
 
 
-def num_scores(call: Call, *, at_most: bool = False) -> int:
-    """Scores of all strips; of a causal square about half.
+def num_scores(call: Call) -> int:
+    """Scores of all strips; of a causal square about half."""
+    return _scores(call, plan_of(call))
 
-    Args:
-        at_most: whether intervals are left out, which takes less time.
-    """
-    grid, plan, lanes = call.scoring.grid, plan_of(call), library_for(call.query.dtype).lanes
-    plan = plan.within(None) if at_most else plan
+
+def _scores(call: Call, plan: StripPlan) -> int:
+    grid, lanes = call.scoring.grid, library_for(call.query.dtype).lanes
     cells = sum(
         _cells(plan, strip, span, seen or EVERY_DIAGONAL, lanes) * (grid.batch if strip.batch_index is None else 1)
         for strip in plan.strips
@@ -221,13 +226,14 @@ def _moved(part: range, by: int) -> range:
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and masks and biases that are evaluated, of as many strips as are given at once."""
     grid, size = call.scoring.grid, upcast(call.query[:0]).element_size()
-    evaluated, kept = _is_evaluated(call.scoring, call.query.dtype), 0
-    plan = plan_of(call)
+    of_bias = 2 * size * grid.batch * grid.heads if _is_evaluated(call.scoring, call.query.dtype) else 0
+    plan, kept = plan_of(call), 0.0
     for strip in plan.strips:
-        if None in plan.diagonals(strip) or evaluated:
-            kept = max(kept, len(strip.queries) * strip.keys)
-    heads = grid.batch * grid.heads if evaluated else 1
-    return size * grid.batch * grid.heads * grid.query_len + (1 + 2 * size) * heads * kept
+        of_mask = 1 + BYTES_OF_A_CELL if None in plan.diagonals(strip) else 0
+        kept = max(kept, len(strip.queries) * strip.keys * (of_mask + of_bias))
+    if plan.interval is not None and plan.interval.hidden is not None:
+        kept += plan.interval.hidden.allowed.numel() * BYTES_OF_A_CELL
+    return size * grid.batch * grid.heads * grid.query_len + math.ceil(kept)
 
 
 def forward(

@@ -13,7 +13,8 @@ from regard.dropout import Dropout
 from regard.kernels.strips.added import Added, is_read, read_by_place
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.work import Work, gradients_of, works
+from regard.kernels.strips.intervals import bits_of
+from regard.kernels.strips.work import Work, gradients_of, strides_of, works
 from regard.numerics import wide
 from regard.rules import contents
 from regard.scores import Scoring
@@ -82,11 +83,13 @@ class Order:
         self.tensors("query", query, key, value)
         self._words[AT["threads"]] = torch.get_num_threads()
         if plan.interval is not None:
-            first, end, _ = plan.interval
+            first, end, hidden = plan.interval
             self.numbers("first_key", first)
             self.numbers("end_key", end)
             self.number("keys_batch", first.stride(0) if len(first) > 1 else 0)
             self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
+            if hidden is not None:
+                self._mask("seen", bits_of(hidden))
         if sink is not None:
             self.numbers("sink", sink.detach().to(wide(query.dtype)))
         if dropout is not None:
@@ -116,6 +119,12 @@ class Order:
         tensor = tensor.resolve_neg().contiguous()
         self._held.append(tensor)
         self._words[AT[name]] = tensor.data_ptr()
+
+    def _mask(self, name: str, words: Tensor) -> None:
+        """Tells of a mask, as `bits_of` has it."""
+        self._held.append(words)
+        at = AT[name]
+        self._words[at : at + 5] = [words.data_ptr(), *strides_of(words)]
 
     def number(self, name: str, number: int) -> None:
         """Tells a number."""
@@ -197,9 +206,6 @@ class Order:
             added = tuple(_likeness(term, self.compiled.dtype) for term in bias.terms())
             if None in added:
                 return None
-        limits = self.plan.interval
-        if limits is not None and limits.hidden is not None:
-            added = *added, limits.hidden.numbers(self.compiled.dtype).data_ptr(), limits.hidden.allowed.shape
         return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
 
     def is_suspect(self) -> bool:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.strips.added import Added, is_read
-from regard.kernels.strips.binding import DTYPES, FAR, OWN, GradientAt, SpanOf, StripOf, TileAt
+from regard.kernels.strips.binding import BITS, DTYPES, FAR, OWN, GradientAt, SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.intervals import bits_of
 from regard.kernels.strips.plan import Strip
 from regard.masks.planning import Diagonals
 
@@ -109,7 +110,7 @@ def gradients_of(added: Added, by_distance: Tensor | None) -> Any:
     if by_distance is not None:
         rows = [(_address(by_distance, added.scoring.grid.key_len - 1), *by_distance.stride()[:3], 1, -1)]
     for _, total in added.given:
-        rows.append((None, 0, 0, 0, 0, 0) if total is None else (total.data_ptr(), *_strides(total)))
+        rows.append((None, 0, 0, 0, 0, 0) if total is None else (total.data_ptr(), *strides_of(total)))
     return _array(GradientAt, rows)
 
 
@@ -136,7 +137,7 @@ class Tiles:
     def of(self, strip: Strip, work: Work) -> Callable[[int, range, int, bool], Iterator[Row]]:
         """A function of the first column of a span, its keys, how much farther ahead of them the queries of the next of
         equal strips are, and whether only a mask tells what is hidden."""
-        of_strip, queries, limits = self._added.of(strip), strip.queries, self._added.plan.interval
+        of_strip, queries = self._added.of(strip), strip.queries
 
         def of_span(column: int, keys: range, farther: int, masked: bool) -> Iterator[Row]:
             places = self._places(work)
@@ -147,13 +148,9 @@ class Tiles:
                 yield (*_of_given(numbers, self._added.dtype, *at, work), number, *places)
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
-                yield (*_whole(of_strip.made, column, len(keys), 0, work), *AS_THEY_ARE)
-            if limits is not None and limits.hidden is not None:
-                numbers = limits.hidden.numbers(self._added.dtype)
-                yield (*_of_given(numbers, self._added.dtype, queries, keys, work), NO_GRADIENT, *AS_THEY_ARE)
+                yield (*_whole(of_strip.made, OWN, column, len(keys), work), *AS_THEY_ARE)
             if masked and of_strip.hidden is not None:
-                hidden = of_strip.hidden.by_key(self._added.dtype, self._spare).mT
-                yield (*_whole(hidden, column, len(keys), self._spare, work), *AS_THEY_ARE)
+                yield (*_whole(bits_of(of_strip.hidden), BITS, column, len(keys), work), *AS_THEY_ARE)
 
         return of_span
 
@@ -167,7 +164,7 @@ class Tiles:
 
     def _of_distance(self, row: Tensor, queries: range, keys: range, farther: int, work: Work) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
-        strides = *_strides(row)[:2], queries.step, -keys.step
+        strides = *strides_of(row)[:2], queries.step, -keys.step
         return (work.hold(row, first), OWN, *strides, farther, self._spare, OF_DISTANCES)
 
 
@@ -177,23 +174,23 @@ def _of_given(numbers: Tensor, dtype: torch.dtype, queries: range, keys: range, 
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
         numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
-        return (work.hold(numbers), OWN, *_strides(numbers), 0, 0)
-    batch, head, query, key = _strides(numbers)
+        return (work.hold(numbers), OWN, *strides_of(numbers), 0, 0)
+    batch, head, query, key = strides_of(numbers)
     at = queries.start * query + keys.start * key
     return (_address(numbers, at), DTYPES[numbers.dtype], batch, head, query * queries.step, key * keys.step, 0, 0)
 
 
-def _whole(numbers: Tensor, column: int, columns: int, spare: int, work: Work) -> Row:
-    """Numbers of a strip: the columns of one of its spans."""
+def _whole(numbers: Tensor, kind: int, column: int, columns: int, work: Work) -> Row:
+    """Numbers or bits of a strip: the columns of one of its spans."""
     if numbers.shape[3] > 1:
         numbers = numbers[..., column : column + columns]
-    return (work.hold(numbers), OWN, *_strides(numbers), 0, spare, NO_GRADIENT)
+    return (work.hold(numbers), kind, *strides_of(numbers), 0, 0, NO_GRADIENT)
 
 
 def _address(tensor: Tensor, at: int) -> int:
     return tensor.data_ptr() + tensor.element_size() * at
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
     """How far numbers lie apart along each axis: 0 where one serves all."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -434,6 +434,21 @@ API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, int32_t *first_key
     return all;
 }
 
+/* The words of a `mask` [matrices][rows / 32, rounded up][keys], of cells [matrices][rows][keys] so far apart. */
+API void regard_bits(
+    const uint8_t *cells, i64 matrices, i64 rows, i64 keys, i64 matrix_apart, i64 row_apart, uint32_t *words)
+{
+    i64 of_matrix = (rows + QUERIES_OF_A_WORD - 1) / QUERIES_OF_A_WORD * keys;
+    memset(words, 0, matrices * of_matrix * sizeof *words);
+    for (i64 m = 0; m < matrices; m++)
+        for (i64 row = 0; row < rows; row++) {
+            const uint8_t *of_row = cells + m * matrix_apart + row * row_apart;
+            uint32_t *to = words + m * of_matrix + row / QUERIES_OF_A_WORD * keys;
+            uint32_t bit = (uint32_t)1 << row % QUERIES_OF_A_WORD;
+            for (i64 j = 0; j < keys; j++) to[j] |= of_row[j] ? bit : 0;
+        }
+}
+
 API i64 regard_lanes(void) { return LANES; }
 API i64 regard_size_of_structures(void)
 {

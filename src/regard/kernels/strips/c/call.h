@@ -4,7 +4,7 @@
 
 #include "halves.h"
 
-enum dtype { OWN, BFLOAT16, FLOAT16 }; /* OWN: that of `real` */
+enum dtype { OWN, BFLOAT16, FLOAT16, BITS }; /* OWN: that of `real` */
 
 /* [batch, head, row, feature] with consecutive features; strides in numbers */
 struct tensor {
@@ -15,12 +15,22 @@ struct tensor {
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
    where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1.
    queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
-   NULL, they are by the places in strip and span. */
+   NULL, they are by the places in strip and span.
+
+   BITS: not numbers, but a `mask`, by the places in strip and span. */
 struct tile {
     const void *numbers;
     i64 dtype, batch, head, query, key, time, spare, gradient;
     const i64 *queries, *keys;
     i64 queries_batch, keys_batch;
+};
+
+/* Which keys are seen: a word for 32 queries and a key, of which the first query has the lowest bit. Strides are in
+   words; that of `query` is from 32 queries to the next. */
+#define QUERIES_OF_A_WORD 32
+struct mask {
+    const int32_t *words;
+    i64 batch, head, query, key;
 };
 
 /* What the gradients of numbers added to scores are added to, by the places of tokens in the call; NULL: none are
@@ -86,6 +96,7 @@ struct call {
     /* [batch, query_len]: the keys that a query sees are at most those from `first_key` to before `end_key`; NULL: all */
     const int32_t *first_key, *end_key;
     i64 keys_batch, keys_query;
+    struct mask seen; /* and of these, by their places in the call; NULL: all */
     double scale, softcap, kept_factor; /* softcap 0: none */
     i64 kept_least;
     const struct statistic *statistic;

@@ -144,10 +144,27 @@ INLINE void few_sums(
             function(FEW, __VA_ARGS__);       \
     } while (0)
 
-/* adds numbers to the scores of a row with n keys from `first` on */
+/* Hides from a row those of n keys whose bits are 0; as `hide_by_bits`. */
+static void few_hide_by_bits(
+    const struct place *p, const struct mask *m, i64 query, i64 r, i64 first, i64 apart, i64 n, real *scores)
+{
+    int32_t bit;
+    const int32_t *word = word_of(p, m, r, query, &bit) + first;
+    i64 j = 0;
+    for (; apart == 1 && j + LANES <= n; j += LANES) hide((load_bits(word + j) & bit) == 0, scores + j);
+    for (; j < n; j++)
+        if (!(word[j * apart] & bit)) scores[j] = NONE;
+}
+
+/* adds a tile to the scores of a row with n keys from `first` on */
 static void few_add(
     const struct place *p, const struct span *s, const struct tile *t, i64 r, i64 first, i64 n, real *scores)
 {
+    if (t->dtype == BITS) {
+        struct mask mask = mask_of(t);
+        few_hide_by_bits(p, &mask, p->index[r], r, first * t->key, t->key, n, scores);
+        return;
+    }
     i64 from = numbers_of(p, t, r), j = 0;
     if (!t->keys && t->key == 1)
         for (; j + LANES <= n; j += LANES) add(scores + j, vector_at(t, from + first + j, t->dtype));
@@ -194,6 +211,8 @@ static void few_scores_of(
         if (!c->first_key) continue;
         for (i64 j = 0; j < n && first + j < keys_before(p, s, p->first_key[r]); j++) of_row[j] = NONE;
         for (i64 j = n - 1; j >= 0 && first + j >= keys_before(p, s, p->end_key[r]); j--) of_row[j] = NONE;
+        i64 of_key = c->seen.key * key_of(p, s, first);
+        if (c->seen.words) few_hide_by_bits(p, &c->seen, p->query[r], r, of_key, c->seen.key * s->step, n, of_row);
     }
 }
 

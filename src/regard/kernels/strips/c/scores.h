@@ -40,8 +40,9 @@ struct place {
     const struct call *call;
     const struct strip *strip;
     i64 batch, kv_head, time, chunk, rows;
-    i64 head[UNITS * UNIT], query[UNITS * UNIT]; /* of the call */
-    int32_t index[UNITS * UNIT];                 /* of the strip */
+    i64 head[UNITS * UNIT];       /* of the call */
+    int32_t query[UNITS * UNIT];  /* of the call */
+    int32_t index[UNITS * UNIT];  /* of the strip */
     int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
     int32_t first_key[UNITS * UNIT], end_key[UNITS * UNIT]; /* of each query, if the call has them, and of a vector: */
     i64 least_first[2 * UNITS], most_first[2 * UNITS], least_end[2 * UNITS], most_end[2 * UNITS];
@@ -295,6 +296,44 @@ INLINE real number_at(const struct tile *t, i64 at, const int dtype)
     return x;
 }
 
+INLINE void hide(signed_bits where, real *score)
+{
+    store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
+}
+
+INLINE struct mask mask_of(const struct tile *t)
+{
+    return (struct mask){t->numbers, t->batch, t->head, t->query, t->key};
+}
+
+/* where the words of a query's head are, and which bit is its own */
+INLINE const int32_t *word_of(const struct place *p, const struct mask *m, i64 r, i64 query, int32_t *bit)
+{
+    *bit = (int32_t)((uint32_t)1 << query % QUERIES_OF_A_WORD);
+    return m->words + p->batch * m->batch + p->head[r] * m->head + query / QUERIES_OF_A_WORD * m->query;
+}
+
+/* Hides from a vector of queries those of n keys whose bits are 0. queries: by which the words are; first: of the keys'
+   words, which are `apart` apart. */
+static void hide_by_bits(
+    const struct place *p, const struct mask *m, const int32_t *queries, i64 row, i64 first, i64 apart, i64 n,
+    real *of_vector)
+{
+    const int32_t *word[LANES];
+    int32_t bit[LANES] __attribute__((aligned(64)));
+    int alike = 1;
+    for (int i = 0; i < LANES; i++) {
+        word[i] = word_of(p, m, row + i, queries[row + i], bit + i) + first;
+        alike &= word[i] == word[0];
+    }
+    signed_bits of_lanes = load_bits(bit);
+    for (i64 j = 0; j < n; j++) {
+        signed_bits found = (signed_bits){0} + word[0][j * apart];
+        for (int i = 0; !alike && i < LANES; i++) found[i] = word[i][j * apart];
+        hide((found & of_lanes) == 0, of_vector + j * UNIT);
+    }
+}
+
 INLINE void add(real *score, vec x) { store(score, pick(x == NONE, x, load(score) + LOG2_E * x)); } /* even to NaN */
 
 INLINE void add_tile_of(
@@ -334,7 +373,7 @@ INLINE void add_tile_of(
     }
 }
 
-/* adds numbers to scores [n][UNIT] of queries from `row` and keys from `first` on */
+/* adds a tile to scores [n][UNIT] of queries from `row` and keys from `first` on */
 static void add_tile(
     const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
     real *scores)
@@ -343,8 +382,13 @@ static void add_tile(
         add_tile_of(p, s, t, row, first, n, wide, scores, OWN);
     else if (t->dtype == BFLOAT16)
         add_tile_of(p, s, t, row, first, n, wide, scores, BFLOAT16);
-    else
+    else if (t->dtype == FLOAT16)
         add_tile_of(p, s, t, row, first, n, wide, scores, FLOAT16);
+    else {
+        struct mask mask = mask_of(t);
+        for (int w = 0; w < wide * LANES; w += LANES)
+            hide_by_bits(p, &mask, p->index, row + w, first * t->key, t->key, n, scores + w);
+    }
 }
 
 /* where the gradients of the numbers of a query begin */
@@ -408,11 +452,6 @@ INLINE void cap(const struct call *c, real *score, real *slope)
     if (slope) store(slope, 1 - tanh * tanh);
 }
 
-INLINE void hide(signed_bits where, real *score)
-{
-    store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
-}
-
 /* Hides from a vector of queries what is beyond the keys of each. */
 INLINE void hide_beyond(const struct place *p, const struct span *s, i64 row, i64 first, i64 n, real *of_vector)
 {
@@ -443,6 +482,9 @@ static void scores_of(
         for (i64 j = after; j < n; j++)
             hide(load_bits(p->index + row + w * LANES) < (int32_t)(first + j - s->high), of_vector + j * UNIT);
         if (c->first_key) hide_beyond(p, s, row + w * LANES, first, n, of_vector);
+        i64 of_key = c->seen.key * key_of(p, s, first);
+        if (c->seen.words)
+            hide_by_bits(p, &c->seen, p->query, row + w * LANES, of_key, c->seen.key * s->step, n, of_vector);
     }
 }
 
