@@ -199,7 +199,7 @@ def test_the_memory_of_a_row_counts_the_dense_mask_and_is_measured_in_another_pr
     assert isinstance(ours, int), ours
     assert isinstance(theirs, int), theirs
     output = 12 * 2048 * 64 * 4
-    assert output <= ours < 8 * output
+    assert output - 2**18 <= ours < 8 * output  # less some pages that the process held before
     mask = 2048 * 2048
     assert theirs > output + 4.9 * mask  # the mask, and torch's copy of it in float32
     assert bench.memory_of(task, torch.float32, "no such peer", SHRINK) == "StopIteration: "  # told, not thrown

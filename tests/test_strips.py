@@ -1211,6 +1211,21 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
     assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(query), model(query))
 
 
+@pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
+@pytest.mark.parametrize(("length", "mask", "is_node"), [(8, None, False), (90, Causal(), True), (90, None, False)])
+def test_a_graph_holds_the_library_where_that_takes_less_time(compiler, monkeypatch, length, mask, is_node):
+    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.9)
+    monkeypatch.setattr(tuning, "SCORES_TO_BEGIN_A_NODE", (1 << 14) / torch.get_num_threads())
+    query, graphs = torch.randn(1, 8, length, 8), []
+    compiled = torch.compile(
+        lambda query: attention(query, query, query, mask=mask),
+        backend=lambda graph, inputs: graphs.append(graph.code) or graph,
+        fullgraph=True,
+    )
+    assert_close(compiled(query), attention(query, query, query, mask=mask))
+    assert ("regard.strips" in graphs[0]) is is_node
+
+
 @pytest.mark.usefixtures("without_the_library")
 def test_a_plan_says_why_strips_are_faster_than_torchs_function(monkeypatch):
     short = torch.zeros(1, 4, 512, 4)

@@ -13,6 +13,7 @@ from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options
 from regard.kernels.strips import kernel as strips_kernel
+from regard.masks.planning import is_top_left_causal
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -99,7 +100,9 @@ def _suits_the_library(call: Call) -> bool:
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
     if tracing():
-        return False
+        share = 0.5 if is_top_left_causal(call.scoring.mask) else 1.0
+        least = native.scores_for_a_node(call.query.dtype, call.learns, share)
+        return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     others = [] if sdpa.cannot(call) is not None else [float(sdpa.num_scores(call))]

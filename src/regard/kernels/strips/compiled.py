@@ -4,7 +4,9 @@ The graph holds the mask as a line of text with its tensors and numbers (`regard
 works for every length; the strips are planned when the node runs.
 """
 
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, library
@@ -15,14 +17,15 @@ from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
+from regard.masks import Mask
 from regard.numerics import wide
-from regard.rules import deserialise
+from regard.rules import deserialise, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
+from regard.versions import NotComparableError, few_or_version
 
 
-@library.custom_op("regard::strips", mutates_args=())
-def in_graph(
+def _strips(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
     softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float, by: str,
     learns: bool,
@@ -51,8 +54,7 @@ def _keeps_exact(query: Tensor, by: str, learns: bool) -> bool:
     return learns and by == NATIVE.name and query.dtype in HALF
 
 
-@library.custom_op("regard::strips_backward", mutates_args=())
-def _in_graph_backward(
+def _strips_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
     value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
     scale: float, softcap: float | None, numbers: list[int], rate: float, by: str, learns: bool,
@@ -74,6 +76,31 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
     return None if seed is None else Dropout(rate, int(seed))
 
 
+class Line:
+    """A mask as a node holds it; equal for masks that are equal."""
+
+    __slots__ = ("known", "line", "numbers", "tensors")
+
+    def __init__(self, line: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        self.line, self.tensors, self.numbers = line, tensors, numbers
+        try:
+            self.known: Hashable = (line, *numbers, *map(few_or_version, tensors))
+        except NotComparableError:
+            self.known = self
+
+    def __hash__(self) -> int:
+        return hash(self.known) if self.known is not self else id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Line) and self.known == other.known
+
+
+@lru_cache(maxsize=16)
+def _bound(mask: Line, grid: Grid) -> Mask:
+    with torch.inference_mode(False):
+        return cast(Mask, settled(deserialise(mask.line, mask.tensors, mask.numbers)).bind(grid))
+
+
 def _of_node(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
     softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float, by: str,
@@ -82,14 +109,13 @@ def _of_node(
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added = None if bias is None else Given(bias).bind(grid)
-    scoring = Scoring(grid, scale, softcap, added, deserialise(mask, tensors, numbers).bind(grid), sink, None)
+    scoring = Scoring(grid, scale, softcap, added, _bound(Line(mask, tensors, numbers), grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
     return engine, scoring, engine.plan_of(call)
 
 
-@in_graph.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _like_strips(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
     batch, heads, query_len, _ = query.shape
     output = query.new_empty(batch, query_len, heads, value.shape[3])
@@ -97,8 +123,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return output, lse, query.new_empty(exact, dtype=torch.float32)
 
 
-@_in_graph_backward.register_fake
-def _(*inputs: Any) -> tuple[Tensor, ...]:
+def _like_strips_backward(*inputs: Any) -> tuple[Tensor, ...]:
     query, key, value, sink, bias = inputs[4:9]
     none, learns = query.new_empty(0), inputs[-1]
     three = (tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value))
@@ -129,4 +154,15 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: 
     return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None, None, None)
 
 
-in_graph.register_autograd(_backward, setup_context=_keep)
+def _node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
+    """An operator of torch's; `torch.library.custom_op` would make one that takes longer to call."""
+    library.define(name, library.infer_schema(run, mutates_args=()))
+    library.impl(name, "default", run)
+    library.register_fake(name, like)
+    namespace, _, overload = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), overload).default
+
+
+in_graph = _node("regard::strips", _strips, _like_strips)
+_in_graph_backward = _node("regard::strips_backward", _strips_backward, _like_strips_backward)
+library.register_autograd("regard::strips", _backward, setup_context=_keep)

@@ -60,19 +60,27 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     tensors: list[Tensor] = []
     numbers: list[int] = []
     scoring, dropout = call.scoring, call.dropout
-    mask = serialise(EVERYTHING if scoring.mask is None else scoring.mask, tensors, numbers)
-    if mask is None or scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
+    mask = serialise(scoring.mask_or_everything, tensors, numbers)
+    if mask is None or not is_one_node(call):
         broken: Callable[[Call, Engine], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call, by)  # a graph break: a node cannot hold a function
     three = _in_precision(call[:3], scoring, dropout, call.wants_lse) if by is OPERATORS else call[:3]
     output, lse, _ = in_graph(
         *three,
         scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
-        None if scoring.bias is None else scoring.bias.numbers,
+        scoring.bias.numbers if isinstance(scoring.bias, Given) else None,
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
         call.learns,
     )  # fmt: skip
     return output.transpose(1, 2).to(call.query.dtype), lse
+
+
+def is_one_node(call: Call) -> bool:
+    """Whether a graph of torch.compile can hold the call as one node, which has room for tensors alone."""
+    scoring = call.scoring
+    if scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
+        return False
+    return serialise(scoring.mask_or_everything, [], []) is not None
 
 
 def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants_lse: bool) -> Three:

@@ -171,6 +171,16 @@ def pays(dtype: torch.dtype, learns: bool) -> bool:
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
+def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float) -> float:
+    """Fewest scores of torch's own function that take as long as a node in a graph of torch.compile, which computes
+    this share of them."""
+    saved = 1 - share * price(dtype, learns)
+    return tuning.SCORES_TO_BEGIN_A_NODE * torch.get_num_threads() / saved if saved > 0 else math.inf
+
+
+scores_for_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same scores, computed here and by torch's operator."""
     draw = torch.Generator().manual_seed(0)
