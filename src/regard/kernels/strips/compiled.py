@@ -77,28 +77,33 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
 
 
 class Line:
-    """A mask as a node holds it; equal for masks that are equal."""
+    """A mask as a node holds it; equal for masks of which the same is known."""
 
     __slots__ = ("known", "line", "numbers", "tensors")
 
     def __init__(self, line: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
         self.line, self.tensors, self.numbers = line, tensors, numbers
-        try:
-            self.known: Hashable = (line, *numbers, *map(few_or_version, tensors))
-        except NotComparableError:
-            self.known = self
+        self.known: Hashable = (line, *numbers, *map(few_or_version, tensors))
 
     def __hash__(self) -> int:
-        return hash(self.known) if self.known is not self else id(self)
+        return hash(self.known)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Line) and self.known == other.known
 
 
 @lru_cache(maxsize=16)
-def _bound(mask: Line, grid: Grid) -> Mask:
+def _remembered(mask: Line, grid: Grid) -> Mask:
     with torch.inference_mode(False):
         return cast(Mask, settled(deserialise(mask.line, mask.tensors, mask.numbers)).bind(grid))
+
+
+def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
+    """The mask that a node holds, bound; one that is large is read again in every call, rather than kept."""
+    try:
+        return _remembered(Line(line, tensors, numbers), grid)
+    except NotComparableError:
+        return cast(Mask, deserialise(line, tensors, numbers).bind(grid))
 
 
 def _of_node(
@@ -109,7 +114,7 @@ def _of_node(
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added = None if bias is None else Given(bias).bind(grid)
-    scoring = Scoring(grid, scale, softcap, added, _bound(Line(mask, tensors, numbers), grid), sink, None)
+    scoring = Scoring(grid, scale, softcap, added, _bound(mask, tensors, numbers, grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
     return engine, scoring, engine.plan_of(call)
@@ -155,7 +160,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: 
 
 
 def _node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
-    """An operator of torch's; `torch.library.custom_op` would make one that takes longer to call."""
+    """An operator of torch's; `custom_op` would make one that takes longer to call."""
     library.define(name, library.infer_schema(run, mutates_args=()))
     library.impl(name, "default", run)
     library.register_fake(name, like)
