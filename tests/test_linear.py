@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from comparing import assert_close
 from regard import Decoder, ModelConfig, linear, processor
 
-SIZES = [(257, 256), (50 * 16 + 13, 96), (16, 4096), (48, 5003)]
+SIZES = [(513, 256), (100 * 16 + 13, 96), (32, 4096), (48, 5003)]
 """Outputs that are and are not a multiple of the blocks, and inputs too many for the products that are turned round."""
 
 
@@ -39,15 +39,15 @@ def test_a_few_rows_in_blocks_are_what_they_are_at_once(blocks, outputs, inputs,
 
 
 def test_everything_else_is_torchs_own_to_the_last_bit(blocks, monkeypatch):
-    made, x = layer(256, 257), torch.randn(3, 256)
-    learning = linear.Linear(256, 257)
+    made, x = layer(256, 513), torch.randn(3, 256)
+    learning = linear.Linear(256, 513)
     other = [
         (made, torch.randn(17, 256)),
         (made, torch.randn(256)),
         (made, torch.randn(0, 256)),
-        (layer(8, 8), torch.randn(1, 8)),
-        (layer(256, 257).double(), x.double()),
-        (layer(256, 257).bfloat16(), x.bfloat16()),
+        (layer(256, 256), torch.randn(1, 256)),
+        (layer(256, 513).double(), x.double()),
+        (layer(256, 513).bfloat16(), x.bfloat16()),
         (learning, x),
     ]
     for given, rows in other:
@@ -69,11 +69,11 @@ def test_everything_else_is_torchs_own_to_the_last_bit(blocks, monkeypatch):
 
 def test_a_row_that_does_not_fit_is_refused_in_torchs_own_words(blocks):
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        layer(256, 257)(torch.randn(3, 255))
+        layer(256, 513)(torch.randn(3, 255))
 
 
 def test_every_large_matrix_of_a_model_that_writes_is_read_in_blocks(blocks):
-    sizes = {"vocab_size": 300, "context_length": 8, "dim": 256, "layers": 2, "heads": 4, "hidden_dim": 512}
+    sizes = {"vocab_size": 300, "context_length": 8, "dim": 512, "layers": 2, "heads": 4, "hidden_dim": 512}
     model = Decoder(ModelConfig.preset("gpt2", **sizes)).eval()
     tokens = torch.randint(300, (1, 3))
     wanted = model(tokens)

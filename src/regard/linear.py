@@ -29,8 +29,8 @@ TURNED_ROWS, TURNED_NUMBERS = 4, 4096
 BLOCKS = 16
 """Blocks of outputs: a share for each of as many cores; from 2 to 32 they are equally fast."""
 
-MIN_NUMBERS = 1 << 16
-"""Numbers in a matrix from which on it pays: smaller ones lie in a core's own cache."""
+MIN_NUMBERS = 1 << 17
+"""Numbers in a matrix from which on it pays: smaller ones are cached, with all others of their model."""
 
 
 class Linear(nn.Linear):
