@@ -100,6 +100,12 @@ INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_pd((__m512d)x, (__m
 #elif defined(__AVX512F__)
 INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }
 INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); }
+#elif defined(__AVX2__) && defined(FLOAT64)
+INLINE vec larger_of(vec x, vec y) { return (vec)_mm256_max_pd((__m256d)x, (__m256d)y); }
+INLINE vec smaller_of(vec x, vec y) { return (vec)_mm256_min_pd((__m256d)x, (__m256d)y); }
+#elif defined(__AVX2__)
+INLINE vec larger_of(vec x, vec y) { return (vec)_mm256_max_ps((__m256)x, (__m256)y); }
+INLINE vec smaller_of(vec x, vec y) { return (vec)_mm256_min_ps((__m256)x, (__m256)y); }
 #else
 INLINE vec larger_of(vec x, vec y) { return pick(x > y, x, y); }
 INLINE vec smaller_of(vec x, vec y) { return pick(x < y, x, y); }
