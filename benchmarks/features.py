@@ -54,6 +54,7 @@ class Row(NamedTuple):
         most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
         by_token: whether the heads of a token lie beside one another in memory, as a layer projects them.
         anew: whether the mask is another one in every call, as that of every batch of a training.
+        compiled: whether regard and torch are called in graphs of torch.compile.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Row(NamedTuple):
     head_dim: int = HEAD_DIM
     by_token: bool = False
     anew: bool = False
+    compiled: bool = False
 
 
 def _random(length: int) -> Tensor:
@@ -176,6 +178,9 @@ ROWS = (
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
+    Row("full, compiled", _fixed(), most=2048, compiled=True),
+    Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
+    Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),
 )  # fmt: skip
 
 
@@ -314,6 +319,10 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     }
     if row.heads * queries * length <= MAX_TABLE_NUMBERS:
         calls["torch"] = torch_way(row, given, length, dtype), inputs
+    if row.compiled:
+        torch._dynamo.reset()  # each length has a graph of its own
+        for name in ("regard", "torch"):
+            calls[name] = torch.compile(calls[name][0]), inputs
     found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
     for way in ("forward", "backward"):
         times: dict[str, list[float]] = {name: [] for name in calls}

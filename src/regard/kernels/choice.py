@@ -13,7 +13,7 @@ from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options
 from regard.kernels.strips import kernel as strips_kernel
-from regard.masks.planning import is_top_left_causal
+from regard.masks.planning import hides_later_keys
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -24,6 +24,7 @@ REFERENCE = Kernel(
     num_scores=all_scores,
     quadratic_numbers=lambda call: 3 * all_scores(call),
     peak_bytes=lambda call: 3 * all_scores(call) * max(4, call.query.element_size()),
+    reads_in_place=True,
 )
 
 KERNELS: tuple[Kernel, ...] = (
@@ -100,7 +101,7 @@ def _suits_the_library(call: Call) -> bool:
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
     if tracing():
-        share = 0.5 if is_top_left_causal(call.scoring.mask) else 1.0
+        share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
         least = native.scores_for_a_node(call.query.dtype, call.learns, share)
         return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:

@@ -139,9 +139,13 @@ def common_keys(mask: Mask, queries: range, stop: int, start: int = 0) -> range 
 
 def is_top_left_causal(mask: object) -> bool:
     """Whether it is the causal mask of torch's function: query i sees the first i + 1 keys."""
-    if not isinstance(mask, Band) or not isinstance(mask.offset, int):
-        return False
-    return mask.before is None and mask.after == 0 and mask.offset == 0
+    return isinstance(mask, Band) and mask.before is None and hides_later_keys(mask)
+
+
+def hides_later_keys(mask: Mask) -> bool:
+    """Whether it is known that query i sees none but the first i + 1 keys: about half of a square."""
+    bands = (factor for factor in factors(mask) if isinstance(factor, Band))
+    return any(isinstance(band.offset, int) and band.offset == band.after == 0 for band in bands)
 
 
 def factors(mask: Mask) -> Iterator[Mask]:

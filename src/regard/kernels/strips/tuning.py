@@ -100,8 +100,8 @@ SCORES_TO_BEGIN_THAT_LEARN = 1 << 12
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
 and with gradients in float32. Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
 
-SCORES_TO_BEGIN_A_NODE = 1 << 13
-"""The same for a node in a graph of torch.compile, which Python runs."""
+SCORES_TO_BEGIN_A_NODE = 1 << 14
+"""The same for a node in a graph of torch.compile, which Python runs. Rows "compiled"."""
 
 FEW_QUERIES = 8
 """Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
