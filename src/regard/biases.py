@@ -125,6 +125,18 @@ class Given(Bias):
         self.numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
         self._axes = numbers.dim()
 
+    def of(self, other: Bias | Tensor | None) -> Self:
+        """The same of another tensor, which is known to fit, since the first of its shape did; bound if this is."""
+        numbers = other.numbers if isinstance(other, Given) else other
+        assert isinstance(numbers, Tensor)
+        if numbers.dim() < 4:
+            numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
+        return self._with(numbers=numbers)
+
+    def without_numbers(self) -> Self:
+        """What `of` is asked of later, without keeping memory alive."""
+        return self._with(numbers=self.numbers.new_empty((0,) * 4))
+
     def _called(self, name: str) -> str:
         return "bias"
 

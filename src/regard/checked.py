@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from regard.biases import Bias
+from regard.biases import Bias, Given
 from regard.dropout import Dropout, drawn
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
@@ -37,6 +37,9 @@ _NUMBERS = frozenset({float, int, type(None)})
 _PLAIN = torch.strided
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _KNOWN: dict[Form, "Checked"] = {}
+_BY_NUMBERS: dict[Form, None] = {}
+"""Forms with a bias tensor whose kernel keeps what it reads: such calls are alike only if its numbers are."""
+
 _lock = threading.Lock()
 
 
@@ -44,16 +47,22 @@ class Checked:
     """A call that was validated and has its kernel, for other tensors of the same form.
 
     Attributes:
-        run: takes query, key, value and sink, and returns output and lse.
+        run: takes query, key, value, sink and bias, and returns output and lse.
     """
 
-    __slots__ = ("_scoring", "run")
+    __slots__ = ("run",)
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
-        self._scoring = call.scoring.with_sink(None)
         prepared = None if torch._C._is_any_autocast_enabled() else kernel.prepare(call)
-        anew = partial(_anew, kernel, self._scoring, call.dropout, call.wants_lse)
-        self.run: Prepared = anew if prepared is None else prepared
+        self.run: Prepared = partial(_anew, kernel, _kept(call.scoring), call.dropout, call.wants_lse)
+        if prepared is not None:
+            self.run = prepared
+
+
+def _kept(scoring: Scoring) -> Scoring:
+    """What a cached call keeps: no sink, and no bias tensor."""
+    bias = scoring.bias
+    return scoring.with_sink(None).with_bias(bias.without_numbers() if isinstance(bias, Given) else bias)
 
 
 def _anew(
@@ -65,13 +74,25 @@ def _anew(
     key: Tensor,
     value: Tensor,
     sink: Tensor | None,
+    bias: Bias | Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """A call of which nothing could be prepared."""
     scoring = scoring.with_sink(sink)
+    if isinstance(scoring.bias, Given):
+        scoring = scoring.with_bias(scoring.bias.of(bias))
     if key.shape[2] != scoring.grid.key_len:
         scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
     dropout = None if dropout is None else Dropout(dropout.rate, drawn())
     return kernel.compute(Call(query, key, value, scoring, dropout, wants_lse))
+
+
+class InPlace(NamedTuple):
+    """A bias tensor that is read where it lies, in every call."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    learns: bool
 
 
 def form_of(
@@ -105,7 +126,7 @@ def form_of(
         return None
     key_shape: Hashable = key.shape
     value_shape: Hashable = value.shape
-    structure = of_bias = None
+    structure = None
     if mask is not None:
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
@@ -114,20 +135,17 @@ def form_of(
         batch, kv_heads, key_len, head_dim = key.shape
         if value.shape[:3] == (batch, kv_heads, key_len):
             key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
-    if bias is not None:
-        if isinstance(bias, Bias) or (type(bias) in _TENSORS and is_plain(bias)):
-            of_bias = known(bias) or _in_place(query, bias)
-        if of_bias is None:
+    rest = query.shape, key_shape, value_shape, kinds, structure, dropout, wants_lse, kernel
+    if bias is None:
+        return rest
+    if not isinstance(bias, Bias):
+        if type(bias) not in _TENSORS or not is_plain(bias):
             return None
-    return query.shape, key_shape, value_shape, kinds, structure, of_bias, dropout, wants_lse, kernel
-
-
-def _in_place(query: Tensor, bias: Bias | Tensor) -> Form | None:
-    """What is equal only for the same memory, of an inference tensor: whatever was written to it. Of one query, and by
-    kernels that do not read a bias where it is, numbers are kept."""
-    if type(bias) is not Tensor or not bias.is_inference() or query.dim() != 4 or query.shape[2] == 1:
-        return None
-    return bias.data_ptr(), bias.dtype, bias.shape, bias.stride()
+        form = (*rest, InPlace(bias.dtype, bias.shape, bias.stride(), torch.is_grad_enabled() and bias.requires_grad))
+        if form not in _BY_NUMBERS and bias.is_cpu and not bias.is_neg():
+            return form
+    of_bias = known(bias)
+    return None if of_bias is None else (*rest, of_bias)
 
 
 def kinds_of(
@@ -165,22 +183,32 @@ recall: Callable[[Form], Checked | None] = _KNOWN.get
 """The validated call of that form, if it is cached."""
 
 
-def remember(form: Form, call: Call, kernel: Kernel) -> Checked | None:
+def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None) -> Checked | None:
     """Caches a valid call and its kernel, unless it holds tensors on a GPU, whose memory is scarce, or small parts of
-    large ones; returns it if it is cached."""
-    if any(tensor.grad_fn is not None and tensor._base is None for tensor in call.scoring.learned()):
+    large ones; returns it if it is cached.
+
+    Args:
+        given: the bias of which the form is.
+    """
+    bias = call.scoring.bias
+    if type(form[-1]) is InPlace:
+        if kernel.reads_in_place:
+            bias = None  # another one in each call
+        else:
+            keep(_BY_NUMBERS, form, None)
+            form = *form[:-1], known(given)
+    if bias is not None and any(tensor.grad_fn is not None and tensor._base is None for tensor in bias.learned()):
         return None  # made of what was given, whose numbers may change: nothing follows them
     held: list[Tensor] = []
-    for rule in (call.scoring.mask, call.scoring.bias):
+    for rule in (call.scoring.mask, bias):
         if rule is not None:
             serialise(rule, held)
     if call.query.device.type == "cpu":
         held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_COMPARED_BYTES]
     if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
-    bias = call.scoring.bias
     if bias is not None:
-        if known(bias) is None and not kernel.reads_in_place:
+        if known(bias) is None:
             return None
         call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))  # what is compared may change
     return keep(_KNOWN, form, Checked(call, kernel))
@@ -199,3 +227,4 @@ def forget() -> None:
     """Empties the cache."""
     with _lock:
         _KNOWN.clear()
+        _BY_NUMBERS.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias, as_bias
-from regard.checked import form_of, recall, remember
+from regard.checked import Form, form_of, recall, remember
 from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
@@ -97,12 +97,8 @@ def attention(
     form = form_of(*arguments, False, kernel)
     known = None if form is None else recall(form)
     if known is not None:
-        return known.run(query, key, value, sink)[0]
-    call = check_call("attention", *arguments)
-    chosen = choose(call, kernel)
-    if form is not None:
-        remember(form, call, chosen)
-    return compute(call, chosen)[0]
+        return known.run(query, key, value, sink, bias)[0]
+    return _first(form, check_call("attention", *arguments), kernel, bias)[0]
 
 
 @hinted(hints.ATTENTION)
@@ -135,15 +131,21 @@ def attention_with_lse(
     form = form_of(*arguments, True, kernel)
     known = None if form is None else recall(form)
     if known is not None:
-        output, lse = known.run(query, key, value, sink)
+        output, lse = known.run(query, key, value, sink, bias)
     else:
-        call = check_call("attention_with_lse", *arguments, True)
-        chosen = choose(call, kernel)
-        if form is not None:
-            remember(form, call, chosen)
-        output, lse = compute(call, chosen)
+        output, lse = _first(form, check_call("attention_with_lse", *arguments, True), kernel, bias)
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
+
+
+def _first(form: Form | None, call: Call, kernel: str, bias: Bias | Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Output and lse of a call that was not cached; now it is, if its form is known."""
+    chosen = choose(call, kernel)
+    known = None if form is None else remember(form, call, chosen, bias)
+    if known is None or call.dropout is not None:  # whose seed is drawn
+        return compute(call, chosen)
+    _warn_of_squares(call, chosen)
+    return known.run(call.query, call.key, call.value, call.scoring.sink, bias)
 
 
 def attention_and_perhaps_lse(
@@ -219,6 +221,11 @@ def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
 
 def compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
     """Output and lse of a validated call, by a kernel that supports it."""
+    _warn_of_squares(call, kernel)
+    return kernel.compute(call)
+
+
+def _warn_of_squares(call: Call, kernel: Kernel) -> None:
     grid = call.scoring.grid
     large = not tracing() and grid.batch * grid.heads * grid.query_len * grid.key_len >= MIN_WARNED_NUMBERS
     if large and kernel.quadratic_numbers(call) >= MIN_WARNED_NUMBERS:
@@ -226,9 +233,8 @@ def compute(call: Call, kernel: Kernel) -> tuple[Tensor, Tensor | None]:
             f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
             f"key_len for the scores {grid}; regard.plan(...) says why",
             QuadraticMemoryWarning,
-            stacklevel=4,  # the caller of the public function, past the wrapper of `hinted`
+            stacklevel=5,  # the caller of the public function, past the wrapper of `hinted`
         )
-    return kernel.compute(call)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,10 @@ class Scoring:
             return self
         return Scoring(self.grid, self.scale, self.softcap, self.bias, self.mask, sink, self.additive)
 
+    def with_bias(self, bias: Bias | None) -> "Scoring":
+        """The same with another bias."""
+        return Scoring(self.grid, self.scale, self.softcap, bias, self.mask, self.sink, self.additive)
+
     def tile(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Tensor:
         """The scores of a rectangle, in float32 or wider.
 

@@ -117,7 +117,7 @@ class LazyMask(Lazy):
             if checked is None:
                 return None
             self._checked[form] = checked
-        return checked.run(query, key, value, sink)[0]
+        return checked.run(query, key, value, sink, None)[0]
 
     def _first(
         self,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.graphs import concrete, tracing
 from regard.numerics import without_autocast
@@ -54,8 +55,9 @@ def all_scores(call: Call) -> int:
     return grid.batch * grid.heads * grid.query_len * grid.key_len
 
 
-Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""A call that waits for its query, key and value, and its sink if it has one: returns output and lse."""
+Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None, Bias | Tensor | None], tuple[Tensor, Tensor | None]]
+"""A call that waits for its query, key, value, sink and bias, these as the user gives them: returns output and lse. Of
+the bias only a tensor is looked at, by kernels that read it in place."""
 
 Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any, Tensor | None], Tensor | None]
 """A call of one query that waits for query, key, value, sink, what the mask hides (`Hidden`, or None) and a bias, both
@@ -78,13 +80,14 @@ class Kernel(NamedTuple):
     """Estimated peak memory of a forward pass in bytes, beyond inputs and output."""
     prepare: Callable[[Call], Prepared | None] = lambda call: None
     """`run` for other tensors of the same form, with what does not depend on their numbers computed once; None where
-    there is nothing of that kind. With dropout, every call draws its seed from torch's generator. With one query, and
-    neither mask nor bias, they may be of any key_len. It must not keep the call's tensors alive."""
+    there is nothing of that kind. If the kernel reads a bias tensor in place, every call may have another one. With
+    dropout, every call draws its seed from torch's generator. With one query, and neither mask nor bias, they may be of
+    any key_len. It must not keep the call's tensors alive."""
     single: Callable[[Call], Single | None] = lambda call: None
     """`run` of a call of one query without gradients, for other tensors, mask and bias, and any key_len; None where
     there is no such way."""
     reads_in_place: bool = False
-    """Whether a bias is read anew in every call, where it lies in memory; others may keep what they read."""
+    """Whether a bias tensor is read anew in every call, where it lies in memory; others may keep what they read."""
 
     def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""

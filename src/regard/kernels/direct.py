@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from regard import processor
+from regard.biases import Bias
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, SHORT
@@ -73,7 +74,7 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
-    return _alone(call)(*call[:3], call.scoring.sink) if call.inspectable else _with_zeros(call)
+    return _alone(call)(*call[:3], call.scoring.sink, None) if call.inspectable else _with_zeros(call)
 
 
 def prepare(call: Call) -> Prepared | None:
@@ -88,7 +89,7 @@ def prepare(call: Call) -> Prepared | None:
     fixed = Fixed(call.scoring.with_sink(None), hidden, added, None, call.wants_lse, keeps=True)
 
     def attend_and_learn(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return _attended(fixed, *_zeroed(hidden, query, key, value), sink, None)
 
@@ -101,7 +102,9 @@ def _alone(call: Call) -> Prepared:
     scoring, dropout, wants_lse = call.scoring.with_sink(None), call.dropout, call.wants_lse
     fixed, sees_all = Fixed(scoring, hidden, added, _kept(call), wants_lse, keeps=False), _sees_all(call, hidden)
 
-    def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def attend_alone(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         results = _attended(fixed, query, key, value, sink, None)
         if sees_all or not has_nan(*results):
             return results

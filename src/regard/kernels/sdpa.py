@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from regard.biases import Given
+from regard.biases import Bias, Given
 from regard.graphs import exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared
@@ -63,7 +63,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
     at_once = prepare(call)
     if at_once is not None:
-        return at_once(call.query, call.key, call.value, None)
+        return at_once(call.query, call.key, call.value, None, None)
     if call.inspectable:
         output = full_attention(*call[:3], scale=call.scoring.scale, attn_mask=_in_full(call)[1])
         if not has_nan(output):
@@ -105,11 +105,11 @@ def prepare(call: Call) -> Prepared | None:
         alone = replace(scoring, grid=scoring.grid._replace(key_len=seen))
         attend = prepared(call._replace(scoring=alone), is_causal=True)
         if seen == scoring.grid.key_len:
-            return lambda query, key, value, sink: (attend(query, key, value), None)
-        return lambda query, key, value, sink: (attend(query, key[:, :, :seen], value[:, :, :seen]), None)
+            return lambda query, key, value, sink, bias: (attend(query, key, value), None)
+        return lambda query, key, value, sink, bias: (attend(query, key[:, :, :seen], value[:, :, :seen]), None)
     attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
-        return lambda query, key, value, sink: (attend(query, key, value), None)
+        return lambda query, key, value, sink, bias: (attend(query, key, value), None)
     if not call.concrete or _bias_learns(call):
         return None
     look_up = _known(call)
@@ -118,7 +118,9 @@ def prepare(call: Call) -> Prepared | None:
     hidden, _ = look_up()
     safe = hidden is not None and hidden.keys is None and hidden.queries is None
 
-    def attend_alone(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+    def attend_alone(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, None]:
         _, added = look_up()
         output = attend(query, key, value, added)
         if not safe and added is not None and has_nan(output):
@@ -128,7 +130,9 @@ def prepare(call: Call) -> Prepared | None:
     if not call.learns:
         return attend_alone
 
-    def attend_and_learn(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+    def attend_and_learn(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, None]:
         hidden, added = look_up()
         if not safe:
             if hidden is not None:

@@ -154,6 +154,13 @@ def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:
     return bias if are_read else None
 
 
+def tensors_of(bias: Bias, dtype: torch.dtype) -> list[Tensor]:
+    """The bias tensors that are not evaluated, as in `Added.given`."""
+    by_place = read_by_place(bias, dtype)
+    terms = bias.terms() if by_place is None else by_place.bias.terms()
+    return [term.numbers for term in terms if isinstance(term, Given)]
+
+
 def is_of_distance(bias: Bias) -> bool:
     """Whether a bias is a function of the distance between key and query."""
     return all(term.of_distance for term in bias.terms())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.biases import Given
+from regard.biases import Bias, Given
 from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
@@ -96,29 +96,47 @@ def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants
 
 
 def _run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
-    return _planned(call, able(by, call))(call.query, call.key, call.value, call.scoring.sink)
+    return _planned(call, able(by, call))(call.query, call.key, call.value, call.scoring.sink, None)
 
 
 def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
-    attend = _of_one(call) if by is NATIVE else None
-    look_up = None if attend is None else known_numbers(scoring, wide(call.query.dtype))
-    if attend is not None and look_up is not None:
-        if scoring.bias is None:
-            hidden, _ = look_up()
-            return lambda query, key, value, sink: (attend(query, key, value, sink, hidden, None), None)
-        return lambda query, key, value, sink: (attend(query, key, value, sink, None, look_up()[1]), None)
+    alone = _prepare_one(call) if by is NATIVE else None
     any_length = scoring.mask is None and scoring.grid.query_len == 1
-    if any_length or not call.concrete:
-        return None
+    if alone is not None or any_length or not call.concrete:
+        return alone
     planned = _planned(call, by)
     if not planned.plan.is_kept:
         return None
+    if isinstance(scoring.bias, Given):
+        if planned.changed is not None:
+            return None
+        planned = replace(planned, scoring=planned.scoring.with_bias(None), given=scoring.bias.without_numbers())
     dropout = planned.dropout
     if dropout is None:
         return planned
-    return lambda *tensors: replace(planned, dropout=replace(dropout, seed=drawn()))(*tensors)
+    return lambda *given: replace(planned, dropout=replace(dropout, seed=drawn()))(*given)
+
+
+def _prepare_one(call: Call) -> Prepared | None:
+    """A call of one query, without a plan."""
+    scoring, attend = call.scoring, _of_one(call)
+    if attend is None:
+        return None
+    if isinstance(scoring.bias, Given):
+        hidden, given = hidden_in(scoring.mask, scoring.grid), scoring.bias.without_numbers()
+        return lambda query, key, value, sink, bias: (
+            attend(query, key, value, sink, hidden, given.of(bias).numbers),
+            None,
+        )
+    look_up = known_numbers(scoring, wide(call.query.dtype))
+    if look_up is None:
+        return None
+    if scoring.bias is None:
+        hidden, _ = look_up()
+        return lambda query, key, value, sink, bias: (attend(query, key, value, sink, hidden, None), None)
+    return lambda query, key, value, sink, bias: (attend(query, key, value, sink, None, look_up()[1]), None)
 
 
 def _of_one(call: Call) -> Alone | None:
@@ -133,8 +151,8 @@ def _of_one(call: Call) -> Alone | None:
 
 def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, Tensor | None]:
     """What the mask hides from one query, and what is added to its scores besides; or all that is added."""
-    if scoring.bias is None:
-        return hidden_in(scoring.mask, scoring.grid), None
+    if scoring.bias is None or isinstance(scoring.bias, Given):
+        return hidden_in(scoring.mask, scoring.grid), None if scoring.bias is None else scoring.bias.numbers
     look_up = known_numbers(scoring, dtype)
     if look_up is not None:  # as in the next call like this one
         return None, look_up()[1]
@@ -166,6 +184,7 @@ class Planned:
         changed: how tokens are sorted for that, or None.
         whole: the only strip, if it is one call of torch's on some of the keys, as in decoding; None if not.
         learns: whether anything needs a gradient.
+        given: as what each call binds its bias tensor; None if the scoring has the bias.
     """
 
     engine: Engine
@@ -176,17 +195,23 @@ class Planned:
     whole: Strip | None
     wants_lse: bool
     learns: bool
+    given: Given | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         changed = self.changed
         if changed is None:
-            return self._in_order(query, key, value, sink)
+            scoring = self.scoring if self.given is None else self.scoring.with_bias(self.given.of(bias))
+            return self._in_order(query, key, value, sink, scoring)
         query, key, value = take(query, changed.queries), take(key, changed.keys), take(value, changed.keys)
-        output, lse = self._in_order(query, key, value, sink)
+        output, lse = self._in_order(query, key, value, sink, self.scoring)
         return take(output, changed.back), None if lse is None else take(lse, changed.back)
 
-    def _in_order(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        scoring, dtype = self.scoring, query.dtype
+    def _in_order(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = query.dtype
         if self.whole is not None:
             span = self.whole.spans[0]
             key, value = (tensor.narrow(2, span.start, len(span)) for tensor in (key, value))
@@ -304,6 +329,7 @@ def peak_bytes(call: Call) -> int:
 
 KERNEL = Kernel(
     "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes, prepare=prepare,
+    reads_in_place=True,
 )  # fmt: skip
 NATIVE_KERNEL = Kernel(
     "native",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.dropout import Dropout
-from regard.kernels.strips.added import Added, is_read, read_by_place
+from regard.kernels.strips.added import Added, is_read, read_by_place, tensors_of
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import bits_of
@@ -90,6 +90,10 @@ class Order:
             self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
             if hidden is not None:
                 self._mask("seen", bits_of(hidden))
+        if scoring.bias is not None and (given := tensors_of(scoring.bias, self.compiled.dtype)):
+            begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
+            self._held += *given, begin
+            self._words[AT["given"]] = ctypes.addressof(begin)
         if sink is not None:
             self.numbers("sink", sink.detach().to(wide(query.dtype)))
         if dropout is not None:
@@ -215,11 +219,11 @@ class Order:
 
 
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
-    """What is equal for two biases only if the library reads the same numbers at the same place; None if not known."""
+    """What is equal for two biases only if the library is told the same of them, but for where a tensor begins; None if
+    not known."""
     if isinstance(bias, Given):
         numbers = bias.numbers
-        at = numbers.data_ptr(), numbers.dtype, numbers.shape, numbers.stride()
-        return at if is_read(numbers, dtype) else None
+        return (numbers.dtype, numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
     return contents(bias) if bias.of_distance else None
 
 

@@ -107,7 +107,7 @@ def single(call: Call) -> Alone | None:
             else:
                 words[_FIRST_KEY : _FIRST_KEY + 3] = within.words
         if bias is not None:
-            bias = bias if bias.dtype in HALF else bias.to(dtype)
+            bias = (bias if bias.dtype in HALF else bias.to(dtype)).resolve_neg()
             apart, sizes = bias.stride(), bias.shape  # where one number serves all, it is read again and again
             words[_TILES] = 1
             words[_NUMBERS : _NUMBERS + 6] = [

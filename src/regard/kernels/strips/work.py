@@ -169,15 +169,16 @@ class Tiles:
 
 
 def _of_given(numbers: Tensor, dtype: torch.dtype, queries: range, keys: range, work: Work) -> Row:
-    """A bias tensor, but for the number of its gradient."""
+    """A bias tensor, but for the number of its gradient: where it is after that of the call."""
+    begin = numbers.data_ptr()
     if not is_read(numbers, dtype):
         rows, columns = (slice(part.start, part.stop, part.step) for part in (queries, keys))
         numbers = numbers[:, :, rows if numbers.shape[2] > 1 else slice(None)]
         numbers = numbers[..., columns if numbers.shape[3] > 1 else slice(None)].to(dtype).resolve_neg().contiguous()
-        return (work.hold(numbers), OWN, *strides_of(numbers), 0, 0)
+        return (work.hold(numbers) - begin, OWN, *strides_of(numbers), 0, 0)
     batch, head, query, key = strides_of(numbers)
-    at = queries.start * query + keys.start * key
-    return (_address(numbers, at), DTYPES[numbers.dtype], batch, head, query * queries.step, key * keys.step, 0, 0)
+    after = numbers.element_size() * (queries.start * query + keys.start * key)
+    return (after, DTYPES[numbers.dtype], batch, head, query * queries.step, key * keys.step, 0, 0)
 
 
 def _whole(numbers: Tensor, kind: int, column: int, columns: int, work: Work) -> Row:

@@ -13,7 +13,8 @@ struct tensor {
 };
 
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
-   where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1.
+   where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1; those
+   from 1 on are of the bias tensors of the call, and `numbers` is how many bytes after their beginning these are.
    queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
    NULL, they are by the places in strip and span.
 
@@ -89,6 +90,7 @@ struct call {
     i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
     const struct gradient *gradient;
+    const char *const *given; /* where the bias tensors begin, which are others in each call */
     i64 batches_in_common, heads_in_common; /* whether any of these are sums over them */
     const struct strip *strip;
     const struct span *span;

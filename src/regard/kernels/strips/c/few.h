@@ -165,11 +165,12 @@ static void few_add(
         few_hide_by_bits(p, &mask, p->index[r], r, first * t->key, t->key, n, scores);
         return;
     }
+    const void *numbers = numbers_in(p, t);
     i64 from = numbers_of(p, t, r), j = 0;
     if (!t->keys && t->key == 1)
-        for (; j + LANES <= n; j += LANES) add(scores + j, vector_at(t, from + first + j, t->dtype));
+        for (; j + LANES <= n; j += LANES) add(scores + j, vector_at(numbers, from + first + j, t->dtype));
     for (; j < n; j++) {
-        real x = number_at(t, from + key_in(p, s, t, first + j) * t->key, t->dtype);
+        real x = number_at(numbers, from + key_in(p, s, t, first + j) * t->key, t->dtype);
         scores[j] = x == NONE ? x : scores[j] + LOG2_E * x;
     }
 }

@@ -280,19 +280,25 @@ INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile
     return t->keys ? t->keys[p->batch * t->keys_batch + key_of(p, s, at)] : at;
 }
 
-/* numbers of a tile, from a place on */
-INLINE vec vector_at(const struct tile *t, i64 at, const int dtype)
+/* where the numbers of a tile begin */
+INLINE const void *numbers_in(const struct place *p, const struct tile *t)
 {
-    if (dtype == OWN) return load((const real *)t->numbers + at);
-    const uint16_t *from = (const uint16_t *)t->numbers + at;
+    return t->gradient > 0 ? p->call->given[t->gradient - 1] + (i64)t->numbers : t->numbers;
+}
+
+/* some of them, from a place on */
+INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
+{
+    if (dtype == OWN) return load((const real *)numbers + at);
+    const uint16_t *from = (const uint16_t *)numbers + at;
     if (dtype == FLOAT16) return __builtin_convertvector(*(const loose_float16 *)from, vec);
     return __builtin_convertvector((floats)(__builtin_convertvector(*(const loose_halves *)from, bits) << 16), vec);
 }
 
-INLINE real number_at(const struct tile *t, i64 at, const int dtype)
+INLINE real number_at(const void *numbers, i64 at, const int dtype)
 {
     real x;
-    widen(t->numbers, at, 1, dtype, &x);
+    widen(numbers, at, 1, dtype, &x);
     return x;
 }
 
@@ -340,6 +346,7 @@ INLINE void add_tile_of(
     const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
     real *scores, const int dtype)
 {
+    const void *numbers = numbers_in(p, t);
     i64 from[UNIT];
     int by_lane = t->query == 1, alike = 1, rows = wide * LANES;
     for (int i = 0; i < rows; i++) {
@@ -354,12 +361,12 @@ INLINE void add_tile_of(
         for (; j < n; j++)
             for (int c = 0; c < rows; c += LANES) {
                 i64 at = from[0] + key_in(p, s, t, first + j) * t->key;
-                add(scores + j * UNIT + c, by_lane ? vector_at(t, at + c, dtype) : all(number_at(t, at, dtype)));
+                add(scores + j * UNIT + c, by_lane ? vector_at(numbers, at + c, dtype) : all(number_at(numbers, at, dtype)));
             }
     for (; t->key == 1 && !t->keys && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
-            for (int i = 0; i < LANES; i++) x[i] = vector_at(t, from[c + i] + first + j, dtype);
+            for (int i = 0; i < LANES; i++) x[i] = vector_at(numbers, from[c + i] + first + j, dtype);
             transpose(x);
             for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, x[i]);
         }
@@ -367,7 +374,7 @@ INLINE void add_tile_of(
         i64 of_key = key_in(p, s, t, first + j) * t->key;
         for (int c = 0; c < rows; c += LANES) {
             vec x;
-            for (int i = 0; i < LANES; i++) x[i] = number_at(t, from[c + i] + of_key, dtype);
+            for (int i = 0; i < LANES; i++) x[i] = number_at(numbers, from[c + i] + of_key, dtype);
             add(scores + j * UNIT + c, x);
         }
     }
