@@ -53,7 +53,7 @@ class Row(NamedTuple):
             all.
         most: longest length at which it is measured. learns: what of the bias wants a gradient; None for nothing.
         by_token: whether the heads of a token lie beside one another in memory, as a layer projects them.
-        anew: whether the mask is another one in every call, as that of every batch of a training.
+        anew: whether mask and bias are others in every call, as that of every batch of a training.
         compiled: whether regard and torch are called in graphs of torch.compile.
     """
 
@@ -178,6 +178,7 @@ ROWS = (
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
+    Row("bias, dense, new in every call", _dense(None), most=2048, anew=True),
     Row("full, compiled", _fixed(), most=2048, compiled=True),
     Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
     Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),

@@ -307,6 +307,29 @@ def test_the_page_in_the_docs_is_the_one_that_the_committed_results_make() -> No
         assert (masks.PAGE.parent / name).is_file()
 
 
+def test_the_readme_says_what_was_measured() -> None:
+    said = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    said = " ".join(re.search(r"\*\*Measured on CPUs\*\*(.+?)\n\n", said, re.DOTALL)[1].split())
+    rows = json.loads(masks.RESULTS.read_text(encoding="utf-8"))["rows"]
+    ratios = {
+        (row["task"], row["length"], row["dtype"], name): peer["ms"] / row["peers"]["regard"]["ms"]
+        for row in rows
+        for name, peer in row["peers"].items()
+    }
+    assert min(ratios.values()) == 1, "In none of these tasks is another faster"
+    assert f"1/{ratios['window 256', 8192, 'float32', 'torch']:.0f} of the time" in said
+    features = json.loads((masks.RESULTS.parent / "features-mkl.json").read_text(encoding="utf-8"))["rows"]
+    against = {
+        (row["row"], row["length"], row["dtype"]): [row[way]["against_torch"] for way in ("forward", "backward")]
+        for row in features
+        if "against_torch" in row["forward"]
+    }
+    assert [round(ratio) for ratio in against["causal", 512, "float32"]] == [2, 2]
+    assert "a causal call of 512 tokens half of its time, forward and backward" in said
+    dropout = " and ".join(f"1/{ratio:.0f}" for ratio in against["dropout, causal", 2048, "float32"])
+    assert f"dropout on 2,048 tokens {dropout}" in said
+
+
 def test_the_plots_hold_every_peer_of_the_four_tasks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     peers = {name: {"ms": 2.0, "memory_mib": 0.0} for name in masks.COLOURS}
