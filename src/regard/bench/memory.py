@@ -18,6 +18,9 @@ from regard.shapes import bytes_of
 COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention")
 """Modules that are slow to import, loaded once for all processes that measure memory."""
 
+SECONDS_TO_END = 10
+"""How long a process that has answered may take to end."""
+
 # freed memory has to be returned at once, and none cached for the next call
 MALLOC_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -42,6 +45,7 @@ def memory_of(task: Task, dtype: torch.dtype, peer: str, shrink: int) -> int | s
     send.close()
     try:
         answer: int | str = receive.recv()
+        process.join(SECONDS_TO_END)  # what it holds of the system, such as semaphores, is given back
     except EOFError:
         process.join()
         answer = f"its process ended with code {process.exitcode}: out of memory?"
