@@ -81,3 +81,11 @@ def test_every_large_matrix_of_a_model_that_writes_is_read_in_blocks(blocks):
     with torch.inference_mode():
         assert_close(model(tokens), wanted)
     assert len(blocks) == 2 * 6 + 1
+
+
+def test_a_large_matrix_does_not_break_a_graph_of_torch_compile(monkeypatch):
+    monkeypatch.setattr(processor, "MKL", True)
+    made, x = layer(256, 513), torch.randn(3, 256)
+    torch._dynamo.reset()
+    assert_close(torch.compile(made, backend="eager", fullgraph=True)(x), F.linear(x, made.weight, made.bias))
+    torch._dynamo.reset()

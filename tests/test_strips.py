@@ -33,7 +33,7 @@ from regard import (
     plan,
     processor,
 )
-from regard.biases import Bias
+from regard.biases import Bias, Given
 from regard.functional import check_call
 from regard.kernels import choose, fused
 from regard.kernels.strips import engine, grouping, native, products, residues, tuning
@@ -1119,6 +1119,18 @@ COMPILED = {
     "a bias that learns": {"mask": Causal() & Window(50), "bias": torch.randn(2, 300, 300)},
     "a bias for all": {"mask": Causal() & Window(50), "bias": torch.randn(300), "softcap": 3.0},
     "dropout": {"mask": Causal() & Window(50), "dropout": 0.25},
+    "ALiBi": {"mask": Causal(), "bias of": (torch.ones(2), lambda slopes: Alibi(2))},
+    "ALiBi that learns": {"mask": Causal() & Window(50), "bias of": (torch.rand(2), lambda s: Alibi(slopes=s))},
+    "T5": {"mask": None, "bias of": (torch.randn(32, 2), RelativeBias)},
+    "T5 of sorted tokens": {
+        "mask": Causal() & Document(torch.arange(300)[None] * 7 % 3),
+        "bias of": (torch.randn(32, 2), lambda table: RelativeBias(table, bidirectional=False)),
+    },
+    "a sum": {
+        "mask": Causal(),
+        "softcap": 3.0,
+        "bias of": (torch.randn(32, 2), lambda table: RelativeBias(table) + Alibi(2) + Given(table[0][:, None, None])),
+    },
 }
 
 
@@ -1130,9 +1142,14 @@ def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backwar
     given = dict(given)
     named = [name for name in ("sink", "bias") if name in given]
     tensors += [given.pop(name) for name in named]
+    parts, bias_of = given.pop("bias of", (None, None))
+    tensors += [] if parts is None else [parts]
 
     def model(query, key, value, *learned):
-        more = {**given, **dict(zip(named, learned, strict=True))}
+        if bias_of is None:
+            more = {**given, **dict(zip(named, learned, strict=True))}
+        else:
+            more = {**given, "bias": bias_of(*learned)}
         if lse:
             output, norm = attention_with_lse(2 * query, key, value, **more)
             return torch.cat([output.square(), norm[..., None]], dim=-1)
@@ -1142,7 +1159,8 @@ def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backwar
         torch.manual_seed(0)  # of what is dropped
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         output = function(*leaves)
-        return [output, *torch.autograd.grad(output.nan_to_num(neginf=0.0).sum(), leaves)]
+        grads = torch.autograd.grad(output.nan_to_num(neginf=0.0).sum(), leaves, allow_unused=True)
+        return [output, *(grad for grad in grads if grad is not None)]
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for ours, right in zip(answers(compiled), answers(model), strict=True):
@@ -1151,8 +1169,8 @@ def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backwar
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
-    "given", [{"mask": Where(lambda batch, head, query, key: (query + key) % 3 == 0)}, {"bias": Alibi(2)}],
-    ids=["a function", "a bias"],
+    "given", [{"mask": Where(lambda batch, head, query, key: (query + key) % 3 == 0)}, {"bias": Sloped()}],
+    ids=["a function", "a bias of ones own"],
 )  # fmt: skip
 def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compiler, given):
     query, key, value = torch.randn(3, 1, 2, 300, 8)
@@ -1242,13 +1260,15 @@ def test_the_node_of_a_graph_keeps_torchs_rules(by):
     query, key, value = torch.randn(3, 1, 2, 40, 8).unbind()
     lengths, sink = torch.tensor([30]), torch.randn(2)
     line = '["And",["Band",null,0,0],["Padding",{"tensor":0}]]'
-    learning = query.requires_grad_(), key, value, sink.requires_grad_()
-    library.opcheck(in_graph, (*learning, [lengths], line, 0.3, None, [], None, None, 0.0, by, True))
+    learning, rest = (query.requires_grad_(), key, value, sink.requires_grad_()), (None, 0.0, by, True)
+    library.opcheck(in_graph, (*learning, line, [lengths], [], None, [], [], 0.3, None, *rest))
     half = [tensor.detach().bfloat16() for tensor in learning]
-    library.opcheck(in_graph, (*half, [lengths], line, 0.3, None, [], None, None, 0.0, by, True))
-    line, bias = line.replace("0,0", '{"number":0},{"number":1}'), torch.randn(1, 2, 40, 40).requires_grad_()
-    more = [lengths], line, 0.3, 2.0, [0, 0], bias, torch.tensor(7), 0.25
-    library.opcheck(in_graph, (query, key, value, None, *more, by, True))
+    library.opcheck(in_graph, (*half, line, [lengths], [], None, [], [], 0.3, None, *rest))
+    mask = line.replace("0,0", '{"number":0},{"number":1}'), [lengths], [0, 0]
+    rest = 0.3, 2.0, torch.tensor(7), 0.25, by, True
+    numbers, slopes = torch.randn(1, 2, 40, 40).requires_grad_(), torch.rand(2).requires_grad_()
+    bias = '["Sum",["Given",{"tensor":0}],["Alibi",{"tensor":1},{"number":0}]]', [numbers, slopes], [0]
+    library.opcheck(in_graph, (query, key, value, None, *mask, *bias, *rest))
 
 
 @pytest.mark.usefixtures("without_the_library")

@@ -122,16 +122,14 @@ class Given(Bias):
             raise TypeError(f"attention: bias must be a floating tensor, got {kind(numbers)}{usual}")
         if numbers.dim() > 4:
             raise ShapeError(f"bias has more axes than [batch, heads, query_len, key_len]: {list(numbers.shape)}")
-        self.numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
+        self.numbers = _in_four_axes(numbers)
         self._axes = numbers.dim()
 
     def of(self, other: Bias | Tensor | None) -> Self:
         """The same of another tensor, which is known to fit, since the first of its shape did; bound if this is."""
         numbers = other.numbers if isinstance(other, Given) else other
         assert isinstance(numbers, Tensor)
-        if numbers.dim() < 4:
-            numbers = numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
-        return self._with(numbers=numbers)
+        return self._with(numbers=_in_four_axes(numbers))
 
     def without_numbers(self) -> Self:
         """What `of` is asked of later, without keeping memory alive."""
@@ -152,6 +150,11 @@ class Given(Bias):
 
     def __repr__(self) -> str:
         return f"Given(<{list(self.numbers.shape)}>)"
+
+
+def _in_four_axes(numbers: Tensor) -> Tensor:
+    """Itself, if it has them."""
+    return numbers if numbers.dim() == 4 else numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
 
 
 class Sum(Bias):

@@ -301,7 +301,7 @@ class MultiHeadAttention(nn.Module):
         """What `attention` is told of a score: mask and bias are the layer's own with those of a call."""
         return {
             "mask": self.mask if mask is None else mask if self.mask is None else self.mask & mask,
-            "bias": self.bias if bias is None else bias if self.bias is None else self.bias + bias,
+            "bias": self.bias if bias is None else bias if self.bias is None else self.bias + as_bias(bias),
             "scale": self.scale,
             "softcap": self.softcap,
             "sink": self.sink,

@@ -56,6 +56,7 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         processor.MKL
         and weight.numel() >= MIN_NUMBERS
+        and not tracing()  # before what a graph cannot ask
         and 0 < x.numel() <= (FEW_ROWS if torch.get_num_threads() > 1 else TURNED_ROWS) * inputs
         and x.dim() > 1
         and x.shape[-1] == inputs
@@ -65,7 +66,6 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.device.type == x.device.type == "cpu"
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and weight.is_contiguous()
-        and not tracing()
         and not torch._C._is_any_autocast_enabled()
         and not transformed()
     )

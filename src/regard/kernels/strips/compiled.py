@@ -1,17 +1,18 @@
 """The strips of a call as a custom operator, one node in a graph of torch.compile, with its backward pass.
 
-The graph holds the mask as a line of text with its tensors and numbers (`regard.rules.serialise`), so that one graph
-works for every length; the strips are planned when the node runs.
+The graph holds mask and bias as a line of text each, with their tensors and numbers (`regard.rules.serialise`), so that
+one graph works for every length; the strips are planned when the node runs.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, library
 
-from regard.biases import Given
+from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
@@ -26,20 +27,21 @@ from regard.versions import NotComparableError, few_or_version
 
 
 def _strips(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None, numbers: list[int], bias: Tensor | None, seed: Tensor | None, rate: float, by: str,
-    learns: bool,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: str, mask_tensors: list[Tensor],
+    mask_numbers: list[int], bias: str | None, bias_tensors: list[Tensor], bias_numbers: list[int], scale: float,
+    softcap: float | None, seed: Tensor | None, rate: float, by: str, learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`Strips` as a custom operator: output, log-sum-exp, and the output in float32 if the backward pass takes that,
     else nothing. A graph wants to know how they lie in memory: outputs are [batch, query_len, heads, value_dim], as
     layers take them back, and so are gradients.
 
     Args:
-        by: the name of the engine. learns: whether there will be a backward pass.
-        mask: the mask as a line, with its `tensors` and `numbers` (`regard.rules.serialise`).
+        mask, bias: as lines, each with its tensors and numbers (`regard.rules.serialise`).
         seed, rate: of the dropout.
+        by: the name of the engine. learns: whether there will be a backward pass.
     """
-    engine, scoring, plan = _of_node(query, key, value, sink, tensors, mask, scale, softcap, numbers, bias, rate, by)
+    rules = mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers
+    engine, scoring, plan = _of_node(query, key, value, sink, *rules, scale, softcap, rate, by)
     output, lse, kept = engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan, learns=learns)
     exact = kept.float() if _keeps_exact(query, by, learns) else output.new_empty(0, 0, 0, dtype=torch.float32)
     return _by_token(output), lse, _by_token(exact)
@@ -56,20 +58,42 @@ def _keeps_exact(query: Tensor, by: str, learns: bool) -> bool:
 
 def _strips_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, sink: Tensor | None, bias: Tensor | None, seed: Tensor | None, tensors: list[Tensor], mask: str,
-    scale: float, softcap: float | None, numbers: list[int], rate: float, by: str, learns: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`Gradients` likewise; the gradient of a sink or bias is empty if there is none, or if it is not trainable."""
-    bias = None if bias is None else bias.detach().requires_grad_(learns)
-    engine, scoring, plan = _of_node(query, key, value, sink, tensors, mask, scale, softcap, numbers, bias, rate, by)
-    learned = scoring.learned()
-    grads = engine.backward(
-        query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
-        output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
-    )  # fmt: skip
+    value: Tensor, sink: Tensor | None, seed: Tensor | None, mask_tensors: list[Tensor], bias_tensors: list[Tensor],
+    mask: str, mask_numbers: list[int], bias: str | None, bias_numbers: list[int], scale: float,
+    softcap: float | None, rate: float, by: str, learns: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """`Gradients` likewise; the gradient of a sink, or of a tensor of the bias, is empty if there is none.
+
+    Args:
+        learns: whether each tensor of the bias does.
+    """
+    leaves = [one.detach().requires_grad_(wants) for one, wants in zip(bias_tensors, learns, strict=True)]
+    rules = mask, mask_tensors, mask_numbers, bias, leaves, bias_numbers
+    with _recording() if any(learns) else contextlib.nullcontext():
+        engine, scoring, plan = _of_node(query, key, value, sink, *rules, scale, softcap, rate, by)
+        learned = scoring.learned()
+        with torch.no_grad():
+            grads = engine.backward(
+                query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
+                output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
+            )  # fmt: skip
     of_query, of_key, of_value = (_by_token(grad) for grad in grads[:3] if grad is not None)
-    of_sink, of_bias = (query.new_empty(0) if grad is None else grad for grad in (*grads, None)[3:5])
+    none, of_learned = query.new_empty(0), dict(zip(map(id, learned), grads[4:], strict=True))
+    of_tensors = [of_learned.get(id(leaf)) for leaf in leaves]
+    of_sink, *of_bias = (none if grad is None else grad for grad in (grads[3], *of_tensors))
     return of_query, of_key, of_value, of_sink, of_bias
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd records again, as it does not where an operator runs: from it are the gradients of few numbers, of which
+    a bias makes those of many scores."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C.DispatchKey
+    for key in (keys.AutogradCPU, keys.AutogradCUDA, keys.ADInplaceOrView):
+        exclude = exclude.remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
 
 
 def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
@@ -107,14 +131,17 @@ def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: G
 
 
 def _of_node(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, tensors: list[Tensor], mask: str, scale: float,
-    softcap: float | None, numbers: list[int], bias: Tensor | None, rate: float, by: str,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: str, mask_tensors: Sequence[Tensor],
+    mask_numbers: Sequence[int], bias: str | None, bias_tensors: Sequence[Tensor], bias_numbers: Sequence[int],
+    scale: float, softcap: float | None, rate: float, by: str,
 ) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
     """Engine, scoring and strips of a node, from its arguments."""
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
-    added = None if bias is None else Given(bias).bind(grid)
-    scoring = Scoring(grid, scale, softcap, added, _bound(mask, tensors, numbers, grid), sink, None)
+    added: Bias | None = None
+    if bias is not None:
+        added = deserialise(bias, bias_tensors, bias_numbers).bind(grid)
+    scoring = Scoring(grid, scale, softcap, added, _bound(mask, mask_tensors, mask_numbers, grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
     return engine, scoring, engine.plan_of(call)
@@ -128,35 +155,58 @@ def _like_strips(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple
     return output, lse, query.new_empty(exact, dtype=torch.float32)
 
 
-def _like_strips_backward(*inputs: Any) -> tuple[Tensor, ...]:
-    query, key, value, sink, bias = inputs[4:9]
-    none, learns = query.new_empty(0), inputs[-1]
-    three = (tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value))
-    two = none if sink is None else sink, bias if bias is not None and learns else none
-    return (*three, *(tensor.new_empty(tensor.shape) for tensor in two))
+def _like_strips_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    query, key, value, sink = inputs[4:8]
+    none, bias_tensors, learns = query.new_empty(0), inputs[10], inputs[-1]
+    of_query, of_key, of_value = (tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value))
+    of_bias = [one.new_empty(one.shape if wants else 0) for one, wants in zip(bias_tensors, learns, strict=True)]
+    return of_query, of_key, of_value, none if sink is None else sink.new_empty(sink.shape), of_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *four, tensors, mask, scale, softcap, numbers, bias, seed, rate, by, learning = inputs
+    (
+        *four,
+        mask,
+        mask_tensors,
+        mask_numbers,
+        bias,
+        bias_tensors,
+        bias_numbers,
+        scale,
+        softcap,
+        seed,
+        rate,
+        by,
+        learning,
+    ) = inputs
     rounded, lse, exact = output
     kept = exact if _keeps_exact(four[0], by, learning) else rounded
-    ctx.save_for_backward(kept, lse, *four, bias, seed, *tensors)
-    ctx.fixed = mask, scale, softcap, numbers, rate, by, learns(bias)
+    ctx.save_for_backward(kept, lse, *four, seed, *mask_tensors, *bias_tensors)
+    ctx.tensors_of_mask = len(mask_tensors)
+    ctx.fixed = mask, mask_numbers, bias, bias_numbers, scale, softcap, rate, by, [learns(one) for one in bias_tensors]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    output, lse, query, key, value, sink, bias, seed, *tensors = ctx.saved_tensors
+    output, lse, query, key, value, sink, seed, *tensors = ctx.saved_tensors
+    of_mask, of_bias = tensors[: ctx.tensors_of_mask], tensors[ctx.tensors_of_mask :]
     if grad_output is None:
         grad_output = torch.zeros_like(output, dtype=query.dtype)
-    *three, of_sink, of_bias = _in_graph_backward(
-        grad_output, grad_lse, output, lse, query, key, value, sink, bias, seed, tensors, *ctx.fixed
+    *three, of_sink, grads = _in_graph_backward(
+        grad_output, grad_lse, output, lse, query, key, value, sink, seed, of_mask, of_bias, *ctx.fixed
     )
-    of_sink, of_bias = None if sink is None else of_sink, of_bias if ctx.fixed[-1] else None
-    of_tensors = [None] * len(tensors)
-    three = [grad.transpose(1, 2) for grad in three]
-    of_numbers: list[None] | None = None if ctx.fixed[3] else []  # torch takes an empty list for a list of tensors
-    return (*three, of_sink, of_tensors, None, None, None, of_numbers, of_bias, None, None, None, None)
+    _, mask_numbers, _, bias_numbers, *_, learning = ctx.fixed
+    return (
+        *(grad.transpose(1, 2) for grad in three), None if sink is None else of_sink,
+        None, [None] * len(of_mask), _of_numbers(mask_numbers),
+        None, [grad if wants else None for grad, wants in zip(grads, learning, strict=True)], _of_numbers(bias_numbers),
+        *[None] * 6,
+    )  # fmt: skip
+
+
+def _of_numbers(numbers: list[int]) -> list[None] | None:
+    """Their gradient, as torch wants it, which takes an empty list for a list of tensors."""
+    return None if numbers else []
 
 
 def _node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:

@@ -32,7 +32,7 @@ from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
 from regard.numerics import add_sink, upcast, wide
-from regard.rules import serialise
+from regard.rules import Rule, serialise
 from regard.scores import Scoring
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -57,18 +57,14 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
         if attend is None:
             return _run(call, by)
         return attend(*call[:3], call.scoring.sink, *_added_to_one(call.scoring, wide(call.query.dtype))), None
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    scoring, dropout = call.scoring, call.dropout
-    mask = serialise(scoring.mask_or_everything, tensors, numbers)
-    if mask is None or not is_one_node(call):
+    if not is_one_node(call):
         broken: Callable[[Call, Engine], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
-        return broken(call, by)  # a graph break: a node cannot hold a function
+        return broken(call, by)  # a graph break
+    scoring, dropout = call.scoring, call.dropout
     three = _in_precision(call[:3], scoring, dropout, call.wants_lse) if by is OPERATORS else call[:3]
     output, lse, _ = in_graph(
         *three,
-        scoring.sink, tensors, mask, scoring.scale, scoring.softcap, numbers,
-        scoring.bias.numbers if isinstance(scoring.bias, Given) else None,
+        scoring.sink, *_line(scoring.mask_or_everything), *_line(scoring.bias), scoring.scale, scoring.softcap,
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
         call.learns,
     )  # fmt: skip
@@ -76,11 +72,20 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
 
 
 def is_one_node(call: Call) -> bool:
-    """Whether a graph of torch.compile can hold the call as one node, which has room for tensors alone."""
+    """Whether a graph of torch.compile can hold the call as one node, which has room for numbers and tensors, but not
+    for functions, nor for biases of one's own, which may hold more than the arguments that they are made of."""
     scoring = call.scoring
-    if scoring.additive is not None or not (scoring.bias is None or isinstance(scoring.bias, Given)):
+    if scoring.additive is not None or _line(scoring.mask_or_everything)[0] is None:
         return False
-    return serialise(scoring.mask_or_everything, [], []) is not None
+    terms = () if scoring.bias is None else scoring.bias.terms()
+    return all(":" not in term.kind for term in terms)  # as those that are regard's own are called
+
+
+def _line(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
+    """A mask or bias as a line, with its tensors and numbers."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    return None if rule is None else serialise(rule, tensors, numbers), tensors, numbers
 
 
 def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants_lse: bool) -> Three:
