@@ -164,21 +164,8 @@ def _like_strips_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    (
-        *four,
-        mask,
-        mask_tensors,
-        mask_numbers,
-        bias,
-        bias_tensors,
-        bias_numbers,
-        scale,
-        softcap,
-        seed,
-        rate,
-        by,
-        learning,
-    ) = inputs
+    *four, mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers = inputs[:10]
+    scale, softcap, seed, rate, by, learning = inputs[10:]
     rounded, lse, exact = output
     kept = exact if _keeps_exact(four[0], by, learning) else rounded
     ctx.save_for_backward(kept, lse, *four, seed, *mask_tensors, *bias_tensors)
