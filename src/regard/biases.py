@@ -153,8 +153,8 @@ class Given(Bias):
 
 
 def _in_four_axes(numbers: Tensor) -> Tensor:
-    """Itself, if it has them."""
-    return numbers if numbers.dim() == 4 else numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
+    """A view, also of what has them: a query may depend on the tensor itself, through an earlier layer."""
+    return numbers.reshape((1,) * (4 - numbers.dim()) + numbers.shape)
 
 
 class Sum(Bias):

@@ -77,11 +77,24 @@ def _strips_backward(
                 query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
                 output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
             )  # fmt: skip
+        of_leaves = _gradients_of(leaves, learned, grads[4:])
     of_query, of_key, of_value = (_by_token(grad) for grad in grads[:3] if grad is not None)
-    none, of_learned = query.new_empty(0), dict(zip(map(id, learned), grads[4:], strict=True))
-    of_tensors = [of_learned.get(id(leaf)) for leaf in leaves]
-    of_sink, *of_bias = (none if grad is None else grad for grad in (grads[3], *of_tensors))
+    none = query.new_empty(0)
+    of_sink, *of_bias = (none if grad is None else grad for grad in (grads[3], *of_leaves))
     return of_query, of_key, of_value, of_sink, of_bias
+
+
+def _gradients_of(
+    leaves: Sequence[Tensor], learned: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of a node's tensors, from those of what a bias made of them: views, mostly."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    pairs = [(tensor, grad) for tensor, grad in zip(learned, grads, strict=True) if grad is not None]
+    if not wanted:
+        return [None] * len(leaves)
+    outputs, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, given))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 @contextlib.contextmanager
