@@ -54,9 +54,9 @@ class Checked:
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
         prepared = None if torch._C._is_any_autocast_enabled() else kernel.prepare(call)
-        self.run: Prepared = partial(_anew, kernel, _kept(call.scoring), call.dropout, call.wants_lse)
-        if prepared is not None:
-            self.run = prepared
+        if prepared is None:
+            prepared = partial(_anew, kernel, _kept(call.scoring), call.dropout, call.wants_lse)
+        self.run: Prepared = prepared
 
 
 def _kept(scoring: Scoring) -> Scoring:

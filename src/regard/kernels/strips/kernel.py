@@ -156,8 +156,10 @@ def _of_one(call: Call) -> Alone | None:
 
 def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, Tensor | None]:
     """What the mask hides from one query, and what is added to its scores besides; or all that is added."""
-    if scoring.bias is None or isinstance(scoring.bias, Given):
-        return hidden_in(scoring.mask, scoring.grid), None if scoring.bias is None else scoring.bias.numbers
+    if scoring.bias is None:
+        return hidden_in(scoring.mask, scoring.grid), None
+    if isinstance(scoring.bias, Given):
+        return hidden_in(scoring.mask, scoring.grid), scoring.bias.numbers
     look_up = known_numbers(scoring, dtype)
     if look_up is not None:  # as in the next call like this one
         return None, look_up()[1]

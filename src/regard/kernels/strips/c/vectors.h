@@ -95,17 +95,17 @@ INLINE vec load_some(const real *p, i64 n)
 
 /* the larger, and the smaller, of each two numbers; y where one is NaN */
 #if defined(__AVX512F__) && defined(FLOAT64)
-INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_pd((__m512d)x, (__m512d)y); }
-INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_pd((__m512d)x, (__m512d)y); }
+#define OF_TWO(which) (vec)_mm512_##which##_pd((__m512d)x, (__m512d)y)
 #elif defined(__AVX512F__)
-INLINE vec larger_of(vec x, vec y) { return (vec)_mm512_max_ps((__m512)x, (__m512)y); }
-INLINE vec smaller_of(vec x, vec y) { return (vec)_mm512_min_ps((__m512)x, (__m512)y); }
+#define OF_TWO(which) (vec)_mm512_##which##_ps((__m512)x, (__m512)y)
 #elif defined(__AVX2__) && defined(FLOAT64)
-INLINE vec larger_of(vec x, vec y) { return (vec)_mm256_max_pd((__m256d)x, (__m256d)y); }
-INLINE vec smaller_of(vec x, vec y) { return (vec)_mm256_min_pd((__m256d)x, (__m256d)y); }
+#define OF_TWO(which) (vec)_mm256_##which##_pd((__m256d)x, (__m256d)y)
 #elif defined(__AVX2__)
-INLINE vec larger_of(vec x, vec y) { return (vec)_mm256_max_ps((__m256)x, (__m256)y); }
-INLINE vec smaller_of(vec x, vec y) { return (vec)_mm256_min_ps((__m256)x, (__m256)y); }
+#define OF_TWO(which) (vec)_mm256_##which##_ps((__m256)x, (__m256)y)
+#endif
+#ifdef OF_TWO
+INLINE vec larger_of(vec x, vec y) { return OF_TWO(max); }
+INLINE vec smaller_of(vec x, vec y) { return OF_TWO(min); }
 #else
 INLINE vec larger_of(vec x, vec y) { return pick(x > y, x, y); }
 INLINE vec smaller_of(vec x, vec y) { return pick(x < y, x, y); }
