@@ -41,7 +41,7 @@ from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
 from regard.kernels.strips import binding, native, work
 from regard.kernels.strips.binding import PRODUCTS
-from regard.kernels.strips.order import library_for
+from regard.kernels.strips.order import Order, library_for
 from regard.reference import reference
 from regard.shapes import Grid
 
@@ -310,6 +310,27 @@ def test_gradients_of_few_heads_are_added_up_by_several_threads_to_the_same(head
         for grad, alone in zip(grads, found[0], strict=True):
             assert_close(grad, alone)
     assert all(torch.equal(*pair) for pair in zip(found[2], found[3], strict=True))  # in a fixed order
+
+
+@needs_library
+def test_many_threads_add_up_gradients_of_a_long_head_in_limited_memory(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    three = [part.requires_grad_() for part in torch.randn(3, 1, 1, 600, 24, generator=draw)]
+    dealt, deal = [], Order.deal
+    monkeypatch.setattr(Order, "deal", lambda order, chunks: (dealt.append(chunks), deal(order, chunks)))
+    before, found = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(4)
+        for most in (native.MAX_SUMS, 3 * 2 * 600 * 24, 1):
+            monkeypatch.setattr(native, "MAX_SUMS", most)
+            output = attention(*three, mask=Causal(), kernel="native")
+            found.append(torch.autograd.grad(output.square().sum(), three))
+    finally:
+        torch.set_num_threads(before)
+    assert dealt == [4, 3, 1]
+    for grads in found[1:]:
+        for grad, of_all in zip(grads, found[0], strict=True):
+            assert_close(grad, of_all)
 
 
 @needs_library

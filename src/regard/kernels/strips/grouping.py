@@ -35,9 +35,11 @@ class StripPlan:
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
         orders: what the compiled library is told of calls, by their form, with the strips in it as it reads them.
         interval: the keys to which each query is limited besides, or None.
+        form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
     """
 
     interval: Interval | None = None
+    form: Hashable | None = None
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
         self.masks = by_batch(mask, grid)
@@ -58,6 +60,12 @@ class StripPlan:
         limited = copy(self)
         limited.interval, limited.hides = interval, True
         return limited
+
+    def of_form(self, form: Hashable | None) -> "StripPlan":
+        """The same for calls of one form alone, which need not be asked for theirs."""
+        alike = copy(self)
+        alike.form = form
+        return alike
 
     @property
     def strips(self) -> Iterable[Strip]:

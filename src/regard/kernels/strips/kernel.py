@@ -25,6 +25,7 @@ from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
+from regard.kernels.strips.order import form_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.kernels.strips.single import Alone, single
@@ -114,6 +115,9 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     planned = _planned(call, by)
     if not planned.plan.is_kept:
         return None
+    if by is NATIVE:
+        form = form_of(call.query, call.value, planned.scoring, planned.plan)
+        planned = replace(planned, plan=planned.plan.of_form(form))
     if isinstance(scoring.bias, Given):
         if planned.changed is not None:
             return None
@@ -237,7 +241,7 @@ class Planned:
             scoring = scoring.with_sink(sink)
             rest = self.engine, scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
             output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
-            return output.to(dtype), lse
+            return output if output.dtype is dtype else output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         output, lse, _ = self.engine.forward(
             *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False

@@ -40,6 +40,9 @@ MAX_UNEVEN = 1.15
 """Gradients of keys are added up by one thread for each kv head, or by several, if otherwise the slowest thread took
 more than this many times its share."""
 
+MAX_SUMS = 1 << 27
+"""Most numbers of gradients of keys and values that several threads add up apart, 512 MiB in float32: of one long head,
+every thread of a machine of many cores would have as many as the keys and values have."""
 
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
@@ -320,17 +323,16 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     order.number("heads_in_common", in_common[1])
     stacks = math.prod(size for size, one in zip(key.shape[:2], in_common, strict=True) if not one)
     chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
+    chunks = max(1, min(chunks, MAX_SUMS // (key.numel() + value.numel())))
     order.deal(chunks)
     grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], False
     order.tensors("grad_query", grads[0])
     for name, grad in (("key", grads[1]), ("value", grads[2])):
-        (*shape, size), sums = grad.shape, grad[None]
-        if chunks > 1 or size % lanes or grad.dtype is not dtype:  # whole vectors are added up, by each thread
-            sums = grad.new_empty(chunks, *shape, -(-size // lanes) * lanes, dtype=dtype)
-            order.tensors(f"grad_{name}", grad)
+        if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype:
+            order.tensors(f"sum_{name}", grad)
+        else:  # whole vectors are added up, by each thread
+            order.sums(name, grad)
             elsewhere = True
-        order.tensors(f"sum_{name}", sums[0])
-        order.number(f"chunk_{name}", sums.stride(0))
     by_distance = None
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None

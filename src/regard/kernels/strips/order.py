@@ -42,9 +42,9 @@ def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None) -> Te
     """Memory for [batch, heads, length, size] whose axes lie as those of a tensor do: heads within each token, as a
     layer projects them and takes them back, or each head by itself."""
     batch, heads, length, _ = tensor.shape
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((batch, length, heads, size), dtype=dtype).transpose(1, 2)
-    return tensor.new_empty((batch, heads, length, size), dtype=dtype)
+    row = size if tensor.stride(1) >= tensor.stride(2) else heads * size
+    head = length * size if row == size else size
+    return tensor.new_empty_strided((batch, heads, length, size), (heads * length * size, head, row, 1), dtype=dtype)
 
 
 class Order:
@@ -75,7 +75,7 @@ class Order:
         self._learned, self.learns = learned, any(tensor.requires_grad for tensor in learned)
         self._held: list[Any] = []
         self._chunks = 1
-        self._form = self._form_of(query, value)
+        self._form = plan.form or form_of(query, value, scoring, plan)
         known: tuple[bytes, Work | None] | None = None if self._form is None else plan.orders.get(self._form)
         self._told, self._work = (_order(query, value, scoring), None) if known is None else known
         self._call = CallOf.from_buffer_copy(self._told)
@@ -133,6 +133,19 @@ class Order:
     def number(self, name: str, number: int) -> None:
         """Tells a number."""
         self._words[AT[name]] = number
+
+    def sums(self, name: str, grad: Tensor) -> None:
+        """Tells where a gradient goes, and where each chunk of queries adds up its share of it before, in whole
+        vectors."""
+        (batch, heads, length, size), lanes = grad.shape, self.compiled.lanes
+        row = -(-size // lanes) * lanes
+        chunk = batch * heads * length * row
+        room = grad.new_empty(self._chunks * chunk, dtype=self.compiled.dtype)
+        self._held.append(room)
+        self.tensors(f"grad_{name}", grad)
+        at = AT[f"sum_{name}"]
+        self._words[at : at + 4] = [room.data_ptr(), heads * length * row, length * row, row]
+        self.number(f"chunk_{name}", chunk)
 
     @property
     def added(self) -> Added:
@@ -197,25 +210,26 @@ class Order:
         assert self._form is not None
         orders[self._form] = bytes(call), work
 
-    def _form_of(self, query: Tensor, value: Tensor) -> Hashable | None:
-        """What is equal for two calls only if the library is told the same but for their tensors; None if that is not
-        kept."""
-        scoring, bias, places = self.scoring, self.scoring.bias, None
-        if not self.plan.is_kept:
-            return None
-        added: tuple[Hashable, ...] = ()
-        if bias is not None:
-            if (by_place := read_by_place(bias, self.compiled.dtype)) is not None:
-                places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias  # held: no others have the name
-            added = tuple(_likeness(term, self.compiled.dtype) for term in bias.terms())
-            if None in added:
-                return None
-        return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
-
     def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""
         found = self._words[AT["suspect"]] != 0
         return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
+
+
+def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> Hashable | None:
+    """What is equal for two calls of a plan only if the library is told the same but for their tensors; None if that is
+    not kept."""
+    if not plan.is_kept:
+        return None
+    bias, dtype, places = scoring.bias, wide(query.dtype), None
+    added: tuple[Hashable, ...] = ()
+    if bias is not None:
+        if (by_place := read_by_place(bias, dtype)) is not None:
+            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias  # held: no others have the name
+        added = tuple(_likeness(term, dtype) for term in bias.terms())
+        if None in added:
+            return None
+    return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
 
 
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
