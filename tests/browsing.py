@@ -9,10 +9,15 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
+from viewing import WHEN_ENDED
+
 CHROMIUM = os.environ.get("REGARD_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
 SIZES = {1280: 900, 390: 800}
 """Widths of a window in pixels, and their heights."""
+
+PATIENCE = 60
+"""Seconds to wait for a page: other tests, of several processes, may keep all cores busy."""
 
 
 @contextmanager
@@ -76,12 +81,24 @@ PAGES = WeakKeyDictionary()
 """Of each browser the pages that are open, with what was wrong on them: by address, width, theme and context."""
 
 
+def close_pages(address):
+    """Closes the pages of a server that has ended."""
+    for browser, known in PAGES.items():
+        for key in [key for key in known if key[0].rstrip("/") == address.rstrip("/")]:
+            page, _ = known.pop(key)
+            if browser.is_connected():
+                page.context.close()
+
+
+WHEN_ENDED.append(close_pages)
+
+
 def new_page(browser, width, theme, wrong_answers, more):
     """A page in a context of its own, and a list that what goes wrong is added to."""
     context = browser.new_context(
         viewport={"width": width, "height": SIZES[width]}, color_scheme=theme, reduced_motion="reduce", **more
     )
-    context.set_default_timeout(20000)
+    context.set_default_timeout(PATIENCE * 1000)
     page = context.new_page()
     faults = []
 
@@ -105,9 +122,9 @@ def new_page(browser, width, theme, wrong_answers, more):
 def at_rest(page):
     """Waits until the page has asked all that it wants to ask, and has shown it."""
     page.evaluate(
-        """async () => {
+        """async (patience) => {
             const root = document.getElementById('regard');
-            const until = performance.now() + 20000;
+            const until = performance.now() + 1000 * patience;
             for (let quiet = 0; quiet < 4 && performance.now() < until;) {
                 await new Promise((done) => setTimeout(done, 40));
                 quiet = root.dataset.idle === 'true' ? quiet + 1 : 0;
@@ -115,7 +132,8 @@ def at_rest(page):
             // what is asked for within a frame is drawn in the next
             for (let frame = 0; frame < 2; frame += 1) await new Promise((done) => requestAnimationFrame(done));
             if (root.dataset.idle !== 'true') throw new Error('the page did not come to rest');
-        }"""
+        }""",
+        PATIENCE,
     )
 
 
