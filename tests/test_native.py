@@ -39,7 +39,7 @@ from regard.biases import Given, as_bias
 from regard.dropout import Dropout, write_random
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
-from regard.kernels.strips import binding, native, work
+from regard.kernels.strips import binding, native, tuning, work
 from regard.kernels.strips.binding import PRODUCTS
 from regard.kernels.strips.order import Order, library_for
 from regard.reference import reference
@@ -675,18 +675,30 @@ def test_packed_documents_of_any_length_are_one_call(monkeypatch):
 
 
 @needs_library
-def test_a_bias_whose_numbers_lie_apart_is_copied_strip_by_strip():
+@pytest.mark.parametrize("most", [1, tuning.MAX_TILE_SCORES])
+def test_a_bias_whose_numbers_lie_apart_is_copied_at_once_or_strip_by_strip(most, monkeypatch):
+    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", most)
     draw = torch.Generator().manual_seed(0)
     apart = torch.randn(1, 300, 300, 4, generator=draw).permute(0, 3, 1, 2)  # as from an embedding of distances
     assert not work.is_read(apart, torch.float32)
     assert work.is_read(apart.mT.contiguous().mT, torch.float32)
     query, key, value = torch.randn(3, 2, 4, 300, 8, generator=draw).requires_grad_()
     found = []
-    for bias in (apart, apart.contiguous()):
-        output = attention(query, key, value, bias=bias, mask=Causal(), kernel="native")
-        found.append((output, *torch.autograd.grad(output.square().sum(), (query,))))
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other)
+    for bias in (apart.requires_grad_(), apart.detach().contiguous().requires_grad_()):
+        for _ in range(2):  # the second is cached
+            output = attention(query, key, value, bias=bias, mask=Causal(), kernel="native")
+            found.append((output, *torch.autograd.grad(output.square().sum(), (query, bias))))
+    for one in found[:-1]:
+        for ours, other in zip(one, found[-1], strict=True):
+            assert_close(ours, other)
+
+
+@needs_library
+@pytest.mark.parametrize("length", [8, 49, 64, 200])
+def test_a_bias_that_learns_is_the_librarys_of_any_length(length):  # torch computes its scores by plain operators
+    query, key, value = torch.randn(3, 1, 6, length, 32)
+    bias = torch.randn(1, 6, length, length, requires_grad=True)
+    assert regard.plan(query, key, value, bias=bias).kernel == "native"
 
 
 @needs_library

@@ -110,7 +110,7 @@ def prepare(call: Call) -> Prepared | None:
     attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
         return lambda query, key, value, sink, bias: (attend(query, key, value), None)
-    if not call.concrete or _bias_learns(call):
+    if not call.concrete or bias_learns(call):
         return None
     look_up = _known(call)
     if look_up is None:
@@ -167,7 +167,8 @@ def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | No
     return look_up if finished is None else lambda: (None, finished)
 
 
-def _bias_learns(call: Call) -> bool:
+def bias_learns(call: Call) -> bool:
+    """Whether a bias wants a gradient: torch's function then computes all scores by plain operators."""
     return torch.is_grad_enabled() and any(map(learns, call.scoring.learned()))
 
 
@@ -176,7 +177,7 @@ def _by_flash(call: Call) -> bool:
     needs some query and key."""
     if not (call.concrete and FLASH and call.query.numel() and call.key.numel()):
         return False
-    return call.query.shape[3] == call.value.shape[3] and not _bias_learns(call)
+    return call.query.shape[3] == call.value.shape[3] and not bias_learns(call)
 
 
 def _dtype_of_bias(call: Call) -> torch.dtype:
@@ -199,7 +200,7 @@ def finished_table(call: Call) -> Tensor | None:
 
 def reads_a_table(call: Call) -> bool:
     """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
-    if not call.concrete or _bias_learns(call):
+    if not call.concrete or bias_learns(call):
         return False
     return call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
 
