@@ -128,6 +128,12 @@ def _dense(mask: Mask | None, learns: bool = False) -> Make:
     return make
 
 
+def _heads_innermost(length: int) -> dict[str, Any]:
+    """As an embedding of distances gives a bias, T5's for one: the numbers of all heads beside one another."""
+    numbers = torch.randn(length, length, HEADS, generator=torch.Generator().manual_seed(0))
+    return {"bias": numbers.permute(2, 0, 1)[None]}
+
+
 def _fixed(**arguments: Any) -> Make:
     return lambda length: arguments
 
@@ -179,6 +185,7 @@ ROWS = (
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
     Row("bias, dense, new in every call", _dense(None), most=2048, anew=True),
+    Row("bias, dense, heads innermost, new in every call", _heads_innermost, most=2048, anew=True),
     Row("full, compiled", _fixed(), most=2048, compiled=True),
     Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
     Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),

@@ -39,7 +39,7 @@ from regard.biases import Given, as_bias
 from regard.dropout import Dropout, write_random
 from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
-from regard.kernels.strips import binding, native, tuning, work
+from regard.kernels.strips import binding, native, work
 from regard.kernels.strips.binding import PRODUCTS
 from regard.kernels.strips.order import Order, library_for
 from regard.reference import reference
@@ -675,21 +675,23 @@ def test_packed_documents_of_any_length_are_one_call(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("most", [1, tuning.MAX_TILE_SCORES])
-def test_a_bias_whose_numbers_lie_apart_is_copied_at_once_or_strip_by_strip(most, monkeypatch):
-    monkeypatch.setattr(tuning, "MAX_TILE_SCORES", most)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("length", [9, 300])
+def test_a_bias_is_read_where_it_is_however_its_numbers_lie(length, dtype):
     draw = torch.Generator().manual_seed(0)
-    apart = torch.randn(1, 300, 300, 4, generator=draw).permute(0, 3, 1, 2)  # as from an embedding of distances
-    assert not work.is_read(apart, torch.float32)
-    assert work.is_read(apart.mT.contiguous().mT, torch.float32)
-    query, key, value = torch.randn(3, 2, 4, 300, 8, generator=draw).requires_grad_()
+    query, key, value = torch.randn(3, 2, 4, length, 8, generator=draw).requires_grad_()
+    numbers = torch.randn(1, 4, length, 2 * length, generator=draw).to(dtype)
+    of_heads = numbers[..., :length].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as of an embedding
+    every_other = numbers.repeat_interleave(2, 3)[..., : 2 * length : 2]
     found = []
-    for bias in (apart.requires_grad_(), apart.detach().contiguous().requires_grad_()):
+    for bias in (numbers[..., :length].contiguous(), of_heads, of_heads.mT.contiguous().mT, every_other):
+        assert dtype is torch.float64 or work.is_read(bias, torch.float32)
         for _ in range(2):  # the second is cached
-            output = attention(query, key, value, bias=bias, mask=Causal(), kernel="native")
-            found.append((output, *torch.autograd.grad(output.square().sum(), (query, bias))))
-    for one in found[:-1]:
-        for ours, other in zip(one, found[-1], strict=True):
+            leaf = bias.detach().requires_grad_()
+            output = attention(query, key, value, bias=leaf, mask=Causal(), kernel="native")
+            found.append((output, *torch.autograd.grad(output.square().sum(), (query, leaf))))
+    for one in found[1:]:
+        for ours, other in zip(one, found[0], strict=True):
             assert_close(ours, other)
 
 

@@ -131,10 +131,6 @@ class Given(Bias):
         assert isinstance(numbers, Tensor)
         return self._with(numbers=_in_four_axes(numbers))
 
-    def copied(self, dtype: torch.dtype) -> Self:
-        """The same with its numbers one after another, in a dtype."""
-        return self._with(numbers=self.numbers.to(dtype).resolve_neg().contiguous())
-
     def without_numbers(self) -> Self:
         """What `of` is asked of later, without keeping memory alive."""
         return self._with(numbers=self.numbers.new_empty((0,) * 4))

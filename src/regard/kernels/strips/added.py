@@ -139,10 +139,8 @@ class Added:
 
 
 def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the compiled library reads a bias tensor where it is, for scores of a dtype: not if numbers had to be
-    picked one by one."""
-    in_order = numbers.stride(3) == 1 or numbers.stride(2) == 1 or 1 in numbers.shape[2:]
-    return (numbers.dtype is dtype or numbers.dtype in HALF) and in_order and not numbers.is_neg()
+    """Whether the compiled library reads a bias tensor where it is, for scores of a dtype."""
+    return (numbers.dtype is dtype or numbers.dtype in HALF) and not numbers.is_neg()
 
 
 def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:

@@ -8,7 +8,6 @@ compiled library (`native`).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
-from regard.kernels.strips import engine, native, options, products, tuning
-from regard.kernels.strips.added import is_by_distance, is_read
+from regard.kernels.strips import engine, native, options, products
+from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
@@ -122,8 +121,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     if isinstance(scoring.bias, Given):
         if planned.changed is not None:
             return None
-        given, copies = scoring.bias.without_numbers(), _is_copied(scoring.bias, call, by)
-        planned = replace(planned, scoring=planned.scoring.with_bias(None), given=given, copies=copies)
+        planned = replace(planned, scoring=planned.scoring.with_bias(None), given=scoring.bias.without_numbers())
     dropout = planned.dropout
     if dropout is None:
         return planned
@@ -173,22 +171,12 @@ def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, 
 
 
 def _planned(call: Call, by: Engine) -> "Planned":
-    if _is_copied(call.scoring.bias, call, by):
-        call = call._replace(scoring=call.scoring.with_bias(call.scoring.bias.copied(wide(call.query.dtype))))
     changed = reordering(call)
     call = call if changed is None else changed.planned(call)
     plan = by.plan_of(call)
     alone = plan.only if by is OPERATORS else None
     whole = alone if alone is not None and _is_one_call(alone, call) else None
     return Planned(by, call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
-
-
-def _is_copied(bias: Bias | None, call: Call, by: Engine) -> TypeGuard[Given]:
-    """Whether the numbers of a bias lie apart, as those of heads that are the last axis do, and are so few that they
-    are copied before the library reads them, rather than strip by strip."""
-    if by is OPERATORS or not isinstance(bias, Given) or bias.numbers.numel() > tuning.MAX_TILE_SCORES:
-        return False
-    return not is_read(bias.numbers, wide(call.query.dtype))
 
 
 def _sorted(call: Call) -> Call:
@@ -208,7 +196,6 @@ class Planned:
         whole: the only strip, if it is one call of torch's on some of the keys, as in decoding; None if not.
         learns: whether anything needs a gradient.
         given: as what each call binds its bias tensor; None if the scoring has the bias.
-        copies: whether that is copied first.
     """
 
     engine: Engine
@@ -220,17 +207,13 @@ class Planned:
     wants_lse: bool
     learns: bool
     given: Given | None = None
-    copies: bool = False
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         changed = self.changed
         if changed is None:
-            scoring = self.scoring
-            if self.given is not None:
-                given = self.given.of(bias)
-                scoring = scoring.with_bias(given.copied(wide(query.dtype)) if self.copies else given)
+            scoring = self.scoring if self.given is None else self.scoring.with_bias(self.given.of(bias))
             return self._in_order(query, key, value, sink, scoring)
         query, key, value = take(query, changed.queries), take(key, changed.keys), take(value, changed.keys)
         output, lse = self._in_order(query, key, value, sink, self.scoring)

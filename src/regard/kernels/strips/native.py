@@ -120,11 +120,11 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
 
 def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
-    learns, size = call.learns, (call.query.shape[3] + call.value.shape[3]) / 128
+    learns, features = call.learns, call.query.shape[3] + call.value.shape[3]
+    size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
     scores *= max(1.0, tuning.FEW_QUERIES / call.scoring.grid.query_len)
-    to_begin = tuning.SCORES_TO_BEGIN
-    if learns:  # in half precision, torch's own function takes as long to begin
-        to_begin = 0 if call.query.dtype in fused.HALF else tuning.SCORES_TO_BEGIN_THAT_LEARN
+    as_late = learns and call.query.dtype in fused.HALF  # torch's own function takes as long to begin
+    to_begin = 0 if as_late else tuning.SCORES_TO_BEGIN
     changed = reordering(call)
     if changed is not None:
         to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)

@@ -96,9 +96,12 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
 SCORES_TO_BEGIN = 1 << 10
-SCORES_TO_BEGIN_THAT_LEARN = 1 << 12
-"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function,
-and with gradients in float32. Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
+"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function.
+Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
+
+FEATURES_OF_A_SCORE = 32
+"""What a score costs beside its two products, in features of them: of 16 features in 64, two fifths and not a quarter.
+From calls of 8 to 256 features, of 8 heads and 256 tokens."""
 
 SCORES_TO_BEGIN_A_NODE = 1 << 14
 """The same for a node in a graph of torch.compile, which Python runs. Rows "compiled"."""

@@ -302,6 +302,14 @@ INLINE real number_at(const void *numbers, i64 at, const int dtype)
     return x;
 }
 
+/* some of them that lie so far apart, as those of one head do where the numbers of all heads lie side by side */
+INLINE vec numbers_apart(const void *numbers, i64 at, i64 apart, const int dtype)
+{
+    vec x;
+    for (int i = 0; i < LANES; i++) x[i] = number_at(numbers, at + i * apart, dtype);
+    return x;
+}
+
 INLINE void hide(signed_bits where, real *score)
 {
     store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
@@ -363,10 +371,13 @@ INLINE void add_tile_of(
                 i64 at = from[0] + key_in(p, s, t, first + j) * t->key;
                 add(scores + j * UNIT + c, by_lane ? vector_at(numbers, at + c, dtype) : all(number_at(numbers, at, dtype)));
             }
-    for (; t->key == 1 && !t->keys && j + LANES <= n; j += LANES)
+    for (; !t->keys && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
-            for (int i = 0; i < LANES; i++) x[i] = vector_at(numbers, from[c + i] + first + j, dtype);
+            for (int i = 0; i < LANES; i++) {
+                i64 at = from[c + i] + (first + j) * t->key;
+                x[i] = t->key == 1 ? vector_at(numbers, at, dtype) : numbers_apart(numbers, at, t->key, dtype);
+            }
             transpose(x);
             for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, x[i]);
         }
