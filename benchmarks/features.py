@@ -42,6 +42,9 @@ LENGTHS = [128, 512, 2048, 8192]
 MAX_TABLE_NUMBERS = 1 << 28
 """Numbers of a dense table that torch is given; longer rows have no peer."""
 
+QUICK_SECONDS, MAX_QUICK_REPEATS = 0.3, 50
+"""Calls that take little time are repeated until they have taken so much, or so often: theirs vary the most."""
+
 Make = Callable[[int], dict[str, Any]]
 
 
@@ -334,7 +337,9 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
     for way in ("forward", "backward"):
         times: dict[str, list[float]] = {name: [] for name in calls}
-        for repeat in range(repeats + 1):
+        spent, repeat = 0.0, -1
+        while repeat < repeats or (spent < QUICK_SECONDS and repeat < MAX_QUICK_REPEATS):
+            repeat += 1
             for name in in_turn(list(calls), repeat):
                 call, tensors = calls[name]
                 if row.anew:
@@ -348,6 +353,7 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
                     taken = time.perf_counter() - start
                 if repeat:  # the first one warms up
                     times[name].append(taken)
+                    spent += taken
         ratios = [ours / theirs for ours, theirs in zip(times["regard"], times["plain"], strict=True)]
         found[way] = {
             "ms": round(statistics.median(times["regard"]) * 1e3, 3),
