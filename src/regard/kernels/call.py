@@ -35,6 +35,11 @@ class Call(NamedTuple):
         return any(map(learns, (self.query, self.key, self.value, self.scoring.sink, *self.scoring.learned())))
 
     @property
+    def bias_learns(self) -> bool:
+        """Whether a bias needs a gradient, or the v of an additive similarity."""
+        return torch.is_grad_enabled() and any(map(learns, self.scoring.learned()))
+
+    @property
     def inspectable(self) -> bool:
         """Whether the result can be inspected as soon as it is computed, and no gradient is needed."""
         return self.concrete and not self.learns

@@ -106,7 +106,7 @@ def _suits_the_library(call: Call) -> bool:
         return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
-    by_torch = sdpa.cannot(call) is None and not sdpa.bias_learns(call)
+    by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
     others = [float(sdpa.num_scores(call))] if by_torch else []
     if not native.pays(call.query.dtype, call.learns) and engine.flash_can(call.query, call.scoring, call.dropout):
         others.append(strips_kernel.cost(call))

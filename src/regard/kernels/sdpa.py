@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.graphs import exporting, tracing, whole
-from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
+from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
@@ -110,7 +110,7 @@ def prepare(call: Call) -> Prepared | None:
     attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
         return lambda query, key, value, sink, bias: (attend(query, key, value), None)
-    if not call.concrete or bias_learns(call):
+    if not call.concrete or call.bias_learns:
         return None
     look_up = _known(call)
     if look_up is None:
@@ -167,17 +167,12 @@ def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | No
     return look_up if finished is None else lambda: (None, finished)
 
 
-def bias_learns(call: Call) -> bool:
-    """Whether a bias wants a gradient: torch's function then computes all scores by plain operators."""
-    return torch.is_grad_enabled() and any(map(learns, call.scoring.learned()))
-
-
 def _by_flash(call: Call) -> bool:
     """Whether torch's fused operator computes it, which adds float32 numbers to the scores of half precision too, and
     needs some query and key."""
     if not (call.concrete and FLASH and call.query.numel() and call.key.numel()):
         return False
-    return call.query.shape[3] == call.value.shape[3] and not bias_learns(call)
+    return call.query.shape[3] == call.value.shape[3] and not call.bias_learns
 
 
 def _dtype_of_bias(call: Call) -> torch.dtype:
@@ -200,7 +195,7 @@ def finished_table(call: Call) -> Tensor | None:
 
 def reads_a_table(call: Call) -> bool:
     """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
-    if not call.concrete or bias_learns(call):
+    if not call.concrete or call.bias_learns:
         return False
     return call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
 

@@ -77,7 +77,7 @@ def cannot(call: Call) -> str | None:
 def _adds_up_gradients(call: Call) -> bool:
     """Whether the library adds up the gradients of what learns in a bias: of tensors and of biases by distance."""
     bias = call.scoring.bias
-    if bias is None or not any(map(learns, bias.learned())):
+    if bias is None or not call.bias_learns:
         return True
     changed = reordering(call)
     if changed is not None and read_by_place(changed.planned(call).scoring.bias, wide(call.query.dtype)) is None:
