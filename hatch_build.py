@@ -19,8 +19,14 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src/regard/kernels/strips/c/attention.c")
-FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-mprefer-vector-width=512"]
-INSTRUCTIONS = ("x86-64-v4", "x86-64-v3")  # with AVX-512 and with AVX2: kernels/strips/binding.py chooses
+FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"]
+INSTRUCTIONS = {  # of a machine, with the flags for each; kernels/strips/binding.py chooses
+    "x86_64": {
+        "x86-64-v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],  # AVX-512
+        "x86-64-v3": ["-march=x86-64-v3"],  # AVX2
+    },
+    "aarch64": {"armv8-a": ["-march=armv8-a"]},  # NEON
+}
 DTYPES = ("float32", "float64")
 
 
@@ -43,13 +49,14 @@ class Compile(BuildHookInterface):
 
 def compile_all(root: Path) -> str | None:
     """Compiles all variants, beside the source; returns why it could not, or None."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"it is written for Linux on x86-64, not for {sys.platform} on {platform.machine()}"
+    if sys.platform != "linux" or platform.machine() not in INSTRUCTIONS:
+        known = " and ".join(INSTRUCTIONS)
+        return f"it is written for Linux on {known}, not for {sys.platform} on {platform.machine()}"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         return f"no C compiler ({compiler[0]})"
     source, made = root / SOURCE, []
-    for instructions in INSTRUCTIONS:
+    for instructions, flags in INSTRUCTIONS[platform.machine()].items():
         for dtype in DTYPES:
             # not .so alone, which Python takes for modules of its own
             path = source.with_name(f"attention-{instructions}-{dtype}.so.1")
@@ -57,7 +64,7 @@ def compile_all(root: Path) -> str | None:
             command = [
                 *compiler,
                 *FLAGS,
-                f"-march={instructions}",
+                *flags,
                 f"-D{dtype.upper()}",
                 str(source),
                 "-o",

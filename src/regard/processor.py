@@ -23,9 +23,10 @@ def name() -> str:
 
 
 def model() -> str:
-    """Its name, with the numbers of its family and model and the instructions that torch uses: those who rent out
-    machines give many processors one name, and hide instructions of some."""
-    numbers = (f"{what} {found}" for what in ("cpu family", "model") if (found := _told(what)))
+    """Its name, with the numbers of its family and model, or of its maker and part on Arm, and the instructions that
+    torch uses: those who rent out machines give many processors one name, and hide instructions of some."""
+    kinds = "cpu family", "model", "CPU implementer", "CPU part"
+    numbers = (f"{what} {found}" for what in kinds if (found := _told(what)))
     return ", ".join([name(), *numbers, torch.backends.cpu.get_cpu_capability()])
 
 

@@ -49,7 +49,7 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
 
 def _libraries() -> str:
     """What multiplies float32 matrices, and bfloat16 ones if that is another."""
-    single = "oneDNN" if matmul.onednn_is_faster(torch.float32) else "MKL"
+    single = "oneDNN" if matmul.onednn_is_faster(torch.float32) else "MKL" if processor.MKL else "BLAS"
     if processor.AMX:
         return f"{single} and AMX"
     return single if processor.BFLOAT16 else f"{single} without bfloat16"

@@ -8,6 +8,7 @@ depends neither on torch's headers nor on Python's: it reads tensors where they 
 import ctypes
 import math
 import os
+import platform
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 
 INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
-"""The set of instructions for what torch uses on this processor, as compilers call it."""
+"""The set of instructions, as compilers call it, for what torch uses on an x86-64 processor."""
+
+ON_ARM = "armv8-a"
+"""The one for all 64-bit processors of Arm, whose NEON every one of them has."""
 
 OWN = 0
 DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float16: 2}
@@ -218,14 +222,14 @@ is_there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.c
 
 def name() -> str | None:
     """The set of instructions of the library that this processor runs; None if there is none."""
-    return INSTRUCTIONS[torch.backends.cpu.get_cpu_capability()] if is_there(torch.float32) else None
+    return _instructions() if is_there(torch.float32) else None
 
 
 @cache
 def compiled(dtype: torch.dtype = torch.float32) -> Compiled | None:
     """The library that computes in float32 or float64 on this processor; None if there is none, or if it is turned off
     by REGARD_NATIVE=0."""
-    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+    instructions = _instructions()
     if instructions is None or os.environ.get("REGARD_NATIVE") == "0":
         return None
     path = Path(__file__).parent / "c" / f"attention-{instructions}-{str(dtype).removeprefix('torch.')}.so.1"
@@ -233,3 +237,8 @@ def compiled(dtype: torch.dtype = torch.float32) -> Compiled | None:
         return Compiled(path, dtype)
     except (OSError, AttributeError):  # not compiled, from another version, or for another system
         return None
+
+
+def _instructions() -> str | None:
+    """The set of instructions for this processor; None if the library is written for others."""
+    return ON_ARM if platform.machine() == "aarch64" else INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())

@@ -42,7 +42,11 @@ static inline WITH_PAIRS __attribute__((always_inline)) void block_of_pairs(
         for (int r = 0; r < n; r++) {
             int32_t pair;
             memcpy(&pair, left + r * row + 2 * k, sizeof pair);
-            __m512bh of_row = (__m512bh)_mm512_set1_epi32(pair);
+            __m512i repeated = _mm512_set1_epi32(pair);
+#if defined(__clang__) /* Clang 16 does not come to an end with repeated numbers that become others */
+            __asm__("" : "+v"(repeated));
+#endif
+            __m512bh of_row = (__m512bh)repeated;
             for (int c = 0; c < wide; c++) sum[r][c] = (vec)_mm512_dpbf16_ps((__m512)sum[r][c], x[c], of_row);
         }
     }
