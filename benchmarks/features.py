@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Alibi, Causal, Dense, Document, Mask, Padding, Prefix, RelativeBias, Where, Window
+from regard import Alibi, Causal, Dense, Document, Mask, Padding, Prefix, RelativeBias, Strided, Where, Window
 from regard.bench import in_turn, machine
 from regard.shapes import Grid
 
@@ -141,6 +141,12 @@ def _fixed(**arguments: Any) -> Make:
     return lambda length: arguments
 
 
+def _sparse(length: int) -> Mask:
+    """The mask of Sparse Transformers (Child et al. 2019): about the root of the length behind, and every such key."""
+    step = math.isqrt(length)
+    return Window(step) | Strided(step)
+
+
 ROWS = (
     Row("causal", _fixed(mask=Causal())),
     Row("causal, 1 head", _fixed(mask=Causal()), heads=1, kv_heads=1),
@@ -150,6 +156,7 @@ ROWS = (
     Row("value_dim 32, causal", _fixed(mask=Causal()), value_dim=32),
     Row("window 256", _fixed(mask=Causal() & Window(256))),
     Row("streaming: window 256 or prefix 4", _fixed(mask=Causal() & (Window(256) | Prefix(4)))),
+    Row("window or stride, causal", lambda n: {"mask": Causal() & _sparse(n)}),
     Row("far keys alone", _fixed(mask=Causal() & ~Window(256))),
     Row("streaming, ALiBi", _fixed(mask=Causal() & (Window(256) | Prefix(4)), bias=Alibi(HEADS))),
     Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),

@@ -5,7 +5,7 @@ nothing of size query_len x key_len is held.
 """
 
 import ctypes
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -35,10 +35,12 @@ class StripPlan:
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
         orders: what the compiled library is told of calls, by their form, with the strips in it as it reads them.
         interval: the keys to which each query is limited besides, or None.
+        others: plans of the other keys that queries see; their results are merged.
         form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
     """
 
     interval: Interval | None = None
+    others: tuple["StripPlan", ...] = ()
     form: Hashable | None = None
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
@@ -60,6 +62,21 @@ class StripPlan:
         limited = copy(self)
         limited.interval, limited.hides = interval, True
         return limited
+
+    def beside(self, others: Sequence["StripPlan"]) -> "StripPlan":
+        """The same strips, and those of other plans for the other keys of their queries."""
+        if not others:
+            return self
+        joined, *rest = (copy(plan) for plan in (self, *others))
+        for plan in (joined, *rest):
+            plan.merges = True
+        joined.others, joined.is_kept = tuple(rest), all(plan.is_kept for plan in (self, *others))
+        return joined
+
+    @property
+    def parts(self) -> "tuple[StripPlan, ...]":
+        """All plans whose results are merged, this one first."""
+        return self, *self.others
 
     def of_form(self, form: Hashable | None) -> "StripPlan":
         """The same for calls of one form alone, which need not be asked for theirs."""
@@ -98,7 +115,7 @@ class StripPlan:
 
     @cached_property
     def merges(self) -> bool:
-        """Whether a query may be in several strips, whose results are merged."""
+        """Whether a query may be in several strips, of this plan or one beside it, whose results are merged."""
         return self._strips is not None and any(strip.merges for strip in self._strips)
 
     def _cut(self) -> Iterator[Strip]:

@@ -174,7 +174,7 @@ def _planned(call: Call, by: Engine) -> "Planned":
     changed = reordering(call)
     call = call if changed is None else changed.planned(call)
     plan = by.plan_of(call)
-    alone = plan.only if by is OPERATORS else None
+    alone = plan.only if by is OPERATORS and not plan.others else None
     whole = alone if alone is not None and _is_one_call(alone, call) else None
     return Planned(by, call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
 
@@ -302,7 +302,7 @@ def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square those that its engine computes."""
     call = _sorted(call)
     plan = plan_of(call)
-    return sum(options.num_scores(strip, call) for strip in plan.strips)
+    return sum(options.num_scores(strip, call) for part in plan.parts for strip in part.strips)
 
 
 def cost(call: Call) -> float:
@@ -324,7 +324,7 @@ def peak_bytes(call: Call) -> int:
     flash = engine.flash_can(query, scoring, call.dropout)
     by_distance = flash and is_by_distance(scoring)
     sizes = []
-    for strip in plan.strips:
+    for strip in (strip for part in plan.parts for strip in part.strips):
         batch = grid.batch if strip.batch_index is None else 1
         of_one = len(strip.queries) * strip.keys
         masked = of_one * (1 + size) if strip.kind is Kind.MASKED and not by_distance else 0
@@ -335,7 +335,8 @@ def peak_bytes(call: Call) -> int:
         by_torch = flash and not engine.products_pay(strip, query, key)
         pieces = 0 if by_torch else 2 * products.most_scores(strip, grid.heads // key.shape[1], query.dtype) * size
         sizes.append(masked + biases + pieces + (together + result) * query.element_size())
-    return max(sizes, default=0) + grid.batch * grid.heads * grid.query_len * size
+    of_call = grid.batch * grid.heads * grid.query_len * size
+    return max(sizes, default=0) + of_call * (1 + len(plan.others) * (1 + call.value.shape[3]))
 
 
 KERNEL = Kernel(

@@ -70,7 +70,7 @@ def look(
         progress: called with the parts done, and all; they take about equally long.
     """
     query, key, value, scoring, _, _ = call
-    order = Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call))
+    order = Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call, merges=False))
     stacks = query.shape[0] * key.shape[1]
     chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * order.compiled.lanes)
     order.deal(chunks)

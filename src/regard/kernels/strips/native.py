@@ -31,6 +31,7 @@ from regard.kernels.strips.intervals import by_interval
 from regard.kernels.strips.order import Order, laid_like, library_for
 from regard.kernels.strips.plan import PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
+from regard.kernels.strips.unions import plan_union
 from regard.masks.planning import EVERY_DIAGONAL, Diagonals, cells_on
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
@@ -86,8 +87,12 @@ def _adds_up_gradients(call: Call) -> bool:
     return all(term.of_distance or isinstance(term, Given) for term in terms)
 
 
-def plan_of(call: Call) -> StripPlan:
-    """The strips of a call."""
+def plan_of(call: Call, *, merges: bool = True) -> StripPlan:
+    """The strips of a call.
+
+    Args:
+        merges: whether results may be merged.
+    """
     scoring, grid = call.scoring, call.scoring.grid
     rule, interval = by_interval(scoring.mask_or_everything, grid)
     evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
@@ -98,8 +103,8 @@ def plan_of(call: Call) -> StripPlan:
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
-    plan = plan_strips(rule, grid, by)
-    return plan.within(interval)
+    plan = (plan_union if merges else plan_strips)(rule, grid, by)
+    return plan.within(interval).beside([other.within(interval) for other in plan.others])
 
 
 def is_quickly_planned(call: Call) -> bool:
@@ -133,6 +138,9 @@ def beats(call: Call, scores: float) -> bool:
         return False
     for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns)
     plan = plan_of(call)
+    if plan.others:
+        merged = len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
+        return for_a_score * (merged + num_scores(call)) < most
     counted = (plan,) if plan.interval is None else (plan.within(None), plan)  # the first is counted in less time
     return any(for_a_score * _scores(call, plan) < most for plan in counted)
 
@@ -209,7 +217,7 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square about half."""
-    return _scores(call, plan_of(call))
+    return sum(_scores(call, part) for part in plan_of(call).parts)
 
 
 def _scores(call: Call, plan: StripPlan) -> int:
@@ -243,9 +251,11 @@ def peak_bytes(call: Call) -> int:
     grid, size = call.scoring.grid, upcast(call.query[:0]).element_size()
     of_bias = 2 * size * grid.batch * grid.heads if _is_evaluated(call.scoring, call.query.dtype) else 0
     plan, kept = plan_of(call), 0.0
-    for strip in plan.strips:
-        of_mask = 1 + BYTES_OF_A_CELL if None in plan.diagonals(strip) else 0
-        kept = max(kept, len(strip.queries) * strip.keys * (of_mask + of_bias))
+    for part in plan.parts:
+        for strip in part.strips:
+            of_mask = 1 + BYTES_OF_A_CELL if None in part.diagonals(strip) else 0
+            kept = max(kept, len(strip.queries) * strip.keys * (of_mask + of_bias))
+    kept += 2 * len(plan.others) * size * call.query.shape[:3].numel() * call.value.shape[3]
     if plan.interval is not None and plan.interval.hidden is not None:
         kept += plan.interval.hidden.allowed.numel() * BYTES_OF_A_CELL
     return size * grid.batch * grid.heads * grid.query_len + math.ceil(kept)

@@ -10,15 +10,16 @@ from regard.kernels import fused
 from regard.kernels.call import Call, all_scores
 from regard.kernels.strips import engine, products, tuning
 from regard.kernels.strips.added import is_by_distance
-from regard.kernels.strips.grouping import StripPlan, plan_strips
+from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip
+from regard.kernels.strips.unions import plan_union
 from regard.matmul import onednn_beats_fused, onednn_is_faster
 from regard.numerics import wide
 
 
 def plan_of(call: Call) -> StripPlan:
     """The strips of a call."""
-    return plan_strips(call.scoring.mask_or_everything, call.scoring.grid, options(call))
+    return plan_union(call.scoring.mask_or_everything, call.scoring.grid, options(call))
 
 
 def num_scores(strip: Strip, call: Call) -> int:
@@ -43,13 +44,15 @@ def cost(call: Call, by: PlanOptions | None = None) -> float:
         by: what they cost; None: the options by which they are cut.
     """
     grid, by = call.scoring.grid, by or options(call)
-    heads = grid.batch * grid.heads
+    heads, plans = grid.batch * grid.heads, plan_of(call).parts
     of_strips = (
         by.cost(len(strip.queries), num_scores(strip, call) / len(strip.queries) / heads, copied=len(strip.spans) > 1)
-        for strip in plan_of(call).strips
+        for plan in plans
+        for strip in plan.strips
         if strip.keys and strip.queries
     )
-    return heads * sum(of_strips)
+    merged = grid.query_len * (len(plans) - 1) * tuning.SCORES_PER_RESULT
+    return heads * (sum(of_strips) + merged)
 
 
 def one_by_one(call: Call) -> int:
@@ -58,7 +61,7 @@ def one_by_one(call: Call) -> int:
     by_flash = engine.flash_can(call.query, scoring, call.dropout)
     if by_flash and engine.apart_in(plan, scoring, call.query, call.key, backward=call.learns) is not None:
         return 0
-    return sum(1 for strip in plan.strips if strip.keys)
+    return sum(1 for part in plan.parts for strip in part.strips if strip.keys)
 
 
 def is_given(call: Call) -> bool:

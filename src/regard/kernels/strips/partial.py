@@ -4,11 +4,13 @@ Both are computed in float32 or wider, whatever the dtype of query, key and valu
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 from torch import Tensor
 
 from regard.kernels.call import Call
 from regard.kernels.strips import engine, options, tuning
+from regard.kernels.strips.engines import OPERATORS, added
 from regard.kernels.strips.options import plan_of
 from regard.matmul import onednn_is_faster
 from regard.numerics import upcast, wide
@@ -22,7 +24,7 @@ def attend_part(call: Call) -> tuple[Tensor, Tensor]:
     """Output and lse of these keys alone, without a sink."""
     tensors = upcast(call.query), upcast(call.key), upcast(call.value)
     wide = call._replace(query=tensors[0], key=tensors[1], value=tensors[2], wants_lse=True)
-    return engine.forward(*tensors, None, call.scoring, call.dropout, plan_of(wide))
+    return OPERATORS.forward(*tensors, None, call.scoring, call.dropout, plan_of(wide))[:2]
 
 
 def gradients_of_part(
@@ -35,11 +37,14 @@ def gradients_of_part(
     """
     tensors = upcast(call.query), upcast(call.key), upcast(call.value)
     wide = call._replace(query=tensors[0], key=tensors[1], value=tensors[2], wants_lse=True)
-    found = engine.backward(
-        *tensors, None, call.scoring, call.dropout, plan_of(wide), *call.scoring.learned(),
-        output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse, grads=grads,
-    )  # fmt: skip
-    return found[4:]
+    of_learned = [
+        engine.backward(
+            *tensors, None, call.scoring, call.dropout, part, *call.scoring.learned(),
+            output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse, grads=grads,
+        )[4:]
+        for part in plan_of(wide).parts
+    ]  # fmt: skip
+    return tuple(reduce(added, of_one) for of_one in zip(*of_learned, strict=True))
 
 
 def scores_in_time(call: Call) -> float:

@@ -16,6 +16,10 @@ MIN_STRIP_QUERIES = 64
 KEY_STEP = 32
 """Keys in the smallest tile for which a mask is evaluated; spans start and end at multiples of it. Row "window"."""
 
+KEYS_WORTH_MERGING = 128
+"""Keys left out for each query, from which on the parts of a union with a strided mask have strips of their own, and
+results are merged. Row "window or stride, causal"."""
+
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
 
