@@ -162,6 +162,10 @@ ROWS = (
     Row("8 documents, causal", lambda n: {"mask": Causal() & Document.from_lengths([n // 8] * 8)}),
     Row("documents of 20 to 200, causal", lambda n: {"mask": Causal() & Document.from_lengths(_ragged(n))}),
     Row("8 documents, tokens apart", lambda n: {"mask": Document(_ids(n))}),
+    Row(
+        "8 documents, tokens apart, padded right",
+        lambda n: {"mask": Document(_ids(n)) & Padding(torch.tensor([3 * n // 4]))},
+    ),
     Row("8 documents, tokens apart, ALiBi", lambda n: {"mask": Document(_ids(n)), "bias": Alibi(HEADS)}),
     Row("blocks at random", lambda n: {"mask": Dense(_blocks(n))}),
     Row("random mask", lambda n: {"mask": Dense(_random(n))}),

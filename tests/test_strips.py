@@ -820,10 +820,12 @@ def scattered(rows, documents, length=300):
         (Document(scattered(1, 3)), 0.45),
         (Document(scattered(2, 3)), 0.45),
         (Document(scattered(2, 3)) & Causal(), 0.4),
+        (Document(scattered(2, 3)) & Causal() & Padding(torch.tensor([170, 300])), 0.4),  # sorted with the keys
+        (Padding(torch.arange(300)[None] % 5 > 0) & Document(scattered(2, 3)), 0.45),
         (Document(scattered(2, 3), scattered(2, 4, 200)), 0.5),
         (Document(scattered(1, 5)) & Window(200), 1.0),  # which goes by the places of tokens
     ],
-    ids=["all rows alike", "by row", "causal", "other keys", "window"],
+    ids=["all rows alike", "by row", "causal", "padded", "holes", "other keys", "window"],
 )
 def test_documents_whose_tokens_lie_apart_are_brought_together(mask, share):
     key_len = next(part.key_ids.shape[1] for part in mask.leaves() if isinstance(part, Document))

@@ -1,8 +1,8 @@
 """Sorts queries and keys by document, for documents whose tokens are not contiguous.
 
 Under a document mask, alone or with a causal one, the order of the documents does not matter as long as the tokens of
-each keep theirs. After sorting, every document is one rectangle, and nothing else is computed. A bias and dropout are
-asked for the places where the tokens were.
+each keep theirs. After sorting, every document is one rectangle, and nothing else is computed. What is padding is
+sorted with the keys; a bias and dropout are asked for the places where the tokens were.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from regard.dropout import Cells
 from regard.indexing import Indices, indices, lookup
 from regard.kernels.call import Call, learns
 from regard.kernels.known import cached_by_mask
-from regard.masks import Document, Mask
+from regard.masks import Document, Mask, Padding
 from regard.masks.planning import factors, is_top_left_causal, product_of
 from regard.shapes import Grid
 
@@ -67,7 +67,8 @@ def reordering(call: Call) -> Reordering | None:
 @cached_by_mask(maxsize=8)
 def _found(mask: Mask, grid: Grid) -> Reordering | None:
     documents = [part for part in factors(mask) if isinstance(part, Document)]
-    others = [part for part in factors(mask) if not isinstance(part, Document)]
+    padding = [part for part in factors(mask) if type(part) is Padding]
+    others = [part for part in factors(mask) if part not in (*documents, *padding)]
     if len(documents) != 1 or documents[0].closed_form:
         return None
     (document,) = documents
@@ -81,8 +82,18 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
     else:
         keys = document.key_ids.argsort(dim=1, stable=True)
         sorted_documents = Document(query_ids, document.key_ids.gather(1, keys))
-    together = product_of([*others, sorted_documents]).bind(grid)
+    in_order = (_sorted(part, keys, grid.key_len) for part in padding)
+    together = product_of([*others, *in_order, sorted_documents]).bind(grid)
     return Reordering(queries, keys, queries.argsort(dim=1), together)
+
+
+def _sorted(padding: Padding, keys: Tensor, key_len: int) -> Padding:
+    """Which sorted keys are not padding."""
+    seen = padding.keys
+    if seen.dtype != torch.bool:
+        seen = torch.arange(key_len, device=keys.device) < seen[:, None]
+    seen, keys = torch.broadcast_tensors(seen, keys)
+    return Padding(seen.gather(1, keys))
 
 
 def take(tensor: Tensor, places: Tensor) -> Tensor:
