@@ -30,7 +30,7 @@ from regard.masks import (
     Where,
     Window,
 )
-from regard.masks.planning import common_keys, visible
+from regard.masks.planning import common_keys, diagonals_of, visible
 from regard.rules import deserialise, serialise
 from regard.shapes import Grid, ShapeError
 
@@ -702,3 +702,24 @@ def test_the_keys_that_one_query_sees_in_a_band_are_those_of_its_cells():
             seen = common_keys(band, range(query, query + 1), stop, start)
             assert seen is not None
             assert list(seen) == [key for key in range(start, stop) if cells[query, key]]
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(2, 9), st.integers(1, 3), st.integers(-40, 40), st.none() | st.integers(-40, 40),
+    st.none() | st.integers(-40, 40), *[st.integers(0, 30)] * 2, *[st.integers(1, 12)] * 2,
+)  # fmt: skip
+def test_diagonals_of_queries_and_keys_with_a_step_are_those_of_their_cells(
+    divisor, times, offset, before, after, first_query, first_key, rows, columns
+):
+    step = divisor * times
+    queries, keys = (range(at, at + n * step, step) for at, n in ((first_query, rows), (first_key, columns)))
+    mask = Strided(divisor, offset=offset) & Band(before, after, offset=offset)
+    found = diagonals_of(mask, queries, keys)
+    cells = mask.allowed(torch.tensor(queries), torch.tensor(keys)).expand(1, 1, rows, columns)[0, 0]
+    if found is None:
+        assert (first_query + offset - first_key) % divisor
+        return
+    low, high = (end if end is not None else far for end, far in zip(found, (-(10**6), 10**6), strict=True))
+    apart = torch.arange(columns) - torch.arange(rows)[:, None]
+    assert_same_cells((apart >= low) & (apart <= high), cells)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.masks.algebra import EVERYTHING, And, Mask, Tile
-from regard.masks.positional import Band
+from regard.masks.positional import Band, Strided
 from regard.shapes import Grid
 
 BRANCHES = 4
@@ -165,20 +165,31 @@ EVERY_DIAGONAL: Diagonals = None, None
 
 
 def diagonals_of(mask: Mask, queries: range, keys: range) -> Diagonals | None:
-    """The diagonals of a rectangle that a mask allows; None if it allows other cells."""
-    if not queries.step == keys.step == 1:
+    """The diagonals of a rectangle that a mask allows; None if it allows other cells. With a step, as under a strided
+    mask, they are counted in steps."""
+    step = queries.step
+    if not step == keys.step > 0:
         return None
-    part = mask.restrict(queries, keys)
+    part = mask.restrict(queries, keys) if step == 1 else mask
     if isinstance(part, Tile):
         return EVERY_DIAGONAL if part is Tile.FULL else None
     lows, highs = [], []
     for band in factors(part):
+        if step > 1 and _sees_all(band, queries, keys):
+            continue
         if not isinstance(band, Band) or type(band).rule is not Band.rule or not isinstance(band.offset, int):
             return None
         moved = queries.start + band.offset - keys.start
-        lows += [] if band.before is None else [moved - band.before]
-        highs += [] if band.after is None else [moved + band.after]
+        lows += [] if band.before is None else [-((band.before - moved) // step)]
+        highs += [] if band.after is None else [(moved + band.after) // step]
     return max(lows, default=None), min(highs, default=None)
+
+
+def _sees_all(mask: Mask, queries: range, keys: range) -> bool:
+    """Whether it is a strided mask whose step divides that of the rectangle, and allows all of that."""
+    if not isinstance(mask, Strided) or type(mask).rule is not Strided.rule or not isinstance(mask.offset, int):
+        return False
+    return queries.step % mask.step == 0 and (queries.start + mask.offset - keys.start) % mask.step == 0
 
 
 def cells_on(diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
