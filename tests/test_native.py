@@ -365,6 +365,20 @@ def test_many_threads_add_up_gradients_of_a_long_head_in_limited_memory(monkeypa
 
 
 @needs_library
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+def test_gradients_of_keys_that_many_queries_see_are_sums_as_exact_as_any(mask):
+    """Of numbers of one sign, whose sum is large beside each: added to it one by one, all would be rounded."""
+    draw, found = torch.Generator().manual_seed(5), []
+    inputs = torch.randn(3, 1, 2, 1500, 32, generator=draw)
+    for dtype, kernel in ((torch.float32, "native"), (torch.float64, "reference"), (torch.float32, "reference")):
+        three = inputs.to(dtype).requires_grad_().unbind()
+        output = attention(*three, mask=mask, kernel=kernel)
+        found.append((output, *torch.autograd.grad(output.sum(), three)))
+    for what, actual, exact, plain in zip(("output", "query", "key", "value"), *found, strict=True):
+        assert_within_budget(actual, exact, plain, what)
+
+
+@needs_library
 def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)

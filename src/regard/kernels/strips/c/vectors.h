@@ -245,7 +245,7 @@ INLINE void block(
     vec sum[LEFT][2];
     UNROLL
     for (int r = 0; r < n; r++)
-        for (int c = 0; c < wide; c++) sum[r][c] = add ? load(out + r * out_row + c * LANES) : all(0);
+        for (int c = 0; c < wide; c++) sum[r][c] = all(0);
     for (i64 k = 0; k < depth; k++) {
         vec x[2];
         for (int c = 0; c < wide; c++) x[c] = load(right + k * right_row + c * LANES);
@@ -255,7 +255,10 @@ INLINE void block(
     }
     UNROLL
     for (int r = 0; r < n; r++)
-        for (int c = 0; c < wide; c++) store(out + r * out_row + c * LANES, sum[r][c]);
+        for (int c = 0; c < wide; c++) {
+            real *at = out + r * out_row + c * LANES;
+            store(at, add ? load(at) + sum[r][c] : sum[r][c]); /* added once: a long sum would round every number */
+        }
 }
 
 INLINE void blocks(
