@@ -4,11 +4,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from regard.masks.algebra import EVERYTHING, And, Mask, Tile
+from regard.masks.algebra import EVERYTHING, And, Mask, Or, Tile
 from regard.masks.positional import Band, Strided
 from regard.shapes import Grid
 
@@ -150,9 +151,18 @@ def hides_later_keys(mask: Mask) -> bool:
 
 def factors(mask: Mask) -> Iterator[Mask]:
     """The operands of a chain of ``&``."""
-    if isinstance(mask, And):
-        yield from factors(mask.left)
-        yield from factors(mask.right)
+    return _operands(And, mask)
+
+
+def alternatives(mask: Mask) -> Iterator[Mask]:
+    """The operands of a chain of ``|``."""
+    return _operands(Or, mask)
+
+
+def _operands(kind: type[And] | type[Or], mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, kind):
+        yield from _operands(kind, mask.left)
+        yield from _operands(kind, mask.right)
     else:
         yield mask
 
@@ -177,12 +187,18 @@ def diagonals_of(mask: Mask, queries: range, keys: range) -> Diagonals | None:
     for band in factors(part):
         if step > 1 and _sees_all(band, queries, keys):
             continue
-        if not isinstance(band, Band) or type(band).rule is not Band.rule or not isinstance(band.offset, int):
+        if not is_band(band):
             return None
+        assert isinstance(band.offset, int)
         moved = queries.start + band.offset - keys.start
         lows += [] if band.before is None else [-((band.before - moved) // step)]
         highs += [] if band.after is None else [(moved + band.after) // step]
     return max(lows, default=None), min(highs, default=None)
+
+
+def is_band(mask: Mask) -> TypeGuard[Band]:
+    """Whether it is a band by its own rule, the same for all batch indices."""
+    return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
 
 
 def _sees_all(mask: Mask, queries: range, keys: range) -> bool:

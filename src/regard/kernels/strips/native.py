@@ -140,7 +140,7 @@ def beats(call: Call, scores: float) -> bool:
     plan = plan_of(call)
     if plan.others:
         merged = len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
-        return for_a_score * (merged + num_scores(call)) < most
+        return for_a_score * (merged + sum(_scores(call, part) for part in plan.parts)) < most
     counted = (plan,) if plan.interval is None else (plan.within(None), plan)  # the first is counted in less time
     return any(for_a_score * _scores(call, plan) < most for plan in counted)
 

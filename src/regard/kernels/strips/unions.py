@@ -6,7 +6,7 @@ so each part has strips of its own, and the results of a query are merged:
     Causal() & (Window(128) | Strided(128))     the window, and Strided(128) & Band(None, -128)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
@@ -15,7 +15,7 @@ from regard.kernels.strips.grouping import StripPlan, plan_strips
 from regard.kernels.strips.plan import PlanOptions
 from regard.kernels.strips.residues import is_strided
 from regard.masks import Band, Mask, Or, Strided
-from regard.masks.planning import EVERY_DIAGONAL, Diagonals, cells_on, factors, product_of
+from regard.masks.planning import EVERY_DIAGONAL, Diagonals, alternatives, cells_on, factors, is_band, product_of
 from regard.shapes import Grid
 
 
@@ -32,7 +32,7 @@ def parts_of(mask: Mask, query_len: int, key_len: int) -> list[Mask]:
     if len(found) != 1:
         return [mask]
     rest, strided = [part for part in factors(mask) if part is not found[0]], _strided(found[0], query_len)
-    seen = [other for other in _alternatives(found[0]) if other not in strided]
+    seen = [other for other in alternatives(found[0]) if other not in strided]
     parts, left_out = [product_of([*rest, reduce(or_, seen)])] if seen else [], 0.0
     for part in strided:
         (step,) = (factor.step for factor in factors(part) if isinstance(factor, Strided))
@@ -43,23 +43,14 @@ def parts_of(mask: Mask, query_len: int, key_len: int) -> list[Mask]:
     return parts if left_out >= tuning.KEYS_WORTH_MERGING else [mask]
 
 
-def _alternatives(mask: Mask) -> Iterator[Mask]:
-    """The operands of a chain of ``|``."""
-    if isinstance(mask, Or):
-        yield from _alternatives(mask.left)
-        yield from _alternatives(mask.right)
-    else:
-        yield mask
-
-
 def _strided(mask: Mask, query_len: int) -> list[Mask]:
-    return [other for other in _alternatives(mask) if is_strided(other, query_len)]
+    return [other for other in alternatives(mask) if is_strided(other, query_len)]
 
 
 def _outside(rest: Sequence[Mask], seen: Sequence[Mask]) -> list[Diagonals]:
     """The diagonals that the bands of `rest` allow, without those of the bands in `seen`: what lies on either side."""
-    sides = [reduce(_both, map(_diagonals, filter(_is_band, rest)), EVERY_DIAGONAL)]
-    for low, high in map(_diagonals, filter(_is_band, seen)):
+    sides = [reduce(_both, map(_diagonals, filter(is_band, rest)), EVERY_DIAGONAL)]
+    for low, high in map(_diagonals, filter(is_band, seen)):
         outside: list[Diagonals] = [] if low is None else [(None, low - 1)]
         outside += [] if high is None else [(high + 1, None)]
         sides = [_both(side, other) for side in sides for other in outside]
@@ -68,15 +59,10 @@ def _outside(rest: Sequence[Mask], seen: Sequence[Mask]) -> list[Diagonals]:
 
 def _others(rest: Sequence[Mask], seen: Sequence[Mask]) -> list[Mask]:
     """The factors of `rest` that are no bands, and what is not in `seen` of others."""
-    return [part for part in rest if not _is_band(part)] + [~mask for mask in seen if not _is_band(mask)]
+    return [part for part in rest if not is_band(part)] + [~mask for mask in seen if not is_band(mask)]
 
 
-def _is_band(mask: Mask) -> bool:
-    return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
-
-
-def _diagonals(band: Mask) -> Diagonals:
-    assert isinstance(band, Band)
+def _diagonals(band: Band) -> Diagonals:
     assert isinstance(band.offset, int)
     low = None if band.before is None else band.offset - band.before
     return low, None if band.after is None else band.offset + band.after
