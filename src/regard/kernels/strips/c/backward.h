@@ -10,16 +10,25 @@ static i64 backward_numbers(const struct call *c)
     return UNITS * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 2 * D + 2 * E) + 16 * 21;
 }
 
-/* The log-sum-exp of a query in units of log 2, and sum_j weight dweight: what an output is multiplied by. */
-static void begin_gradients(const struct place *p, i64 r, const real *grad, real *lse, real *delta)
+#define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
+
+/* Prepares a query: what is subtracted from its scores, in units of log 2, before they become weights, the gradient of
+   its output, and delta = sum_j weight dweight, which is output times gradient. As score - lse is rounded where weights
+   are small, and lse is, most of lse is left to a factor: returns that, by which gradient and delta are multiplied, and
+   not the weights. */
+static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse, real *delta)
 {
     const struct call *c = p->call;
     const struct tensor *output = c->exact.data ? &c->exact : &c->output;
     i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->query[r]);
     real row[c->value_dim];
     widen(output->data, from, c->value_dim, c->exact.data ? OWN : c->dtype, row);
-    lse[r] = c->lse[at] == NONE ? 0 : c->lse[at] * LOG2_E;
-    delta[r] = dot(row, grad, c->value_dim) - (c->grad_lse ? c->grad_lse[at] : 0);
+    double exact = c->lse[at] == NONE ? 0 : c->lse[at] / LN_2;
+    lse[r] = exact - (c->products == PLAIN ? rint(fmin(fmax(exact, 0), MOST_LEFT)) : 0);
+    real factor = c->products == PLAIN ? exp2(lse[r] - exact) : 1;
+    delta[r] = (dot(row, grad, c->value_dim) - (c->grad_lse ? c->grad_lse[at] : 0)) * factor;
+    for (i64 e = 0; factor != 1 && e < c->value_dim; e++) grad[e] *= factor;
+    return factor;
 }
 
 /* where the gradient of a key, or value, is added up */
@@ -145,6 +154,24 @@ static void pull_part(
     weigh(c, D, weighed, grads, n, wide, column_of(m->grad_query, row, D));
 }
 
+/* The same of a unit, whose gradients of outputs lie side by side, too. */
+static void begin_unit(const struct place *p, const struct room *m, i64 unit)
+{
+    const struct call *c = p->call;
+    i64 E = c->value_dim, E_padded = round_up(E, LANES), first = unit * UNIT;
+    real factor[UNIT] = {0};
+    for (i64 i = 0; i < UNIT; i++) {
+        i64 r = first + i;
+        if (r < p->rows)
+            factor[i] = begin_gradients(p, r, m->grad_rows + r * E_padded, m->lse, m->delta);
+        else
+            m->lse[r] = m->delta[r] = 0;
+    }
+    real *grad = m->grad + first * E;
+    for (i64 e = 0; c->products == PLAIN && e < E; e++)
+        for (i64 i = 0; i < UNIT; i++) grad[e * UNIT + i] *= factor[i];
+}
+
 static void backward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
@@ -169,8 +196,7 @@ static void backward_place(const struct place *p, real *memory)
         one_after_another(p, &c->query, u, D, c->scale, D_padded, query_rows, query_pairs);
         one_after_another(p, &c->grad_output, u, E, 1, E_padded, grad_rows, grad_pairs);
     }
-    for (i64 r = 0; r < p->rows; r++) begin_gradients(p, r, m.grad_rows + r * E_padded, m.lse, m.delta);
-    for (i64 r = p->rows; r < units * UNIT; r++) m.lse[r] = m.delta[r] = 0;
+    for (i64 u = 0; u < units; u++) begin_unit(p, &m, u);
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {

@@ -41,7 +41,7 @@ INLINE void few_scores_of_columns(
 {
     for (i64 j = 0; j < n; j += LANES) {
         const real *of_key[LANES];
-        vec sums[FEW], x[LANES];
+        vec sums[FEW], more[FEW], x[LANES];
         for (int k = 0; k < LANES; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
         UNROLL
         for (int r = 0; r < rows; r++) sums[r] = all(0);
@@ -50,9 +50,13 @@ INLINE void few_scores_of_columns(
             for (int k = 0; k < LANES; k++) x[k] = load_some(of_key[k] + d, size - d);
             transpose(x);
             UNROLL
-            for (int i = 0; i < LANES; i++)
+            for (int r = 0; r < rows; r++) more[r] = x[0] * query[r * padded + d];
+            UNROLL
+            for (int i = 1; i < LANES; i++)
                 UNROLL
-                for (int r = 0; r < rows; r++) sums[r] += x[i] * query[r * padded + d + i];
+                for (int r = 0; r < rows; r++) more[r] += x[i] * query[r * padded + d + i];
+            UNROLL
+            for (int r = 0; r < rows; r++) sums[r] += more[r];
         }
         UNROLL
         for (int r = 0; r < rows; r++) store(out + r * KEYS + j, sums[r]);
@@ -68,44 +72,45 @@ INLINE void few_scores(
         fewest_scores(rows, n, key, key_row, query, padded, size, out);
 }
 
-/* out[row][d] += sum_j weights[row][KEYS] value[j][d], outputs filled up to `padded` */
+/* out[row][d] += sum_j weights[row][KEYS] value[j][d], for `wide` vectors from d on, of which the last has `left` numbers;
+   added once, as in `block` */
+INLINE void few_outputs_of(
+    const int rows, const int wide, i64 n, const real *value, i64 value_row, const real *weights, i64 padded, i64 left,
+    real *out)
+{
+    vec sums[FEW][4];
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int c = 0; c < wide; c++) sums[r][c] = all(0);
+    for (i64 j = 0; j < n; j++) {
+        vec x[4];
+        UNROLL
+        for (int c = 0; c < wide; c++) x[c] = load_some(value + j * value_row + c * LANES, left);
+        UNROLL
+        for (int r = 0; r < rows; r++)
+            UNROLL
+            for (int c = 0; c < wide; c++) sums[r][c] += weights[r * KEYS + j] * x[c];
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int c = 0; c < wide; c++) {
+            real *at = out + r * padded + c * LANES;
+            store(at, load(at) + sums[r][c]);
+        }
+}
+
+/* the same of all features, outputs filled up to `padded` */
 INLINE void few_outputs(
     const int rows, i64 n, const real *value, i64 value_row, const real *weights, i64 padded, i64 size, real *out)
 {
     const int wide = rows > 4 ? 2 : 4;
     i64 d = 0;
-    for (; d + wide * LANES <= size; d += wide * LANES) {
-        vec sums[FEW][4];
-        UNROLL
-        for (int r = 0; r < rows; r++)
-            UNROLL
-            for (int c = 0; c < wide; c++) sums[r][c] = load(out + r * padded + d + c * LANES);
-        for (i64 j = 0; j < n; j++) {
-            vec x[4];
-            UNROLL
-            for (int c = 0; c < wide; c++) x[c] = load(value + j * value_row + d + c * LANES);
-            UNROLL
-            for (int r = 0; r < rows; r++)
-                UNROLL
-                for (int c = 0; c < wide; c++) sums[r][c] += weights[r * KEYS + j] * x[c];
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++)
-            UNROLL
-            for (int c = 0; c < wide; c++) store(out + r * padded + d + c * LANES, sums[r][c]);
-    }
-    for (; d < size; d += LANES) {
-        vec sums[FEW];
-        UNROLL
-        for (int r = 0; r < rows; r++) sums[r] = load(out + r * padded + d);
-        for (i64 j = 0; j < n; j++) {
-            vec x = load_some(value + j * value_row + d, size - d);
-            UNROLL
-            for (int r = 0; r < rows; r++) sums[r] += weights[r * KEYS + j] * x;
-        }
-        UNROLL
-        for (int r = 0; r < rows; r++) store(out + r * padded + d, sums[r]);
-    }
+    for (; d + wide * LANES <= size; d += wide * LANES)
+        few_outputs_of(rows, wide, n, value + d, value_row, weights, padded, LANES, out + d);
+    for (; d < size; d += LANES)
+        few_outputs_of(rows, 1, n, value + d, value_row, weights, padded, size - d, out + d);
 }
 
 /* out[j][d] += sum_row weights[row][KEYS] right[row][d], of `padded` features */
@@ -121,10 +126,10 @@ INLINE void few_sums(
         for (i64 j = 0; j < n; j++)
             for (int c = 0; c < wide; c++) {
                 real *to = out + j * out_row + d + c * LANES;
-                vec sum = load(to);
+                vec sum = weights[j] * x[0][c];
                 UNROLL
-                for (int r = 0; r < rows; r++) sum += weights[r * KEYS + j] * x[r][c];
-                store(to, sum);
+                for (int r = 1; r < rows; r++) sum += weights[r * KEYS + j] * x[r][c];
+                store(to, load(to) + sum);
             }
     }
 }
@@ -235,8 +240,9 @@ static real few_softmax(i64 n, real *scores, real *top, real *total)
         store(scores + j, weight);
     }
     vec by = exp2_of(all(before - from));
-    *total *= by[0];
-    for (int i = 0; i < LANES; i++) *total += sum[i];
+    real more = 0;
+    for (int i = 0; i < LANES; i++) more += sum[i];
+    *total = *total * by[0] + more;
     return by[0];
 }
 

@@ -54,7 +54,8 @@ static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by
 static real lse_of(const struct call *c, i64 head, real top, real total)
 {
     real sink = c->sink ? c->sink[head] : NONE;
-    return total == 1 && top == sink * LOG2_E ? sink : (top + log2(total)) * LN_2;
+    if (total == 1 && top == sink * LOG2_E) return sink;
+    return (top + log2((double)total)) * LN_2; /* rounded once: all weights of a query are times that error, backward */
 }
 
 /* The output of some queries so far, with n more keys. */

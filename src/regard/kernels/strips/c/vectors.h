@@ -38,7 +38,7 @@ typedef int32_t whole;
 #define KEYS 128         /* keys at a time, forward */
 #define KEYS_BACKWARD 64 /* twice as many numbers are held for each */
 #define LOG2_E ((real)1.4426950408889634074)
-#define LN_2 ((real)0.6931471805599453094)
+#define LN_2 0.6931471805599453094
 #define NONE (-(real)INFINITY)
 #define INLINE static inline __attribute__((always_inline))
 #define API __attribute__((visibility("default")))
