@@ -22,7 +22,7 @@ from regard.masks import Mask
 from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS, is_plain
-from regard.versions import MAX_COMPARED_BYTES
+from regard.versions import MAX_HELD_BYTES
 
 Form = tuple[Hashable, ...]
 Value = TypeVar("Value")
@@ -204,7 +204,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
         if rule is not None:
             serialise(rule, held)
     if call.query.device.type == "cpu":
-        held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_COMPARED_BYTES]
+        held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
     if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     if bias is not None:

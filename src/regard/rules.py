@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
-from regard.versions import MAX_COMPARED_BYTES, NotComparableError, few_or_version, is_few, version
+from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version, is_few, version
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -198,8 +198,7 @@ class Rule:
         """A key that is equal for masks or biases that are always equal: their kind, numbers, parts and tensors.
 
         None if they cannot be compared: functions may change their results (but see `regard.functions`), inference
-        tensors and parameters may change unnoticed, what learns changes at every step, and large tensors are not worth
-        keeping.
+        tensors and parameters may change unnoticed, and what learns changes at every step.
         """
         try:  # for every call of attention: without a dict of the arguments
             return structure_of((type(self), self._first_batch), map(self.__getattribute__, self.fields), version)
@@ -442,18 +441,18 @@ def known(value: Any) -> Hashable | None:
 
 
 def settled(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
-    """A copy of which `known` stays what it is, whatever is written into the original; itself if nothing is copied.
-    copies: by the id of the original."""
+    """A copy with few numbers of its own, into which nobody writes, that does not keep the original's tensors alive;
+    itself if there are none. copies: by the id of the original."""
     copies = {} if copies is None else copies
     if isinstance(value, Rule):
         parts = {name: settled(part, copies) for name, part in vars(value).items()}
         return value._with(**parts) if copies else value
     if isinstance(value, (list, tuple)):
         return type(value)(settled(part, copies) for part in value)
-    if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()) or not is_few(value):
+    if not isinstance(value, Tensor) or (value.requires_grad and torch.is_grad_enabled()):
         return value
     with torch.inference_mode(False):  # since autograd cannot save inference tensors
-        return copies.setdefault(id(value), value.detach().clone())
+        return copies.setdefault(id(value), value.detach().clone() if is_few(value) else value.detach())
 
 
 _SIMPLE = frozenset({type(None), bool, int, float, str, range, torch.device})
@@ -492,8 +491,8 @@ def _function(function: FunctionType) -> Hashable:
 
 def _in_function(value: Any) -> Hashable:
     if type(value) is Tensor:
-        if value.is_inference() or value.untyped_storage().nbytes() > MAX_COMPARED_BYTES:
-            raise NotComparableError  # others may write to it unnoticed; or the key would keep much alive
+        if value.is_inference() or value.untyped_storage().nbytes() > MAX_HELD_BYTES:
+            raise NotComparableError  # others may write to it unnoticed; or the function would keep much alive
         return version(value)
     if value is None or type(value) in (bool, int, float, FunctionType):
         return _comparable(value, version)

@@ -1,16 +1,20 @@
-"""How a tensor is known again: as itself in the same version, or by its contents if they are few."""
+"""How a tensor is known again: as itself in the same version, or by its contents if they are few.
 
-from collections.abc import Hashable
+A key does not keep a tensor alive: it has a weak reference to it, which is equal to no other once the tensor is gone.
+"""
+
+from collections.abc import Hashable, Iterator
 from ctypes import string_at
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from regard.graphs import transformed
 
-MAX_COMPARED_BYTES = 1 << 23
-"""Most bytes of a tensor that may be kept in a cache key, and so stay alive: one number for each pair of up to 512
-tokens in 8 heads. Row "bias, dense, causal" of features.py."""
+MAX_HELD_BYTES = 1 << 23
+"""Most bytes of a tensor that a cache keeps alive with a value: a number for each pair of up to 512 tokens in 8 heads.
+Row "bias, dense, causal" of features.py."""
 
 MAX_READ_NUMBERS = 1 << 12
 """Most floating numbers in a tensor that is compared by its contents, such as slopes or a table of buckets."""
@@ -33,12 +37,23 @@ def version(tensor: Tensor) -> Hashable:
             raise NotComparableError
         return _contents(tensor)
     base = tensor if tensor._base is None else tensor._base
-    if tensor.nbytes > MAX_COMPARED_BYTES or isinstance(base, nn.Parameter):
+    if isinstance(base, nn.Parameter):
         raise NotComparableError
     if base is tensor:
         # the id comes first, so that tuples never compare two tensors elementwise
-        return id(tensor), tensor._version, tensor
-    return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), base
+        return id(tensor), tensor._version, ref(tensor)
+    return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), ref(base)
+
+
+def tensors_in(key: Hashable) -> Iterator[Tensor]:
+    """The tensors that a key tells of by their version."""
+    if isinstance(key, ref):
+        tensor = key()
+        if tensor is not None:
+            yield tensor
+    elif isinstance(key, tuple):
+        for part in key:
+            yield from tensors_in(part)
 
 
 def few_or_version(tensor: Tensor) -> Hashable:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, all_scores
+from regard.kernels.known import cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
-from regard.masks.planning import MaskKey, by_batch, visible
+from regard.masks.planning import by_batch, visible
 from regard.numerics import add_sink, zero_unless
 from regard.shapes import Grid
 
@@ -91,14 +92,14 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return lambda score, *at: softcap * torch.tanh(score / softcap)
 
 
-@lru_cache(maxsize=32)
-def _planned(known: MaskKey, grid: Grid) -> tuple[Any, Blocks]:
+@cached_by_mask(maxsize=32)
+def _planned(mask: Mask, grid: Grid) -> tuple[Any, Blocks]:
     """torch's BlockMask: the same object for the same mask, since torch would otherwise recompile."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    found = blocks(known.mask, grid)
+    found = blocks(mask, grid)
     made = BlockMask.from_kv_blocks(
-        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=known.mask.mask_mod,
+        *found.partial, *found.full, BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod,
         seq_lengths=(grid.query_len, grid.key_len),
     )  # fmt: skip
     return made, found
@@ -129,7 +130,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     scoring, query, key, value = call.scoring, call.query, call.key, call.value
     mask = None
     if scoring.mask is not None and scoring.mask is not EVERYTHING:
-        mask, found = _planned(MaskKey(scoring.mask), scoring.grid)
+        mask, found = _planned(scoring.mask, scoring.grid)
         query = zero_unless(query, found.queries[:, None])
         key, value = (zero_unless(t, found.keys[:, None]) for t in (key, value))
     output, aux = _compiled()(
@@ -154,7 +155,7 @@ def num_scores(call: Call) -> int:
     grid, mask = call.scoring.grid, call.scoring.mask
     if mask is None or mask is EVERYTHING:
         return all_scores(call)
-    _, found = _planned(MaskKey(mask), grid)
+    _, found = _planned(mask, grid)
     count = int(found.partial[0].sum() + found.full[0].sum()) * (grid.batch if len(found.queries) == 1 else 1)
     return count * grid.heads * BLOCK**2
 

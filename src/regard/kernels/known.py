@@ -3,36 +3,79 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, Generic, Protocol, TypeVar, cast
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from regard.graphs import as_it_stands
 from regard.masks import Mask
-from regard.masks.planning import MaskKey
 from regard.rules import settled
 from regard.shapes import Grid
+from regard.versions import tensors_in
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """The values of a few keys, which were asked for last. A value is dropped with the first tensor of its key that is:
+    then nothing has that key any more, and what was found out about a large mask takes no memory after it.
+
+    Args:
+        most: how many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, tuple[Value, list[ref[Tensor]]]] = OrderedDict()
+        self._lock = threading.RLock()  # a tensor may be dropped while it is held
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value under a key; made if it is not there. It must not hold the tensors of the key itself, but may hold
+        others with the same memory (`settled`)."""
+        found = self._values.get(key)
+        if found is None:
+
+            def drop(tensor: object) -> None:
+                with self._lock:
+                    self._values.pop(key, None)
+
+            tensors = [*tensors_in(key)]  # they are there until the value is
+            found = make(), [ref(tensor, drop) for tensor in tensors]
+        with self._lock:
+            self._values[key] = found
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return found[0]
+
+    def clear(self) -> None:
+        """Empties it."""
+        with self._lock:
+            self._values.clear()
 
 
 def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
     """Caches a function of a mask, and of further arguments that can be hashed, where the mask can be compared."""
 
     def decorate(function: Function) -> Function:
-        @lru_cache(maxsize)
-        def remembered(known: MaskKey, *more: Any) -> Any:
-            with torch.inference_mode(False):  # autograd cannot save inference tensors
-                return function(settled(known.mask), *more)
+        recent: Recent[Any] = Recent(maxsize)
 
         @wraps(function)
         def found(mask: Mask, *more: Any) -> Any:
-            if not as_it_stands():
-                return function(mask, *more)  # tensors made in a functorch transform must not be cached
-            known = MaskKey(mask)
-            return function(mask, *more) if known.structure is None else remembered(known, *more)
+            # tensors made in a functorch transform must not be cached
+            structure = mask.structure() if as_it_stands() else None
+            if structure is None:
+                return function(mask, *more)
+
+            def make() -> Any:
+                with torch.inference_mode(False):  # autograd cannot save inference tensors
+                    return function(settled(mask), *more)
+
+            return recent.get((structure, *more), make)
 
         return cast(Function, found)
 
@@ -52,10 +95,10 @@ class Sized(Protocol):
     def size(self) -> int: ...
 
 
-Value = TypeVar("Value", bound=Sized)
+SizedValue = TypeVar("SizedValue", bound=Sized)
 
 
-class Kept(Generic[Value]):
+class Kept(Generic[SizedValue]):
     """A cache of limited size: what was not asked for the longest makes room.
 
     Args:
@@ -64,10 +107,10 @@ class Kept(Generic[Value]):
 
     def __init__(self, most: int) -> None:
         self._most, self._numbers = most, 0
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._values: OrderedDict[Hashable, SizedValue] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, known: Hashable, make: Callable[[], Value]) -> Value:
+    def get(self, known: Hashable, make: Callable[[], SizedValue]) -> SizedValue:
         """The value under a key; made if it is not there."""
         with self._lock:
             if known in self._values:
@@ -82,11 +125,11 @@ class Kept(Generic[Value]):
                 self._numbers -= self._values.popitem(last=False)[1].size
         return value
 
-    def getter(self, known: Hashable, make: Callable[[], Value]) -> Callable[[], Value]:
+    def getter(self, known: Hashable, make: Callable[[], SizedValue]) -> Callable[[], SizedValue]:
         """A function that gets it, and compares no keys while it is kept."""
-        found: Callable[[], Value | None] = lambda: None  # noqa: E731
+        found: Callable[[], SizedValue | None] = lambda: None  # noqa: E731
 
-        def get() -> Value:
+        def get() -> SizedValue:
             nonlocal found
             value = found()
             if value is None:

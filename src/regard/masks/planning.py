@@ -237,18 +237,3 @@ def by_batch(mask: Mask, grid: Grid) -> dict[int | None, Mask]:
     if grid.batch == 1:
         return {None: mask.for_batch(0).bind(grid)}
     return {index: mask.for_batch(index).bind(grid._replace(batch=1)) for index in range(grid.batch)}
-
-
-class MaskKey:
-    """A mask as a cache key, compared by structure; a mask without one equals only itself."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask, self.structure = mask, mask.structure()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MaskKey):
-            return False
-        return self.mask is other.mask if self.structure is None else self.structure == other.structure
-
-    def __hash__(self) -> int:
-        return id(self.mask) if self.structure is None else hash(self.structure)

@@ -9,14 +9,11 @@ window, an exchange with neighbours; documents that lie whole on a rank, nothing
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
 from regard.indexing import placed
+from regard.kernels.known import cached_by_mask
 from regard.masks import Mask
-from regard.masks.planning import MaskKey
 from regard.parallel.seen import seen_keys, trimmed
 from regard.parallel.shards import Shards
 
@@ -82,22 +79,11 @@ class Exchange:
         return sum(count(turn.sent) for turn in self.turns)
 
 
+@cached_by_mask(maxsize=16)
 def total_received(mask: Mask, queries: Shards, keys: Shards) -> int:
     """How many keys all ranks receive together, under a mask that is bound to the whole call."""
-    known = MaskKey(mask)
-    return (_count_received if known.structure is None else _received_before)(known, queries, keys)
-
-
-@lru_cache(maxsize=16)
-def _received_before(known: MaskKey, queries: Shards, keys: Shards) -> int:
-    with torch.inference_mode(False):
-        return _count_received(known, queries, keys)
-
-
-def _count_received(known: MaskKey, queries: Shards, keys: Shards) -> int:
     return sum(
-        count(seen_keys(known.mask, queries.ranges[rank], keys.of_others(rank), keys.ranks))
-        for rank in range(queries.ranks)
+        count(seen_keys(mask, queries.ranges[rank], keys.of_others(rank), keys.ranks)) for rank in range(queries.ranks)
     )
 
 
@@ -106,34 +92,20 @@ def count(keys: Sequence[range]) -> int:
     return sum(map(len, keys))
 
 
+@cached_by_mask(maxsize=16)
 def plan_exchange(mask: Mask, queries: Shards, keys: Shards, rank: int) -> Exchange:
     """What a rank sends and receives, under a mask that is bound to the whole call."""
-    known = MaskKey(mask)
-    if known.structure is None:
-        return _planned(known, queries, keys, rank)
-    return _remembered(known, queries, keys, rank)
-
-
-@lru_cache(maxsize=16)
-def _remembered(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
-    with torch.inference_mode(False):
-        return _planned(known, queries, keys, rank)
-
-
-def _planned(known: MaskKey, queries: Shards, keys: Shards, rank: int) -> Exchange:
     ranks, turns, mine = keys.ranks, [], queries.ranges[rank]
     for distance in range(1, ranks):
         target, source = (rank + distance) % ranks, (rank - distance) % ranks
-        sent = seen_keys(known.mask, queries.ranges[target], keys.ranges[rank], ranks)
-        received = seen_keys(known.mask, mine, keys.ranges[source], ranks)
+        sent = seen_keys(mask, queries.ranges[target], keys.ranges[rank], ranks)
+        received = seen_keys(mask, mine, keys.ranges[source], ranks)
         both = zip(parcels(sent), parcels(received), strict=True)
         turns += [
-            Turn(target, out, source, into, tuple(_rectangles(known.mask, mine, into)))
-            for out, into in both
-            if out or into
+            Turn(target, out, source, into, tuple(_rectangles(mask, mine, into))) for out, into in both if out or into
         ]
     own = keys.ranges[rank]
-    return Exchange(own, tuple(_rectangles(known.mask, mine, own)), tuple(turns))
+    return Exchange(own, tuple(_rectangles(mask, mine, own)), tuple(turns))
 
 
 def _rectangles(mask: Mask, queries: Keys, keys: Keys) -> Iterator[Rectangle]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.kernels.known import cached_by_mask
 from regard.masks import Mask
-from regard.masks.planning import MaskKey
 from regard.rules import Rule
 
 MAX_READ_NUMBERS = 1 << 20
@@ -33,13 +33,10 @@ def fingerprint(*values: Any) -> bytes:
 
 def of_mask(mask: Mask | None) -> bytes:
     """The fingerprint of a mask; remembered, where it can be told from others."""
-    known = None if mask is None else MaskKey(mask)
-    return fingerprint(mask) if known is None or known.structure is None else _remembered(known)
+    return fingerprint(mask) if mask is None else _remembered(mask)
 
 
-@lru_cache(maxsize=8)
-def _remembered(known: MaskKey) -> bytes:
-    return fingerprint(known.mask)
+_remembered = cached_by_mask(maxsize=8)(fingerprint)
 
 
 def _feed(feed: Callable[[bytes], object], value: Any, inside: frozenset[int] = frozenset()) -> None:

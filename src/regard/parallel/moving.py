@@ -2,17 +2,15 @@
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given, Sum
 from regard.dropout import Cells
 from regard.indexing import Indices, shifted
+from regard.kernels.known import cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
-from regard.masks.planning import MaskKey
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -36,23 +34,17 @@ def part_of(scoring: Scoring, queries: range, keys: range, origins: Origins) -> 
     """
     whole = scoring.grid
     bias = None if scoring.bias is None else moved_bias(scoring.bias, queries, keys, whole, origins)
-    known = MaskKey(scoring.mask_or_everything)
-    mask = (moved_mask if known.structure is None else _remembered)(known, queries, keys, whole)
+    mask = moved_mask(scoring.mask_or_everything, queries, keys, whole)
     grid = whole._replace(query_len=len(queries), key_len=len(keys))
     return replace(scoring, grid=grid, bias=bias, mask=mask, sink=None)
 
 
-def moved_mask(known: MaskKey, queries: range, keys: range, grid: Grid) -> Mask:
+@cached_by_mask(maxsize=256)
+def moved_mask(mask: Mask, queries: range, keys: range, grid: Grid) -> Mask:
     """What a bound mask says of a rectangle that is not empty."""
-    left = known.mask.restrict(queries, keys)
+    left = mask.restrict(queries, keys)
     assert left is not Tile.EMPTY
     return EVERYTHING if isinstance(left, Tile) else left.counted_from(queries.start, keys.start, grid)
-
-
-@lru_cache(maxsize=256)
-def _remembered(known: MaskKey, queries: range, keys: range, grid: Grid) -> Mask:
-    with torch.inference_mode(False):
-        return moved_mask(known, queries, keys, grid)
 
 
 def moved_bias(bias: Bias, queries: range, keys: range, grid: Grid, origins: Origins) -> Bias:

@@ -6,7 +6,6 @@ one graph works for every length; the strips are planned when the node runs.
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
+from regard.kernels.known import Recent
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.masks import Mask
@@ -113,34 +113,21 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
     return None if seed is None else Dropout(rate, int(seed))
 
 
-class Line:
-    """A mask as a node holds it; equal for masks of which the same is known."""
-
-    __slots__ = ("known", "line", "numbers", "tensors")
-
-    def __init__(self, line: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
-        self.line, self.tensors, self.numbers = line, tensors, numbers
-        self.known: Hashable = (line, *numbers, *map(few_or_version, tensors))
-
-    def __hash__(self) -> int:
-        return hash(self.known)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Line) and self.known == other.known
-
-
-@lru_cache(maxsize=16)
-def _remembered(mask: Line, grid: Grid) -> Mask:
-    with torch.inference_mode(False):
-        return cast(Mask, settled(deserialise(mask.line, mask.tensors, mask.numbers)).bind(grid))
+_masks: Recent[Mask] = Recent(16)
 
 
 def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
-    """The mask that a node holds, bound; one that is large is read again in every call, rather than kept."""
+    """The mask that a node holds, bound."""
     try:
-        return _remembered(Line(line, tensors, numbers), grid)
+        known: Hashable = (line, *numbers, *map(few_or_version, tensors), grid)
     except NotComparableError:
         return cast(Mask, deserialise(line, tensors, numbers).bind(grid))
+
+    def make() -> Mask:
+        with torch.inference_mode(False):
+            return cast(Mask, settled(deserialise(line, tensors, numbers)).bind(grid))
+
+    return _masks.get(known, make)
 
 
 def _of_node(
