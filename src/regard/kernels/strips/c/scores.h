@@ -286,6 +286,17 @@ INLINE const void *numbers_in(const struct place *p, const struct tile *t)
     return t->gradient > 0 ? p->call->given[t->gradient - 1] + (i64)t->numbers : t->numbers;
 }
 
+INLINE const char *address(const void *numbers, i64 at, const int dtype)
+{
+    return (const char *)numbers + at * (dtype == OWN ? sizeof(real) : sizeof(uint16_t));
+}
+
+/* Asks for a line of memory that is soon read, or written: AHEAD bytes after what is read of a row now, or that of a
+   later key. Processors do so themselves only along a few rows at a time; without it a dense bias takes 1.3 times as long,
+   and one whose heads lie side by side 1.7 times. Rows "bias, dense" of features.py. */
+#define AHEAD 192
+INLINE void fetch(const char *at, const int written) { __builtin_prefetch(at, written); }
+
 /* some of them, from a place on */
 INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
 {
@@ -306,7 +317,10 @@ INLINE real number_at(const void *numbers, i64 at, const int dtype)
 INLINE vec numbers_apart(const void *numbers, i64 at, i64 apart, const int dtype)
 {
     vec x;
-    for (int i = 0; i < LANES; i++) x[i] = number_at(numbers, at + i * apart, dtype);
+    for (int i = 0; i < LANES; i++) {
+        x[i] = number_at(numbers, at + i * apart, dtype);
+        fetch(address(numbers, at + (i + LANES) * apart, dtype), 0);
+    }
     return x;
 }
 
@@ -376,6 +390,7 @@ INLINE void add_tile_of(
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
                 i64 at = from[c + i] + (first + j) * t->key;
+                if (t->key == 1) fetch(address(numbers, at, dtype) + AHEAD, 0);
                 x[i] = t->key == 1 ? vector_at(numbers, at, dtype) : numbers_apart(numbers, at, t->key, dtype);
             }
             transpose(x);
@@ -444,6 +459,7 @@ static void pull_tile(
             transpose(x);
             for (i64 i = c; i < least(c + LANES, rows); i++) {
                 real *of_keys = to[i] + at + j;
+                fetch((const char *)of_keys + AHEAD, 1);
                 store(of_keys, load(of_keys) + x[i - c]);
             }
         }
