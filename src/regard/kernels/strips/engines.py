@@ -6,7 +6,6 @@ gradients of each follow from the result of all, and are added up.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -18,10 +17,19 @@ from regard.numerics import merge, upcast
 from regard.scores import Scoring
 
 
-def _by_operators(*given: Any, wants_lse: bool = True, learns: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    forward: Callable[..., tuple[Tensor, Tensor]] = engine.forward
-    output, lse = forward(*given, wants_lse=wants_lse)
-    return output, lse, output
+def _by_operators(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
+    plan: StripPlan, *, wants_lse: bool = True, learns: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `native.forward`. Results are merged in float32, unrounded."""
+    if not plan.others:
+        output, lse = engine.forward(query, key, value, sink, scoring, dropout, plan, wants_lse=wants_lse)
+        return output, lse, output
+    three = upcast(query), upcast(key), upcast(value)
+    exact, lse = engine.forward(*three, sink, scoring, dropout, plan)
+    for other in plan.others:
+        merge(exact, lse, *engine.forward(*three, None, scoring, dropout, other))
+    return exact.to(query.dtype), lse, exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +38,12 @@ class Engine:
 
     name: str
     plan_of: Callable[[Call], StripPlan]
-    attend: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """`forward` of one plan."""
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """As `native.forward`, of a plan and those beside it."""
     pull: Callable[..., tuple[Tensor | None, ...]]
     """`backward` of one plan."""
     keeps_exact: bool
-    """Whether the third that `attend` returns is not rounded to half precision, as results must not be before they are
-    merged; if not, all is computed in float32."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
-        plan: StripPlan, *, wants_lse: bool = True, learns: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `native.forward`."""
-        if not plan.others:
-            wanted = {"wants_lse": wants_lse, "learns": learns}
-            return self.attend(query, key, value, sink, scoring, dropout, plan, **wanted)
-        three = (query, key, value) if self.keeps_exact else (upcast(query), upcast(key), upcast(value))
-        _, lse, exact = self.attend(*three, sink, scoring, dropout, plan)
-        for other in plan.others:
-            _, lse_of_other, more = self.attend(*three, None, scoring, dropout, other)
-            merge(exact, lse, more, lse_of_other)
-        return exact.to(query.dtype), lse, exact
+    """Whether sums are wider than half precision; if not, all is computed in float32 where gradients are added up."""
 
     def backward(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,

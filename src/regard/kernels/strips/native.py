@@ -275,19 +275,24 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
     precision unrounded, if something learns, since the gradients of scores are differences from it."""
-    order = Order(query, key, value, sink, scoring, dropout, plan)
+    orders = [Order(query, key, value, sink, scoring, dropout, plan)]
+    orders += [Order(query, key, value, None, scoring, dropout, other) for other in plan.others]
+    dtype, wants_lse = wide(query.dtype), wants_lse or len(orders) > 1
     exact = output = laid_like(query, value.shape[3])
-    order.tensors("output", output)
-    dtype = wide(query.dtype)
-    if learns and query.dtype is not dtype:
+    if query.dtype is not dtype and (learns or len(orders) > 1):
         exact = laid_like(query, value.shape[3], dtype)
-        order.tensors("exact", exact)
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
-    if wants_lse:
-        order.numbers("lse", lse)
-    order.run(order.compiled.forward)
-    if order.is_suspect():  # a hidden key may have had a part
-        order.run(order.compiled.forward, careful=True)
+    for order in orders:
+        order.tensors("output", output)
+        if exact is not output:
+            order.tensors("exact", exact)
+        if wants_lse:
+            order.numbers("lse", lse)
+    for careful in (False, True):
+        for order in orders:  # each goes on from what those before left
+            order.run(order.compiled.forward, careful=careful, goes_on=order is not orders[0])
+        if not any(order.is_suspect() for order in orders):
+            break  # otherwise a hidden key may have had a part
     return output, lse, exact
 
 
@@ -349,7 +354,7 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
         by_distance = order.added.row.new_zeros(chunks, *query.shape[:2], order.added.row.shape[2])
     if order.learns:
         order.gradients(by_distance)
-    order.run(order.compiled.backward, careful=careful)
+    order.run(order.compiled.backward, careful=careful, adds_up=True)
     if elsewhere:
         order.finish()
     if by_distance is not None:

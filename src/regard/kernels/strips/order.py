@@ -175,20 +175,24 @@ class Order:
         self._held += array, by_distance
         self._words[AT["gradient"]] = ctypes.addressof(array)
 
-    def run(self, way: Callable[[CallOf], None], *, careful: bool = False) -> None:
+    def run(
+        self, way: Callable[[CallOf], None], *, careful: bool = False, goes_on: bool = False, adds_up: bool = False
+    ) -> None:
         """Computes all strips, one way.
 
         Args:
             careful: takes what nobody sees as 0.
+            goes_on: from what was computed of other keys.
+            adds_up: whether strips add to what earlier ones left, so that all but the first go on from it.
         """
-        self._words[AT["careful"]], self._words[AT["goes_on"]] = careful, False
+        self._words[AT["careful"]], self._words[AT["goes_on"]] = careful, goes_on
         if self._work is not None:  # it is told of its strips
             way(self._call)
             return
         parts = 0
         for work in works(self.plan, self.added, 2 * self.compiled.lanes):
             _tell(self._call, work)
-            self._words[AT["goes_on"]] = parts > 0
+            self._words[AT["goes_on"]] = goes_on or (adds_up and parts > 0)
             way(self._call)
             parts += 1
         if parts == 1:

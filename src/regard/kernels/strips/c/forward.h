@@ -10,15 +10,29 @@ static i64 forward_numbers(const struct call *c)
     return UNITS * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
 }
 
-/* Before the first key: a sink is a key without value. */
+/* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
+   computed before is one with the output as its value. */
+INLINE real lse_before(const struct place *p, i64 r)
+{
+    const struct call *c = p->call;
+    if (c->goes_on) return c->lse[number_of(p, r)];
+    return c->sink ? c->sink[p->head[r]] : NONE;
+}
+
 static void begin_softmax(const struct place *p, i64 units, real *top, real *total)
 {
-    const real *sink = p->call->sink;
     for (i64 i = 0; i < units * UNIT; i++) {
-        i64 head = p->head[least(i, p->rows - 1)];
-        top[i] = sink ? sink[head] * LOG2_E : NONE;
-        total[i] = sink && sink[head] > NONE;
+        real before = lse_before(p, least(i, p->rows - 1));
+        top[i] = before * LOG2_E;
+        total[i] = before > NONE;
     }
+}
+
+/* where the output of a query is that was computed before */
+INLINE const real *output_before(const struct place *p, i64 r)
+{
+    const struct tensor *output = p->call->exact.data ? &p->call->exact : &p->call->output;
+    return (const real *)output->data + place_in(output, p->batch, p->head[r], p->query[r]);
 }
 
 /* Scores of a unit with n more keys become weights, relative to the largest score so far; that and the sum of weights
@@ -50,11 +64,11 @@ static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by
     return grew;
 }
 
-/* The log-sum-exp of a query, in natural units; exactly that of the sink where no key is seen. */
-static real lse_of(const struct call *c, i64 head, real top, real total)
+/* The log-sum-exp of a query, in natural units; exactly that before where no key is seen. */
+static real lse_of(const struct place *p, i64 r, real top, real total)
 {
-    real sink = c->sink ? c->sink[head] : NONE;
-    if (total == 1 && top == sink * LOG2_E) return sink;
+    real before = lse_before(p, r);
+    if (total == 1 && top == before * LOG2_E) return before;
     return (top + log2((double)total)) * LN_2; /* rounded once: all weights of a query are times that error, backward */
 }
 
@@ -86,7 +100,20 @@ static void write_row(const struct place *p, i64 r, real *row, real top, real to
     if (!is_finite(row, size) || total * 0 != 0) suspect(p);
     if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), size, OWN, row);
     narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), size, c->dtype, row);
-    if (c->lse) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top, total);
+    if (c->lse) c->lse[number_of(p, r)] = lse_of(p, r, top, total);
+}
+
+/* The outputs of a unit before the first key, side by side. */
+static void begin_outputs(const struct place *p, i64 unit, real *output)
+{
+    i64 size = p->call->value_dim;
+    if (!p->call->goes_on) {
+        memset(output, 0, size * UNIT * sizeof(real));
+        return;
+    }
+    const real *from[UNIT];
+    for (i64 i = 0; i < UNIT; i++) from[i] = output_before(p, least(unit * UNIT + i, p->rows - 1));
+    to_columns(from, UNIT, size, output);
 }
 
 static void forward_place(const struct place *p, real *memory)
@@ -101,7 +128,7 @@ static void forward_place(const struct place *p, real *memory)
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total);
-    memset(output, 0, units * E * UNIT * sizeof(real));
+    for (i64 u = 0; u < units; u++) begin_outputs(p, u, output + u * E * UNIT);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
         struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room);

@@ -228,7 +228,7 @@ static void find_lse(const struct place *p, real *query, real *top, real *total,
             }
         }
     }
-    for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(c, p->head[r], top[r], total[r]);
+    for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(p, r, top[r], total[r]);
 }
 
 /* Adds weights to a statistic. */
