@@ -18,7 +18,6 @@ from regard import (
     Window,
     attention,
     attention_with_lse,
-    observe,
     plan,
 )
 from regard.kernels.strips import binding, tuning
@@ -123,15 +122,6 @@ def test_what_nobody_sees_has_no_part_in_it(kernel):
     expected = attention(*three, mask=mask, kernel=kernel)
     three[1][:, :, 100:], three[2][:, :, 100:] = torch.nan, torch.inf
     assert_close(attention(*three, mask=mask, kernel=kernel), expected)
-
-
-def test_statistics_are_those_of_the_mask():
-    query, key, *_ = drawn(torch.float32, 1)
-    mask = UNIONS["causal"]
-    seen = observe(query, key, mask=mask)
-    weights = seen.weights()
-    assert_close(seen.received(), weights.sum(2))
-    assert_close(seen.entropy(), torch.special.entr(weights).sum(-1))
 
 
 def test_a_graph_holds_it_as_a_node():

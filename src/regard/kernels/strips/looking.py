@@ -70,25 +70,34 @@ def look(
         progress: called with the parts done, and all; they take about equally long.
     """
     query, key, value, scoring, _, _ = call
-    order = Order(query, key, value, scoring.sink, scoring, None, native.plan_of(call, merges=False))
+    plan = native.plan_of(call)
+    orders = [Order(query, key, value, scoring.sink, scoring, None, plan)]
+    orders += [Order(query, key, value, None, scoring, None, other) for other in plan.others]
     stacks = query.shape[0] * key.shape[1]
-    chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * order.compiled.lanes)
-    order.deal(chunks)
-    order.numbers("lse", lse)
-    order.number("knows_lse", knows_lse)
-    if queries is not None:
-        order.number("first_query", queries.start)
-        order.number("last_query", queries.stop - 1)
+    chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
     sums = [_sums(statistic, chunks) for statistic in wanted]
     told = (StatisticOf * len(wanted))(*map(_told, wanted, sums))
-    order.number("statistic", ctypes.addressof(told))
-    order.number("statistics", len(wanted))
+    passes = [(knows_lse, len(wanted))]
+    if plan.others and wanted and not knows_lse:  # which is that of all keys
+        passes = [(False, 0), (True, len(wanted))]
     parts = max(1, native.num_scores(call) // (tuning.SCORES_BETWEEN_REPORTS * torch.get_num_threads()))
-    order.number("parts", parts)
-    for part in range(parts):
-        order.number("part", part)
-        order.run(order.compiled.look)
-        progress(part + 1, parts)
+    done = 0
+    for knows_lse, statistics in passes:
+        for order in orders:
+            order.deal(chunks)
+            order.numbers("lse", lse)
+            order.number("knows_lse", knows_lse)
+            if queries is not None:
+                order.number("first_query", queries.start)
+                order.number("last_query", queries.stop - 1)
+            order.number("statistic", ctypes.addressof(told))
+            order.number("statistics", statistics)
+            order.number("parts", parts)
+            for part in range(parts):
+                order.number("part", part)
+                order.run(order.compiled.look, goes_on=order is not orders[0])
+                done += 1
+                progress(done, parts * len(orders) * len(passes))
     for statistic, of_chunks in zip(wanted, sums, strict=True):
         if of_chunks is not statistic.numbers:
             total = of_chunks.amax(0) if statistic.kind is Kind.PIXEL_MAXIMA else of_chunks.sum(0)

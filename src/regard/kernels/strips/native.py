@@ -26,7 +26,7 @@ from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
-from regard.kernels.strips.grouping import StripPlan, plan_strips
+from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import by_interval
 from regard.kernels.strips.order import Order, laid_like, library_for
 from regard.kernels.strips.plan import PlanOptions, Strip
@@ -87,12 +87,8 @@ def _adds_up_gradients(call: Call) -> bool:
     return all(term.of_distance or isinstance(term, Given) for term in terms)
 
 
-def plan_of(call: Call, *, merges: bool = True) -> StripPlan:
-    """The strips of a call.
-
-    Args:
-        merges: whether results may be merged.
-    """
+def plan_of(call: Call) -> StripPlan:
+    """The strips of a call."""
     scoring, grid = call.scoring, call.scoring.grid
     rule, interval = by_interval(scoring.mask_or_everything, grid)
     evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
@@ -103,7 +99,7 @@ def plan_of(call: Call, *, merges: bool = True) -> StripPlan:
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
-    plan = (plan_union if merges else plan_strips)(rule, grid, by)
+    plan = plan_union(rule, grid, by)
     return plan.within(interval).beside([other.within(interval) for other in plan.others])
 
 

@@ -104,7 +104,7 @@ struct call {
     const struct statistic *statistic;
     i64 statistics, knows_lse; /* lse is read; otherwise it is computed first */
     i64 goes_on; /* other strips of the same call were computed before: backward, of other queries or keys, whose sums these
-                    are added to; forward, of other keys of the same queries, whose lse and output (`exact`) are there */
+                    are added to; forward and for statistics, of other keys of the same queries, whose results are there */
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */

@@ -161,6 +161,21 @@ static void find_largest(const struct statistic *t, const struct seen *s, real *
     }
 }
 
+/* what was found among other keys */
+static void read_largest(const struct place *p, const struct statistic *t, real *list)
+{
+    for (i64 r = 0; r < p->rows; r++) {
+        real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
+        const real *from = numbers_at(p, t, p->head[r], p->query[r], sizeof *from);
+        const i64 *from_keys = t->keys + (from - (real *)t->numbers.data);
+        for (i64 l = 0; l < t->n; l++) {
+            whole key = from_keys[l];
+            numbers[l * UNIT] = from[l];
+            memcpy(keys + l * UNIT, &key, sizeof key);
+        }
+    }
+}
+
 static void write_largest(const struct place *p, const struct statistic *t, real *list)
 {
     for (i64 r = 0; r < p->rows; r++) {
@@ -253,6 +268,7 @@ static void look_place(const struct place *p, real *memory)
     for (i64 t = 0; t < c->statistics; t++) {
         i64 numbers = places_of(c->statistic + t) * units * UNIT;
         list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
+        if (c->goes_on && c->statistic[t].kind == TOP) read_largest(p, c->statistic + t, list[t]);
     }
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
@@ -281,7 +297,9 @@ static void look_place(const struct place *p, real *memory)
     for (i64 n_th = 0; n_th < c->statistics; n_th++) {
         const struct statistic *t = c->statistic + n_th;
         if (t->kind == TOP) write_largest(p, t, list[n_th]);
-        for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++)
-            *(real *)numbers_at(p, t, p->head[r], p->query[r], sizeof(real)) = entropy[r];
+        for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++) {
+            real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
+            *to = c->goes_on ? *to + entropy[r] : entropy[r];
+        }
     }
 }
