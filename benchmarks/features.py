@@ -194,6 +194,7 @@ ROWS = (
     Row("1 query, 2 kv heads, sink", lambda n: {"sink": torch.zeros(HEADS)}, kv_heads=2, queries=1),
     Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
+    Row("17 queries, 32 texts", _fixed(), 2, 2, 256, 32, 17, most=2048, head_dim=256),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),

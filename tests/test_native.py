@@ -401,6 +401,33 @@ def test_of_few_queries_and_many_keys_outputs_and_gradients_are_as_exact_as_any(
 
 
 @needs_library
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 64), (torch.float32, 24), (torch.float64, 16)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "with numbers in common"])
+@pytest.mark.parametrize("mask", [Dense((torch.arange(90) % 9 != 4).expand(90, -1)), Causal() & Window(30)], ids=str)
+def test_sums_of_a_thread_are_those_of_the_whole_call(monkeypatch, dtype, size, shared, mask):
+    draw, found, sums = torch.Generator().manual_seed(0), [], []
+    inputs = [torch.randn(3, heads, 90, size, generator=draw).to(dtype) for heads in (8, 4, 4, 8)]
+    if type(mask) is Dense:
+        inputs[2][:, :, 4::9] = math.nan  # so that it is computed twice
+    bias = torch.randn(1, 1, 90, 90, generator=draw).to(torch.promote_types(dtype, torch.float32))
+    tell = Order.sums
+    monkeypatch.setattr(Order, "sums", lambda *given: (sums.append(1), tell(*given))[1])
+    for most in (native.MAX_SUMS_OF_A_THREAD, 0):
+        monkeypatch.setattr(native, "MAX_SUMS_OF_A_THREAD", most)
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
+        learned = [bias.clone().requires_grad_()] if shared else []
+        for _ in range(2):  # of the second it is known what the library is told
+            sums.clear()
+            output = attention(*leaves, mask=mask, bias=learned[0] if shared else None, kernel="native")
+            grads = torch.autograd.grad(output, [*leaves, *learned], inputs[3])
+        assert bool(sums) == (most == 0 and dtype is not torch.float64)
+        found.append(grads)
+    for own, whole in zip(*found, strict=True):
+        assert bool(own.isfinite().all())
+        assert torch.equal(own, whole)
+
+
+@needs_library
 def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)

@@ -45,6 +45,10 @@ MAX_SUMS = 1 << 27
 """Most numbers of gradients of keys and values that several threads add up apart, 512 MiB in float32: of one long head,
 every thread of a machine of many cores would have as many as the keys and values have."""
 
+MAX_SUMS_OF_A_THREAD = 1 << 21
+"""Most numbers that a thread adds up in memory of its own, 8 MiB in float32, where gradients are in half precision or
+no whole vectors: that of all heads would be new in every call. Row "17 queries, 32 texts" of features.py."""
+
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
 
@@ -338,9 +342,15 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     order.deal(chunks)
     grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], False
     order.tensors("grad_query", grads[0])
+    heads = key.shape[1] if in_common[1] else 1
+    of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
+    by_thread = chunks == 1 and order.is_whole and of_a_thread <= MAX_SUMS_OF_A_THREAD
     for name, grad in (("key", grads[1]), ("value", grads[2])):
         if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype:
             order.tensors(f"sum_{name}", grad)
+        elif by_thread:
+            order.number(f"sum_{name}", 0)
+            order.tensors(f"grad_{name}", grad)
         else:  # whole vectors are added up, by each thread
             order.sums(name, grad)
             elsewhere = True

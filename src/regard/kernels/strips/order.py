@@ -148,6 +148,11 @@ class Order:
         self.number(f"chunk_{name}", chunk)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is known that the library is told of all strips at once."""
+        return self._work is not None
+
+    @property
     def added(self) -> Added:
         """What is added to scores."""
         if self._added is None:

@@ -225,30 +225,18 @@ static void deal_to_one(
     }
 }
 
-/* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
-   for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
-static void deal(
-    struct call *c, void (*begin)(const struct call *, i64 batch, i64 kv_head, i64 chunk), compute *of_place,
-    i64 numbers)
+/* A thread's own memory for the sums of some kv heads, if there is no other: rows of whole vectors, of which `finish_sums`
+   makes gradients while they are in the cache. */
+static i64 own_sums(const struct call *c, const struct tensor *sums, const struct tensor *grad, i64 size, i64 heads)
 {
-    real *memory = memory_for(numbers);
-    struct state before_us = begin_work(c);
-    /* Heads of a batch index may lie in the same pages of memory, which threads wait for each other to get: of many batch
-       indices, each is one thread's, where it adds up in place. */
-    i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
-    i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
-    i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
-    for (i64 item; (item = take(c, batches * owners * c->chunks)) >= 0;) {
-        i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
-        i64 chunk = item % c->chunks;
-        if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
-        for (; batch < stop; batch++) {
-            for (i64 n = first; begin && !c->goes_on && n < first + each; n++) begin(c, batch, n, chunk);
-            for (i64 n = first; n < first + each; n += together)
-                deal_to_one(c, batch, n, together, chunk, of_place, memory);
-        }
-    }
-    end_work(c, before_us);
+    return sums->data || !grad->data ? 0 : round_up(heads * c->key_len * round_up(size, LANES), 16);
+}
+
+/* tells of them, from one kv head on */
+static void take_own(const struct call *c, struct tensor *sums, i64 size, real *memory, i64 kv_head)
+{
+    i64 row = round_up(size, LANES), head = c->key_len * row;
+    *sums = (struct tensor){memory - kv_head * head, 0, head, row};
 }
 
 static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
@@ -266,7 +254,6 @@ static void finish_sums(
     const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
     i64 first, i64 stop)
 {
-    if (!out->data) return; /* they are where they were added up */
     for (i64 row = first; row < stop; row++) {
         const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
         real total[size];
@@ -277,6 +264,42 @@ static void finish_sums(
     }
 }
 
+/* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
+   for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
+static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
+{
+    i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
+    i64 of_keys = adds_up ? own_sums(c, &c->sum_key, &c->grad_key, c->head_dim, together) : 0;
+    i64 of_values = adds_up ? own_sums(c, &c->sum_value, &c->grad_value, c->value_dim, together) : 0;
+    real *memory = memory_for(of_keys + of_values + numbers), *rest = memory + of_keys + of_values;
+    struct state before_us = begin_work(c);
+    struct call own = *c;
+    /* Heads of a batch index may lie in the same pages of memory, which threads wait for each other to get: of many batch
+       indices, each is one thread's, where it adds up in place. */
+    i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
+    i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
+    for (i64 item; (item = take(c, batches * owners * c->chunks)) >= 0;) {
+        i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
+        i64 chunk = item % c->chunks;
+        if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
+        for (; batch < stop; batch++)
+            for (i64 n = first; n < first + each; n += together) {
+                if (of_keys) take_own(c, &own.sum_key, c->head_dim, memory, n);
+                if (of_values) take_own(c, &own.sum_value, c->value_dim, memory + of_keys, n);
+                for (i64 head = n; adds_up && !c->goes_on && head < n + together; head++)
+                    begin_sums(&own, batch, head, chunk);
+                deal_to_one(&own, batch, n, together, chunk, of_place, rest);
+                for (i64 head = n; head < n + together; head++) {
+                    if (of_keys) finish_sums(c, &own.sum_key, 0, &c->grad_key, c->head_dim, batch, head, 0, c->key_len);
+                    if (of_values)
+                        finish_sums(c, &own.sum_value, 0, &c->grad_value, c->value_dim, batch, head, 0, c->key_len);
+                }
+            }
+    }
+    if (own.suspect) __atomic_store_n(&c->suspect, 1, __ATOMIC_RELAXED);
+    end_work(c, before_us);
+}
+
 static void finish_work(void *of_call)
 {
     struct call *c = of_call;
@@ -284,8 +307,10 @@ static void finish_work(void *of_call)
     for (i64 item; (item = take(c, c->batches * c->kv_heads * parts)) >= 0;) {
         i64 first = item % parts * KEYS, head = item / parts % c->kv_heads, batch = item / parts / c->kv_heads;
         i64 stop = least(first + KEYS, c->key_len);
-        finish_sums(c, &c->sum_key, c->chunk_key, &c->grad_key, c->head_dim, batch, head, first, stop);
-        finish_sums(c, &c->sum_value, c->chunk_value, &c->grad_value, c->value_dim, batch, head, first, stop);
+        if (c->grad_key.data) /* otherwise they are where they were added up */
+            finish_sums(c, &c->sum_key, c->chunk_key, &c->grad_key, c->head_dim, batch, head, first, stop);
+        if (c->grad_value.data)
+            finish_sums(c, &c->sum_value, c->chunk_value, &c->grad_value, c->value_dim, batch, head, first, stop);
     }
 }
 
@@ -300,10 +325,10 @@ static void backward_of(const struct place *p, real *memory)
 static void backward_work(void *call)
 {
     i64 few = few_backward_numbers(call), many = backward_numbers(call);
-    deal(call, begin_sums, backward_of, few > many ? few : many);
+    deal(call, backward_of, few > many ? few : many, 1);
 }
 
-static void look_work(void *call) { deal(call, NULL, look_place, look_numbers(call)); }
+static void look_work(void *call) { deal(call, look_place, look_numbers(call), 0); }
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the OpenMP that torch uses */
 

@@ -76,7 +76,9 @@ struct share {
 
 struct call {
     struct tensor query, key, value, output, grad_output, grad_query;
-    struct tensor sum_key, sum_value;   /* where gradients of keys and values are added up: our dtype, whole vectors */
+    /* Where gradients of keys and values are added up, in our dtype and whole vectors; NULL: in a thread's own memory, of
+       as many kv heads at a time as have something in common, from which they are written at once. */
+    struct tensor sum_key, sum_value;
     struct tensor grad_key, grad_value; /* where `regard_finish` writes them; NULL if that is where they are added up */
     struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
     real *lse;               /* [batch, heads, query_len]; not written where NULL */
