@@ -112,7 +112,8 @@ def form_of(
 ) -> Form | None:
     """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
 
-    One query without a mask, as in writing token by token, has the same form at every key_len of the same magnitude.
+    One query without a mask or gradients, as in writing token by token, has the same form at every key_len of the same
+    magnitude.
     None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
     masks and biases of which it is not known what they follow from. Calls with additive similarity or a generator of
     their own have none either.
@@ -126,12 +127,12 @@ def form_of(
         return None
     key_shape: Hashable = key.shape
     value_shape: Hashable = value.shape
-    structure = None
+    structure, learns = None, kinds[4]
     if mask is not None:
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
             return None
-    elif bias is None and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
+    elif bias is None and not learns and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
         batch, kv_heads, key_len, head_dim = key.shape
         if value.shape[:3] == (batch, kv_heads, key_len):
             key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]

@@ -109,7 +109,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
     scoring = call.scoring
     alone = _prepare_one(call) if by is NATIVE else None
-    any_length = scoring.mask is None and scoring.grid.query_len == 1
+    any_length = scoring.mask is None and scoring.grid.query_len == 1 and not call.learns
     if alone is not None or any_length or not call.concrete:
         return alone
     planned = _planned(call, by)

@@ -127,9 +127,11 @@ def beats(call: Call, scores: float) -> bool:
     """Whether this takes less time than torch's own function, which would compute so many scores."""
     learns, features = call.learns, call.query.shape[3] + call.value.shape[3]
     size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
-    scores *= max(1.0, tuning.FEW_QUERIES / call.scoring.grid.query_len)
-    as_late = learns and call.query.dtype in fused.HALF  # torch's own function takes as long to begin
-    to_begin = 0 if as_late else tuning.SCORES_TO_BEGIN
+    queries = call.scoring.grid.query_len
+    scores *= max(1.0, tuning.FEW_QUERIES / queries) if queries > 1 else tuning.ONE_QUERY
+    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns else tuning.SCORES_TO_BEGIN
+    if learns and call.query.dtype in fused.HALF:  # torch's own function takes as long to begin
+        to_begin = 0
     changed = reordering(call)
     if changed is not None:
         to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)

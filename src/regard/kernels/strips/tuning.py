@@ -103,6 +103,9 @@ SCORES_TO_BEGIN = 1 << 10
 """Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function.
 Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
 
+SCORES_TO_BEGIN_GRADIENTS = 5 << 9
+"""The same with gradients in float32. Rows "causal, 1 head" and "5 queries, causal" of features.py."""
+
 FEATURES_OF_A_SCORE = 32
 """What a score costs beside its two products, in features of them: of 16 features in 64, two fifths and not a quarter.
 From calls of 8 to 256 features, of 8 heads and 256 tokens."""
@@ -112,6 +115,9 @@ SCORES_TO_BEGIN_A_NODE = 1 << 14
 
 FEW_QUERIES = 8
 """Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
+
+ONE_QUERY = 2
+"""Of one alone it does: only so many times that of a score among many. Row "1 query, gradients" of features.py."""
 
 SCORES_TO_SORT = 1 << 12
 """The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""

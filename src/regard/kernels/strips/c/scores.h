@@ -16,8 +16,13 @@ static void widen(const void *from, i64 at, i64 count, i64 dtype, real *to)
             memcpy(&wide, &x, sizeof x);
             to[i] = wide;
         }
-    else
-        for (i64 i = 0; i < count; i++) to[i] = ((const _Float16 *)from)[at + i];
+    else {
+        const _Float16 *numbers = (const _Float16 *)from + at;
+        i64 i = 0;
+        for (; i + LANES <= count; i += LANES)
+            store(to + i, load_float16(numbers + i));
+        for (; i < count; i++) to[i] = numbers[i];
+    }
 }
 
 static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
@@ -31,8 +36,13 @@ static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
             memcpy(&x, &wide, sizeof x);
             ((uint16_t *)to)[at + i] = wide != wide ? 0x7fc0 : (x + 0x7fff + ((x >> 16) & 1)) >> 16;
         }
-    else
-        for (i64 i = 0; i < count; i++) ((_Float16 *)to)[at + i] = (_Float16)from[i];
+    else {
+        _Float16 *numbers = (_Float16 *)to + at;
+        i64 i = 0;
+        for (; i + LANES <= count; i += LANES)
+            store_float16(numbers + i, load(from + i));
+        for (; i < count; i++) numbers[i] = (_Float16)from[i];
+    }
 }
 
 /* Some queries of a strip with one kv head: those of one head, or, where they are few, of all that share it. */
@@ -302,7 +312,7 @@ INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
 {
     if (dtype == OWN) return load((const real *)numbers + at);
     const uint16_t *from = (const uint16_t *)numbers + at;
-    if (dtype == FLOAT16) return __builtin_convertvector(*(const loose_float16 *)from, vec);
+    if (dtype == FLOAT16) return load_float16((const _Float16 *)from);
     return __builtin_convertvector((floats)(__builtin_convertvector(*(const loose_halves *)from, bits) << 16), vec);
 }
 

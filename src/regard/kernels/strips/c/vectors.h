@@ -93,6 +93,18 @@ INLINE vec load_some(const real *p, i64 n)
 #endif
 }
 
+/* float16: compilers take numbers one by one where processors compute in it only by conversion */
+#if defined(__AVX512F__) && !defined(FLOAT64)
+INLINE vec load_float16(const _Float16 *p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void store_float16(_Float16 *p, vec x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, 0)); }
+#elif defined(__AVX2__) && defined(__F16C__) && !defined(FLOAT64)
+INLINE vec load_float16(const _Float16 *p) { return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE void store_float16(_Float16 *p, vec x) { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, 0)); }
+#else
+INLINE vec load_float16(const _Float16 *p) { return __builtin_convertvector(*(const loose_float16 *)p, vec); }
+INLINE void store_float16(_Float16 *p, vec x) { *(loose_float16 *)p = __builtin_convertvector(x, loose_float16); }
+#endif
+
 /* the larger, and the smaller, of each two numbers; y where one is NaN */
 #if defined(__AVX512F__) && defined(FLOAT64)
 #define OF_TWO(which) (vec)_mm512_##which##_pd((__m512d)x, (__m512d)y)
