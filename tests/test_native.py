@@ -381,15 +381,15 @@ def test_gradients_of_keys_that_many_queries_see_are_sums_as_exact_as_any(mask):
 
 
 @needs_library
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(
-    st.sampled_from([1, 2, 3, 5, 8, 9, 31, 40, 200]), st.integers(2000, 9000), st.sampled_from([24, 64]), st.booleans()
+    st.sampled_from([1, 2, 3, 5, 8, 9, 31, 40, 200]), st.integers(2000, 6000), st.sampled_from([24, 64]), st.booleans()
 )
 def test_of_few_queries_and_many_keys_outputs_and_gradients_are_as_exact_as_any(queries, keys, size, causal):
     """Of few queries, gradients of keys and values are sums too short for the errors of lse to cancel out. All errors
     count together: of a few thousand sums, the largest error of the plain computation is at times a small one."""
     draw, found = torch.Generator().manual_seed(keys), []
-    inputs = [torch.randn(1, 8, length, size, generator=draw) for length in (queries, keys, keys, queries)]
+    inputs = [torch.randn(1, 4, length, size, generator=draw) for length in (queries, keys, keys, queries)]
     for dtype, kernel in ((torch.float32, "native"), (torch.float64, "reference"), (torch.float32, "reference")):
         *three, grad = (tensor.to(dtype) for tensor in inputs)
         leaves = [tensor.requires_grad_() for tensor in three]
