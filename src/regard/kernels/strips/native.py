@@ -45,8 +45,8 @@ MAX_SUMS = 1 << 27
 """Most numbers of gradients of keys and values that several threads add up apart, 512 MiB in float32: of one long head,
 every thread of a machine of many cores would have as many as the keys and values have."""
 
-MAX_SUMS_OF_A_THREAD = 1 << 21
-"""Most numbers that a thread adds up in memory of its own, 8 MiB in float32, where gradients are in half precision or
+MAX_SUMS_OF_A_THREAD = 1 << 20
+"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, where gradients are in half precision or
 no whole vectors: that of all heads would be new in every call. Row "17 queries, 32 texts" of features.py."""
 
 BYTES_OF_A_CELL = 1 / 8
