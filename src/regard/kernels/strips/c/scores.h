@@ -305,7 +305,8 @@ INLINE const char *address(const void *numbers, i64 at, const int dtype)
    later key. Processors do so themselves only along a few rows at a time; without it a dense bias takes 1.3 times as long,
    and one whose heads lie side by side 1.7 times. Rows "bias, dense" of features.py. */
 #define AHEAD 192
-INLINE void fetch(const char *at, const int written) { __builtin_prefetch(at, written); }
+INLINE void fetch(const char *at) { __builtin_prefetch(at, 0); }
+INLINE void fetch_to_write(const char *at) { __builtin_prefetch(at, 1); }
 
 /* some of them, from a place on */
 INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
@@ -329,7 +330,7 @@ INLINE vec numbers_apart(const void *numbers, i64 at, i64 apart, const int dtype
     vec x;
     for (int i = 0; i < LANES; i++) {
         x[i] = number_at(numbers, at + i * apart, dtype);
-        fetch(address(numbers, at + (i + LANES) * apart, dtype), 0);
+        fetch(address(numbers, at + (i + LANES) * apart, dtype));
     }
     return x;
 }
@@ -400,7 +401,7 @@ INLINE void add_tile_of(
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
                 i64 at = from[c + i] + (first + j) * t->key;
-                if (t->key == 1) fetch(address(numbers, at, dtype) + AHEAD, 0);
+                if (t->key == 1) fetch(address(numbers, at, dtype) + AHEAD);
                 x[i] = t->key == 1 ? vector_at(numbers, at, dtype) : numbers_apart(numbers, at, t->key, dtype);
             }
             transpose(x);
@@ -469,7 +470,7 @@ static void pull_tile(
             transpose(x);
             for (i64 i = c; i < least(c + LANES, rows); i++) {
                 real *of_keys = to[i] + at + j;
-                fetch((const char *)of_keys + AHEAD, 1);
+                fetch_to_write((const char *)of_keys + AHEAD);
                 store(of_keys, load(of_keys) + x[i - c]);
             }
         }
