@@ -16,8 +16,8 @@ from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import attention, attention_with_lse
 from regard.kernels import hidden
 from regard.kernels.strips import binding
-from regard.masks import Causal, Dense, Document, Mask, Padding, Where, Window
-from regard.shapes import LayoutWarning, ShapeError
+from regard.masks import Band, Causal, Dense, Document, Mask, Padding, Where, Window
+from regard.shapes import Grid, LayoutWarning, ShapeError
 
 MASKS = [
     None, Causal(), Causal() & Window(3), ~Window(2), Padding([4, 7]), Document.from_lengths([3, 4]),
@@ -489,6 +489,45 @@ def test_a_table_that_is_kept_is_not_looked_for_again(kernel, learns, monkeypatc
     hidden._tables.clear()  # as if others had taken its room
     assert_close(attention(*given, bias=Alibi(4), mask=Causal(), kernel=kernel), right)
     assert bool(asked) == (kernel == "sdpa")  # the other one keeps what it made of it
+
+
+# --- writing token by token -------------------------------------------------------------------------------------------
+
+ONE_MORE = [
+    Causal(), Causal() & Window(5), Window(30), Band(9, -2), Causal() & Band(None, -3) & Window(8), Band(3, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", ONE_MORE, ids=str)
+def test_one_query_with_one_key_more_in_each_call_is_checked_once_under_any_band(mask, checks):
+    query, key, value = heads(length=30)
+    for length in range(17, 31):
+        attention(query[:, :, -1:], key[:, :, :length], value[:, :, :length], mask=mask)
+    assert len(checks) <= 3  # windows are full by then
+
+
+@pytest.mark.parametrize("mask", [*ONE_MORE, Band(-40, 50), Causal(offset=3), Causal() | Window(3)], ids=str)
+def test_one_query_sees_what_the_mask_allows(mask):
+    sink = torch.randn(4)
+    for length in (1, 5, 12, 40):
+        query, key, value = heads(length=length)
+        given = [tensor.clone().requires_grad_() for tensor in (query[:, :, -1:], key, value)]
+        grid = Grid(2, 4, 1, length, torch.device("cpu"))
+        cells = Dense(mask.bind(grid).allowed(range(1), range(length)).expand(1, 1, 1, length))
+        found = attention_with_lse(*given, mask=mask, sink=sink, softcap=3.0)
+        expected = attention_with_lse(*given, mask=cells, sink=sink, softcap=3.0, kernel="reference")
+        assert_close(attention(*given, mask=mask), attention(*given, mask=cells, kernel="reference"))
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+        of = [torch.autograd.grad(o.output.square().sum() + o.lse.sum(), given) for o in (found, expected)]
+        for one, other in zip(*of, strict=True):
+            assert_close(one, other)
+
+
+def test_errors_about_one_query_tell_of_all_keys():
+    query, key, value = heads(length=30)
+    with pytest.raises(ShapeError, match="30"):
+        attention(query[:, :, -1:, :3], key, value, mask=Causal() & Window(5))
 
 
 # --- what is not kept -------------------------------------------------------------------------------------------------

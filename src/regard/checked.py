@@ -19,6 +19,7 @@ from regard.dropout import Dropout, drawn
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
 from regard.masks import Mask
+from regard.masks.planning import keys_of_last
 from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS, is_plain
@@ -147,6 +148,27 @@ def form_of(
             return form
     of_bias = known(bias)
     return None if of_bias is None else (*rest, of_bias)
+
+
+def seen_by_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Bias | Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor] | None:
+    """The keys and values that one query sees, of which it is the same call without a mask: in writing token by token,
+    each has one key more, and all have one form. None for other calls, and other masks than bands."""
+    if bias is not None or dropout != 0.0 or not (type(key) is type(value) is Tensor):
+        return None
+    if not (query.dim() == key.dim() == value.dim() == 4) or not as_it_stands():
+        return None
+    (batch, heads, _, size), (kv_batch, kv_heads, key_len, key_size) = query.shape, key.shape
+    fits = value.shape[:3] == key.shape[:3] and batch == kv_batch and size == key_size
+    if not fits or kv_heads == 0 or heads % kv_heads or not isinstance(mask, Mask):
+        return None  # and an error that tells of all keys
+    seen = keys_of_last(mask, key_len)
+    if not seen:
+        return None
+    if len(seen) == key_len:
+        return key, value
+    return key[:, :, seen.start : seen.stop], value[:, :, seen.start : seen.stop]
 
 
 def kinds_of(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias, as_bias
-from regard.checked import Form, form_of, recall, remember
+from regard.checked import Form, form_of, recall, remember, seen_by_one
 from regard.dropout import Dropout, drawn
 from regard.graphs import exporting, tracing
 from regard.hints import hinted
@@ -35,6 +35,10 @@ from regard.shapes import (
 
 MIN_WARNED_NUMBERS = 1 << 28
 """A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
+
+
+ONE = (1,)
+"""The shape of one query among others, asked for in the least time."""
 
 
 class QuadraticMemoryWarning(UserWarning):
@@ -93,6 +97,10 @@ def attention(
     tensor([[[[1.0000, 0.0000],
               [0.2689, 0.7311]]]])
     """
+    if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
+        seen = seen_by_one(query, key, value, mask, bias, dropout)
+        if seen is not None:
+            (key, value), mask = seen, None
     arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
     form = form_of(*arguments, False, kernel)
     known = None if form is None else recall(form)
@@ -127,6 +135,10 @@ def attention_with_lse(
     Shapes:
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
+    if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
+        seen = seen_by_one(query, key, value, mask, bias, dropout)
+        if seen is not None:
+            (key, value), mask = seen, None
     arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
     form = form_of(*arguments, True, kernel)
     known = None if form is None else recall(form)

@@ -28,7 +28,7 @@ from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.order import form_of
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
-from regard.kernels.strips.single import Alone, single
+from regard.kernels.strips.single import Alone, is_told, single
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
@@ -149,13 +149,16 @@ def _prepare_one(call: Call) -> Prepared | None:
 
 
 def _of_one(call: Call) -> Alone | None:
-    """One query that reads all keys, without a plan: in the next call there may be one more. None where strips leave
-    keys out for all batch indices, and where gradients or lse are wanted."""
+    """One query that reads all keys, or some side by side, without a plan: in the next call there may be one more. None
+    where strips leave keys out for all batch indices, and where gradients or lse are wanted."""
     scoring, mask = call.scoring, call.scoring.mask
-    leaves_out = mask is not None and mask.closed_form and not mask.varies_by_batch
-    if leaves_out or scoring.grid.query_len > 1 or call.dropout is not None:
+    if scoring.grid.query_len > 1 or call.dropout is not None:
         return None
-    return single(call)
+    attend = single(call)
+    if attend is not None and mask is not None and mask.closed_form and not mask.varies_by_batch:
+        hidden = hidden_in(mask, scoring.grid)
+        return attend if hidden is None or is_told(hidden) else None
+    return attend
 
 
 def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, Tensor | None]:

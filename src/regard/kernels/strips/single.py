@@ -54,6 +54,11 @@ def _told(allowed: Tensor) -> _Interval | None:
     return _Interval([interval.first.data_ptr(), interval.end.data_ptr(), len(interval.first) > 1], interval)
 
 
+def is_told(hidden: Hidden) -> bool:
+    """Whether the library is told which keys are seen, and leaves the others out."""
+    return hidden.kept("interval", _told) is not None
+
+
 Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor | None], Tensor]
 """A `Single` that takes what is hidden out of the result itself."""
 
