@@ -7,6 +7,7 @@ the same tensors, and the medians of all pairs are compared; the difference is t
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -33,6 +34,21 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
     def ours(mask: regard.Mask) -> Callable[..., Tensor]:
         return lambda *tensors: regard.attention(*tensors, mask=mask)
 
+    def growing(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """One query, and one key more in every call, as in writing token by token."""
+        lengths = itertools.cycle(range(300, 900))
+
+        def one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            length = next(lengths)
+            return call(query[:, :, -1:], key[:, :, :length], value[:, :, :length])
+
+        return one
+
+    def torch_last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key[:, :, -256:], value[:, :, -256:])
+
+    cache: Shape = (1, 8, 900, 64)
+    last = Causal() & Window(256)
     return [
         ("causal", small, torch.float32, torch_causal, ours(Causal())),
         ("causal", small, torch.bfloat16, torch_causal, ours(Causal())),
@@ -40,6 +56,14 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
         ("causal, window wider than the text", small, torch.float32, torch_causal, ours(Causal() & Window(4096))),
         ("padding without any", small, torch.float32, F.scaled_dot_product_attention, ours(Padding([128]))),
         ("causal, tiny", (1, 2, 8, 16), torch.float32, torch_causal, ours(Causal())),
+        (
+            "1 query, growing cache, causal",
+            cache,
+            torch.float32,
+            growing(F.scaled_dot_product_attention),
+            growing(ours(Causal())),
+        ),
+        ("1 query, growing cache, window 256", cache, torch.float32, growing(torch_last), growing(ours(last))),
     ]
 
 
