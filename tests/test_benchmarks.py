@@ -234,12 +234,14 @@ def stored(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 SMALL = {
+    "machine": {"processor": "Abacus 8", "threads": 4},
     "rows": [
         {"case": "tiny", "shape": [1, 2, 8, 16], "dtype": "float32", "torch_us": 5, "regard_us": 16, "extra_us": 11},
-    ]
+    ],
 }
 
 LOOKING = {
+    "machine": {"processor": "Abacus 9", "threads": 5},
     "rows": [{"task": "entropy", "heads": 7, "length": 8192, "ms": 650.0, "times_fused": 1.25}],
     "once": [
         {"task": "an image", "heads": 1, "length": 131072, "seconds": 21.5, "peak_mib": 416},
@@ -247,7 +249,7 @@ LOOKING = {
     ],
 }
 RECORDED = {
-    "machine": {"transformers": "5.23.0"}, "layers": 6, "length": 2048,
+    "machine": {"transformers": "5.23.0", "processor": "Abacus 10", "threads": 6}, "layers": 6, "length": 2048,
     "rows": [
         {"task": "sdpa", "ms": 1000.0, "memory_mib": 100.0},
         {"task": "recorded, statistics", "ms": 2000.0, "memory_mib": 150.0},
@@ -275,7 +277,8 @@ def test_the_page_says_what_the_results_say() -> None:
     assert "| layer, full | 1,024 | float32 | strips | 12.5 |  | 25.0 / 2.00 |" in page
     assert "- **formula**: too large (a | b at 4,096)" in page
     assert "4.5 to 4.5 seconds" in page
-    assert "Abacus 7, 3 threads" in page
+    for number, threads in ((7, 3), (8, 4), (9, 5), (10, 6)):
+        assert f"Abacus {number}, {threads} threads" in page
     assert "(p-time.svg)" in page
     assert "| tiny | [1, 2, 8, 16] | float32 | 5 | 16 | 11 |" in page
     assert "Statistics of 7 heads of 64 over 8,192 tokens" in page
