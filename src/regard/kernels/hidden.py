@@ -272,7 +272,8 @@ def table_key(scoring: Scoring, dtype: torch.dtype) -> Hashable | None:
     if of_bias is None or of_mask is None:
         return None
     known = of_bias, of_mask, grid, dtype
-    return known if _tables.has(known) or _table_numbers(scoring) <= MAX_TABLE_NUMBERS else None
+    is_small = grid.batch * grid.heads * grid.query_len * grid.key_len <= MAX_TABLE_NUMBERS or _tables.has(known)
+    return known if is_small or _table_numbers(scoring) <= MAX_TABLE_NUMBERS else None
 
 
 def known_table(scoring: Scoring, dtype: torch.dtype) -> Callable[[], Table] | None:
