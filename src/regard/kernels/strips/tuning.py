@@ -117,7 +117,7 @@ FEW_QUERIES = 8
 """Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
 
 ONE_QUERY = 2
-"""Of one alone it does: only so many times that of a score among many. Row "1 query, gradients" of features.py."""
+"""Of one alone it does: only so many times that of a score among many. Row "1 query, 2 kv heads, sink"."""
 
 SCORES_TO_SORT = 1 << 12
 """The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""
