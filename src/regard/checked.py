@@ -114,10 +114,9 @@ def form_of(
     """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
 
     One query without a mask or gradients, as in writing token by token, has the same form at every key_len of the same
-    magnitude.
-    None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
-    masks and biases of which it is not known what they follow from. Calls with additive similarity or a generator of
-    their own have none either.
+    magnitude. None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of
+    torch, and for masks and biases of which it is not known what they follow from. Calls with additive similarity or a
+    generator of their own have none either.
     """
     if additive is not None or generator is not None:
         return None
@@ -152,23 +151,24 @@ def form_of(
 
 def seen_by_one(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Bias | Tensor | None, dropout: float
-) -> tuple[Tensor, Tensor] | None:
-    """The keys and values that one query sees, of which it is the same call without a mask: in writing token by token,
-    each has one key more, and all have one form. None for other calls, and other masks than bands."""
+) -> tuple[Tensor, Tensor, Mask | None]:
+    """The keys and values that one query sees under bands, of which it is the same call without a mask: in writing
+    token by token, each has one key more, and all have one form. As they are in other calls, and under other masks."""
+    given = key, value, mask
     if bias is not None or dropout != 0.0 or not (type(key) is type(value) is Tensor):
-        return None
+        return given
     if not (query.dim() == key.dim() == value.dim() == 4) or not as_it_stands():
-        return None
+        return given
     (batch, heads, _, size), (kv_batch, kv_heads, key_len, key_size) = query.shape, key.shape
     fits = value.shape[:3] == key.shape[:3] and batch == kv_batch and size == key_size
     if not fits or kv_heads == 0 or heads % kv_heads or not isinstance(mask, Mask):
-        return None  # and an error that tells of all keys
+        return given  # and an error that tells of all keys
     seen = keys_of_last(mask, key_len)
     if not seen:
-        return None
+        return given
     if len(seen) == key_len:
-        return key, value
-    return key[:, :, seen.start : seen.stop], value[:, :, seen.start : seen.stop]
+        return key, value, None
+    return key[:, :, seen.start : seen.stop], value[:, :, seen.start : seen.stop], None
 
 
 def kinds_of(

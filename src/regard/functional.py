@@ -98,9 +98,7 @@ def attention(
               [0.2689, 0.7311]]]])
     """
     if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
-        seen = seen_by_one(query, key, value, mask, bias, dropout)
-        if seen is not None:
-            (key, value), mask = seen, None
+        key, value, mask = seen_by_one(query, key, value, mask, bias, dropout)
     arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
     form = form_of(*arguments, False, kernel)
     known = None if form is None else recall(form)
@@ -136,9 +134,7 @@ def attention_with_lse(
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
     if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
-        seen = seen_by_one(query, key, value, mask, bias, dropout)
-        if seen is not None:
-            (key, value), mask = seen, None
+        key, value, mask = seen_by_one(query, key, value, mask, bias, dropout)
     arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
     form = form_of(*arguments, True, kernel)
     known = None if form is None else recall(form)

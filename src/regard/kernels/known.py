@@ -52,11 +52,6 @@ class Recent(Generic[Value]):
                 self._values.popitem(last=False)
         return found[0]
 
-    def clear(self) -> None:
-        """Empties it."""
-        with self._lock:
-            self._values.clear()
-
 
 def cached_by_mask(maxsize: int) -> Callable[[Function], Function]:
     """Caches a function of a mask, and of further arguments that can be hashed, where the mask can be compared."""

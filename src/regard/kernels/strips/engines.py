@@ -1,7 +1,7 @@
 """The two engines that compute strips: torch's operators, everywhere, and the compiled library, where there is one.
 
-Where a plan has others beside it, each is computed as if its keys were all there are, and results are merged; the
-gradients of each follow from the result of all, and are added up.
+Where a plan has others beside it, the library goes on from one to the next, and the results of torch's operators are
+merged; the gradients of each follow from the result of all, and are added up.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.kernels.strips import native, tuning
 from regard.kernels.strips.binding import StatisticOf, TensorAt
-from regard.kernels.strips.order import Order
+from regard.kernels.strips.order import orders_of
 from regard.scores import Scoring
 
 
@@ -71,8 +71,7 @@ def look(
     """
     query, key, value, scoring, _, _ = call
     plan = native.plan_of(call)
-    orders = [Order(query, key, value, scoring.sink, scoring, None, plan)]
-    orders += [Order(query, key, value, None, scoring, None, other) for other in plan.others]
+    orders = orders_of(query, key, value, scoring.sink, scoring, None, plan)
     stacks = query.shape[0] * key.shape[1]
     chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
     sums = [_sums(statistic, chunks) for statistic in wanted]

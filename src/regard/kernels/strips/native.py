@@ -28,7 +28,7 @@ from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import by_interval
-from regard.kernels.strips.order import Order, laid_like, library_for
+from regard.kernels.strips.order import Order, laid_like, library_for, orders_of
 from regard.kernels.strips.plan import PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.kernels.strips.unions import plan_union
@@ -277,8 +277,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
     precision unrounded, if something learns, since the gradients of scores are differences from it."""
-    orders = [Order(query, key, value, sink, scoring, dropout, plan)]
-    orders += [Order(query, key, value, None, scoring, dropout, other) for other in plan.others]
+    orders = orders_of(query, key, value, sink, scoring, dropout, plan)
     dtype, wants_lse = wide(query.dtype), wants_lse or len(orders) > 1
     exact = output = laid_like(query, value.shape[3])
     if query.dtype is not dtype and (learns or len(orders) > 1):

@@ -225,6 +225,18 @@ class Order:
         return found and (self.plan.hides or (self.scoring.bias is not None and self.added.hides))
 
 
+def orders_of(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
+    plan: StripPlan,
+) -> list[Order]:  # fmt: skip
+    """A plan and those beside it, of which each goes on from what those before left: the sink is the first one's."""
+    sinks = (sink, *(None for _ in plan.others))
+    return [
+        Order(query, key, value, of_part, scoring, dropout, part)
+        for of_part, part in zip(sinks, plan.parts, strict=True)
+    ]
+
+
 def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> Hashable | None:
     """What is equal for two calls of a plan only if the library is told the same but for their tensors; None if that is
     not kept."""
