@@ -9,7 +9,7 @@ from hypothesis import settings
 
 os.environ["REGARD_MEASURE"] = "0"  # plans must not depend on the machine; tests of what is measured turn it on
 
-from regard import checked
+from regard import checked, one_query
 from regard.kernels.strips import native
 
 torch.set_num_threads(1)
@@ -38,9 +38,11 @@ def _one_seed_per_test():
 @pytest.fixture(autouse=True)
 def _no_call_is_like_one_of_another_test():
     checked.forget()  # which may have changed what is chosen
+    one_query.forget()
 
 
 @pytest.fixture
 def without_the_library(monkeypatch):
     """As on a processor for which the library was not compiled: torch's operators compute everything."""
-    monkeypatch.setattr(native, "is_there", lambda dtype: False)
+    for module in (native, one_query):
+        monkeypatch.setattr(module, "is_there", lambda dtype: False)

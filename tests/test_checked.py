@@ -11,7 +11,7 @@ import torch
 
 import regard.functional
 from comparing import assert_close
-from regard import checked, kernels
+from regard import checked, kernels, one_query
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import attention, attention_with_lse
 from regard.kernels import hidden
@@ -34,7 +34,9 @@ def checks(monkeypatch):
     """What `check_call` was asked, call after call."""
     asked: list[tuple[object, ...]] = []
     check = regard.functional.check_call
-    monkeypatch.setattr(regard.functional, "check_call", lambda *given: (asked.append(given), check(*given))[1])
+    for module in (regard.functional, one_query):
+        monkeypatch.setattr(module, "check_call", lambda *given: (asked.append(given), check(*given))[1])
+    monkeypatch.setattr(one_query, "_KNOWN", {})
     return asked
 
 
@@ -49,19 +51,76 @@ def test_a_call_like_the_one_before_is_checked_once_and_computed_anew(checks, ma
     assert len(checks) == 3
 
 
+REAL = torch.arange(130) >= torch.tensor([[3], [70]])
+OF_ONE = {
+    "nothing": lambda n: {},
+    "softcap": lambda n: {"softcap": 2.0},
+    "Causal": lambda n: {"mask": Causal()},
+    "a window": lambda n: {"mask": Causal() & Window(9)},
+    "padding": lambda n: {"mask": Causal() & Padding(REAL[:, :n])},
+    "padding in a window": lambda n: {"mask": Causal() & Window(20) & Padding(REAL[:, :n]), "sink": torch.randn(4)},
+    "padding at the end": lambda n: {"mask": Padding([n, n // 2])},
+    "at random": lambda n: {"mask": Dense(torch.rand(2, 4, 1, n) < 0.5)},
+    "a text without a key": lambda n: {"mask": Padding([n, 0]) & Window(5)},
+    "documents": lambda n: {"mask": Document(torch.ones(2, 1, dtype=torch.int64), torch.arange(n).expand(2, n) // 50)},
+    "Alibi": lambda n: {"bias": Alibi(4), "mask": Causal()},
+    "Alibi twice, padding": lambda n: {"bias": Alibi(4) + Alibi(slopes=torch.ones(4)), "mask": Padding(REAL[:, :n])},
+    "Alibi from the first": lambda n: {"bias": Alibi(4, offset=0)},
+    "buckets": lambda n: {"bias": RelativeBias(TABLE), "mask": Causal() & Window(30)},
+    "a bias of its own": lambda n: {"bias": OfPlaces()},
+    "a tensor": lambda n: {"bias": torch.randn(2, 1, 1, n)},
+}
+TABLE = torch.randn(8, 4)
+
+
+class OfPlaces(Bias):
+    of_distance = True
+
+    def rule(self, batch, head, query, key):
+        return (key - query) * -0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("parts", [{}, {"softcap": 2.0}, {"kernel": "strips"}, {"kernel": "reference"}], ids=repr)
-def test_one_query_that_sees_every_key_is_checked_once_for_lengths_of_one_magnitude(checks, parts, dtype):
+@pytest.mark.parametrize("parts", OF_ONE.values(), ids=OF_ONE)
+def test_one_query_is_checked_once_for_lengths_of_one_magnitude(checks, parts, dtype):
     query, key, value = heads(length=130, dtype=dtype)
     for length in range(64, 130):
-        given = query[:, :, :1], key[:, :, :length], value[:, :, :length]
-        expected = attention_with_lse(*given, **{**parts, "kernel": "reference"})
-        assert_close(attention(*given, **parts), expected.output)
-        assert_close(attention_with_lse(*given, **parts).lse, expected.lse)
-    functions = 2 if parts.get("kernel") == "reference" else 3  # what is expected comes from one that is asked as well
-    assert len(checks) == 2 * functions  # 64 to 127, and from 128 on
+        given, more = (query[:, :, -1:], key[:, :, :length], value[:, :, :length]), parts(length)
+        asked = len(checks)
+        expected = attention_with_lse(*given, **more, kernel="reference")
+        del checks[asked:]
+        assert_close(attention(*given, **more), expected.output)
+        found = attention_with_lse(*given, **more)
+        assert_close(found.output, expected.output)
+        assert_close(found.lse, expected.lse)
+    if binding.is_there(dtype):
+        assert len(checks) == 2 * 2  # 64 to 127, and from 128 on, without lse and with it
     with pytest.raises(ShapeError):
-        attention(query[:, :, :1], key[:, :, :65], value[:, :, :64], **parts)
+        attention(query[:, :, :1], key[:, :, :65], value[:, :, :64], **parts(65))
+
+
+@pytest.mark.parametrize("wrong", [Padding([3, 4, 5]), Padding(REAL[:, :6]), Alibi(5), torch.zeros(2, 5), Dense(REAL)])
+def test_what_one_query_cannot_be_given_is_told_as_of_many(wrong):
+    query, key, value = heads()
+    name = "mask" if isinstance(wrong, Mask) else "bias"
+    for _ in range(2):
+        with pytest.raises((TypeError, ShapeError), match=r"^attention: |query_len=1"):
+            attention(query[:, :, -1:], key, value, **{name: wrong})
+    attention(query[:, :, -1:], key, value)
+
+
+def test_the_gradients_of_one_query_are_those_of_many():
+    query, key, value = (tensor.requires_grad_() for tensor in heads())
+    slopes = torch.rand(4, requires_grad=True)
+    parts = {"mask": Causal() & Padding(REAL[:, :7]), "bias": Alibi(slopes=slopes)}
+    leaves = query, key, value, slopes
+    for _ in range(2):
+        found, expected = (
+            torch.autograd.grad(attention(query[:, :, -1:], key, value, **parts, **by).square().sum(), leaves)
+            for by in ({}, {"kernel": "reference"})
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
 
 
 def test_masks_that_are_made_for_each_call_are_one_by_what_they_are(checks):

@@ -22,11 +22,11 @@ from regard import (
     matmul,
     processor,
 )
-from regard.functional import check_call
 from regard.kernels import choice, direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.masks import EVERYTHING, Mask
 from regard.shapes import Grid
+from regard.validation import check_call
 
 BATCH, HEADS, KV_HEADS, KEYS, SIZE = 3, 6, 2, 37, 8
 LEFT = torch.arange(KEYS) >= torch.tensor([[0], [5], [11]])
@@ -385,8 +385,8 @@ def test_what_is_seen_and_is_no_number_is_told_in_the_answer():
 @pytest.mark.parametrize("inference", [False, True])
 def test_all_layers_of_a_step_share_what_was_found_out_about_their_mask(monkeypatch, inference):
     asked = []
-    look = hidden._looked_at
-    monkeypatch.setattr(hidden, "_looked_at", lambda mask, grid: (asked.append(mask), look(mask, grid))[1])
+    look = Padding.allowed
+    monkeypatch.setattr(Padding, "allowed", lambda mask, *places: (asked.append(mask), look(mask, *places))[1])
     mask = Padding(LEFT.clone()) & Causal()
     with torch.inference_mode(inference):
         first, *rest = (attention(*step(), mask=mask) for _ in range(4))

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from cases import composed_masks, grids
 from comparing import assert_close, assert_same_cells
 from regard import Causal, Dense, Document, Mask, Padding, Prefix, Where, Window, attention_with_lse
-from regard.functional import check_call
 from regard.kernels import flex
 from regard.reference import reference
 from regard.shapes import Grid
+from regard.validation import check_call
 
 
 def call_of(query, key, value, mask=None, *, softcap=None, sink=None, dropout=0.0, bias=None):

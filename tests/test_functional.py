@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import regard.functional
 from cases import BATCH, HEAD_DIM, HEADS, KEY_LEN, ON_A_CPU, QUERY_LEN, VALUE_DIM, biases, tensors
 from comparing import assert_close
+from regard import one_query
 from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import Plan, QuadraticMemoryWarning, attention, attention_with_lse, plan
 from regard.kernels import KERNELS, KernelError, choice
@@ -520,8 +521,15 @@ def ran(monkeypatch):
             prepared = kernel.prepare(call)
             return prepared and (lambda *tensors: found.append(kernel.name) or prepared(*tensors))
 
-        return kernel._replace(run=lambda call: found.append(kernel.name) or kernel.run(call), prepare=prepare)
+        def single(call):
+            alone = kernel.single(call)
+            return alone and (lambda *given: found.append(kernel.name) or alone(*given))
 
+        return kernel._replace(
+            run=lambda call: found.append(kernel.name) or kernel.run(call), prepare=prepare, single=single
+        )
+
+    monkeypatch.setattr(one_query, "_KNOWN", {})
     monkeypatch.setattr(choice, "KERNELS", tuple(map(spy, KERNELS)))
     table = tuple(row._replace(kernel=spy(row.kernel)) for row in choice.PREFERENCES)
     monkeypatch.setattr(choice, "PREFERENCES", table)

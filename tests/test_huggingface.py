@@ -29,8 +29,8 @@ from transformers.pytorch_utils import Conv1D
 import regard
 from cases import ABSENT, around
 from comparing import assert_close, assert_same_cells, assert_within_budget
-from regard import functional, hooks, huggingface
-from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading, single
+from regard import functional, hooks, huggingface, one_query
+from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading
 from regard.layers import Heads
 from regard.masks import Causal, Dense, Document, Padding, Window
 from regard.observation import MAX_NUMBERS_AT_ONCE
@@ -452,9 +452,9 @@ def another_scale(query, key, value, **arguments):
 def of_mask_alone(mutant):
     """In place of `LazyMask.attend`."""
 
-    def attend(lazy: LazyMask, query, key, value, scale, softcap, sink, bias) -> Tensor:
+    def attend(lazy: LazyMask, query, key, value, scale, softcap, sink, bias) -> tuple[Tensor, None]:
         more = {"scale": scale, "softcap": softcap, "sink": sink, "bias": bias, "additive": None}
-        return mutant(query, key, value, mask=lazy.mask, **more)
+        return mutant(query, key, value, mask=lazy.mask, **more), None
 
     return attend
 
@@ -1335,8 +1335,8 @@ def test_the_module_is_light_until_it_is_used():
 @pytest.mark.parametrize("static", [False, True])
 def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, static):
     asked = []
-    monkeypatch.setattr(single, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
-    monkeypatch.setattr(single, "_KNOWN", {})
+    monkeypatch.setattr(one_query, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(one_query, "_KNOWN", {})
     for step in range(70, 80):
         length = 90 if static else step
         real = torch.arange(length) >= torch.tensor([[0], [7], [step % 5]])
@@ -1349,11 +1349,11 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
         for _ in range(2):  # layers
             for tensor in (key, value):
                 tensor.masked_fill_(hidden, 1e4)
-            assert_close(mask.attend(query, key, value), expected)
+            assert_close(mask.attend(query, key, value)[0], expected)
             for tensor in (key, value):
                 tensor.masked_fill_(hidden, math.nan)
             found = mask.attend(query, key, value)
-            assert found is None if ABSENT else torch.equal(found, computed(Heads(query, key, value), mask))
+            assert found is None if ABSENT else torch.equal(found[0], computed(Heads(query, key, value), mask))
             assert_close(computed(Heads(query, key, value), mask), expected)
     assert len(asked) == 1
 
@@ -1362,8 +1362,8 @@ def test_a_step_behind_padding_is_one_like_the_step_before(monkeypatch, dtype, s
 @pytest.mark.parametrize("padded", [False, True])
 def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their_numbers(monkeypatch, dtype, padded):
     asked = []
-    monkeypatch.setattr(single, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
-    monkeypatch.setattr(single, "_KNOWN", {})
+    monkeypatch.setattr(one_query, "check_call", lambda *given: (asked.append(given), functional.check_call(*given))[1])
+    monkeypatch.setattr(one_query, "_KNOWN", {})
     for length in range(70, 80):
         real = torch.arange(length) >= torch.tensor([[0], [7 if padded else 0], [length if padded else 0]])
         given = {"mask": Causal(length - 1) & Padding(real), "kernel": "reference"}
@@ -1410,7 +1410,7 @@ def test_a_t5_that_writes_is_checked_for_its_first_tokens_alone(monkeypatch):
     options = {"input_ids": some_tokens(), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     asked = []
     check = functional.check_call
-    for module in (functional, masks, single):
+    for module in (functional, masks, one_query):
         monkeypatch.setattr(module, "check_call", lambda *given: (asked.append(given), check(*given))[1])
     expected = theirs.generate(**options)
     assert torch.equal(ours.generate(**options), expected)

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from cases import composed_masks, grids, single_masks
 from comparing import assert_close
 from regard import Band, Causal, Chunk, Dense, Document, Padding, Prefix, Where, Window, attention
-from regard.functional import check_call
 from regard.kernels.strips import native
 from regard.kernels.strips.binding import compiled, is_there
 from regard.kernels.strips.intervals import Interval, by_interval
 from regard.masks import EVERYTHING
 from regard.masks.planning import EVERY_DIAGONAL
 from regard.shapes import Grid
+from regard.validation import check_call
 
 pytestmark = pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
 

@@ -40,13 +40,13 @@ from regard import (
 )
 from regard.biases import Given, as_bias
 from regard.dropout import Dropout, write_random
-from regard.functional import check_call
 from regard.kernels import KERNELS, KernelError, choose
 from regard.kernels.strips import binding, native, work
 from regard.kernels.strips.binding import PRODUCTS
 from regard.kernels.strips.order import Order, library_for
 from regard.reference import reference
 from regard.shapes import Grid
+from regard.validation import check_call
 
 ROOT = Path(__file__).parent.parent
 BUILDS = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and shutil.which("cc") is not None
@@ -228,11 +228,11 @@ def test_it_takes_calls_in_which_others_would_compute_more(parts, kernel):
 @needs_library
 def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     call = checked(shape=(1, 8, 600, 64), kv_heads=8)
-    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.8)
+    monkeypatch.setattr(native, "price", lambda *of: 0.8)
     assert choose(call).name == "native"
-    monkeypatch.setattr(native, "price", lambda dtype, learns: 1.2)
+    monkeypatch.setattr(native, "price", lambda *of: 1.2)
     assert choose(call).name == "sdpa"
-    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.5)
+    monkeypatch.setattr(native, "price", lambda *of: 0.5)
     assert choose(checked(Causal(), shape=(1, 2, 8, 16))).name == "sdpa"  # which begins sooner
     one, other = native._two_ways(torch.float32, learns=False)
     assert_close(one(), other())
@@ -310,7 +310,7 @@ def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, mon
         pytest.skip(f"no instructions for {dtype}: torch's operator is not taken")
 
     def kernel(price, **parts):
-        monkeypatch.setattr(native, "price", lambda dtype, learns: price)
+        monkeypatch.setattr(native, "price", lambda *of: price)
         return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, **parts)).name
 
     assert kernel(1.5, mask=Causal()) == "sdpa"
@@ -319,6 +319,27 @@ def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, mon
     assert kernel(3.0, mask=Causal() & Window(40)) == "strips"
     assert kernel(1.5, mask=Dense(torch.rand(1200, 1200) < 0.5)) != "native"
     assert kernel(3.0, mask=Causal(), softcap=20.0) == "native"  # which torch's operator has not
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypatch):
+    """As on a processor where torch's operator multiplies faster than numbers are read."""
+    if dtype is torch.bfloat16 and not processor.BFLOAT16:
+        pytest.skip(f"no instructions for {dtype}: torch's operator is not taken")
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table: 1.3 if table else 0.7)
+
+    def kernel(bias, **parts):
+        return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, bias=bias, **parts)).name
+
+    table = torch.zeros(1, 8, 1200, 1200, dtype=dtype)
+    assert kernel(None) == kernel(table[:, :, :1]) == kernel(table[..., :1]) == kernel(Alibi(8)) == "native"
+    assert kernel(table) == kernel(table[:, :1]) == "sdpa"
+    assert kernel(table, mask=Causal() & Window(40)) == kernel(table, softcap=20.0) == "native"
+    one, other = native._two_ways(dtype, learns=False, table=True)
+    plain, _ = native._two_ways(dtype, learns=False)
+    assert_close(one(), other())
+    assert (one() - plain()).abs().max() > 0.1
 
 
 # --- what only it decides ---------------------------------------------------------------------------------------------

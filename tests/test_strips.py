@@ -34,7 +34,6 @@ from regard import (
     processor,
 )
 from regard.biases import Bias, Given
-from regard.functional import check_call
 from regard.kernels import choose, fused
 from regard.kernels.strips import engine, grouping, native, products, residues, tuning
 from regard.kernels.strips import kernel as strips_kernel
@@ -48,6 +47,7 @@ from regard.kernels.strips.plan import Kind, PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.masks import EVERYTHING
 from regard.shapes import Grid, ShapeError
+from regard.validation import check_call
 
 BATCH, HEADS, KV_HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 6, 3, 37, 53, 7, 5
 
@@ -1190,7 +1190,7 @@ def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compile
 @pytest.mark.skipif(not is_there(torch.float32), reason="no compiled library")
 @pytest.mark.parametrize("price", [0.5, 2.0])
 def test_a_graph_holds_the_engine_that_takes_less_time(compiler, monkeypatch, price):
-    monkeypatch.setattr(native, "price", lambda dtype, learns: price)
+    monkeypatch.setattr(native, "price", lambda *of: price)
     held = []
 
     def backend(graph, examples):
@@ -1234,7 +1234,7 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
 @pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
 @pytest.mark.parametrize(("length", "mask", "is_node"), [(8, None, False), (90, Causal(), True), (90, None, False)])
 def test_a_graph_holds_the_library_where_that_takes_less_time(compiler, monkeypatch, length, mask, is_node):
-    monkeypatch.setattr(native, "price", lambda dtype, learns: 0.9)
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table=False: 0.9)
     monkeypatch.setattr(tuning, "SCORES_TO_BEGIN_A_NODE", (1 << 14) / torch.get_num_threads())
     query, graphs = torch.randn(1, 8, length, 8), []
     compiled = torch.compile(

@@ -19,7 +19,6 @@ from regard.dropout import Dropout, drawn
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
 from regard.masks import Mask
-from regard.masks.planning import keys_of_last
 from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
 from regard.shapes import MAX_HEADS, is_plain
@@ -81,8 +80,6 @@ def _anew(
     scoring = scoring.with_sink(sink)
     if isinstance(scoring.bias, Given):
         scoring = scoring.with_bias(scoring.bias.of(bias))
-    if key.shape[2] != scoring.grid.key_len:
-        scoring = replace(scoring, grid=scoring.grid._replace(key_len=key.shape[2]))
     dropout = None if dropout is None else Dropout(dropout.rate, drawn())
     return kernel.compute(Call(query, key, value, scoring, dropout, wants_lse))
 
@@ -113,8 +110,7 @@ def form_of(
 ) -> Form | None:
     """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
 
-    One query without a mask or gradients, as in writing token by token, has the same form at every key_len of the same
-    magnitude. None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of
+    None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of
     torch, and for masks and biases of which it is not known what they follow from. Calls with additive similarity or a
     generator of their own have none either.
     """
@@ -125,18 +121,12 @@ def form_of(
     kinds = kinds_of(query, key, value, scale, softcap, sink)
     if kinds is None:
         return None
-    key_shape: Hashable = key.shape
-    value_shape: Hashable = value.shape
-    structure, learns = None, kinds[4]
+    structure = None
     if mask is not None:
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
             return None
-    elif bias is None and not learns and query.dim() == key.dim() == value.dim() == 4 and query.shape[2] == 1:
-        batch, kv_heads, key_len, head_dim = key.shape
-        if value.shape[:3] == (batch, kv_heads, key_len):
-            key_shape, value_shape = (batch, kv_heads, head_dim, key_len.bit_length()), value.shape[3]
-    rest = query.shape, key_shape, value_shape, kinds, structure, dropout, wants_lse, kernel
+    rest = query.shape, key.shape, value.shape, kinds, structure, dropout, wants_lse, kernel
     if bias is None:
         return rest
     if not isinstance(bias, Bias):
@@ -147,28 +137,6 @@ def form_of(
             return form
     of_bias = known(bias)
     return None if of_bias is None else (*rest, of_bias)
-
-
-def seen_by_one(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Bias | Tensor | None, dropout: float
-) -> tuple[Tensor, Tensor, Mask | None]:
-    """The keys and values that one query sees under bands, of which it is the same call without a mask: in writing
-    token by token, each has one key more, and all have one form. As they are in other calls, and under other masks."""
-    given = key, value, mask
-    if bias is not None or dropout != 0.0 or not (type(key) is type(value) is Tensor):
-        return given
-    if not (query.dim() == key.dim() == value.dim() == 4) or not as_it_stands():
-        return given
-    (batch, heads, _, size), (kv_batch, kv_heads, key_len, key_size) = query.shape, key.shape
-    fits = value.shape[:3] == key.shape[:3] and batch == kv_batch and size == key_size
-    if not fits or kv_heads == 0 or heads % kv_heads or not isinstance(mask, Mask):
-        return given  # and an error that tells of all keys
-    seen = keys_of_last(mask, key_len)
-    if not seen:
-        return given
-    if len(seen) == key_len:
-        return key, value, None
-    return key[:, :, seen.start : seen.stop], value[:, :, seen.start : seen.stop], None
 
 
 def kinds_of(

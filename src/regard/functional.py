@@ -1,6 +1,5 @@
 """`attention` checks a call, chooses a kernel and runs it; `plan` reports the same without running it."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Unpack
@@ -9,29 +8,20 @@ import torch
 from torch import Tensor
 
 from regard import hints
-from regard.biases import Bias, as_bias
-from regard.checked import Form, form_of, recall, remember, seen_by_one
-from regard.dropout import Dropout, drawn
-from regard.graphs import exporting, tracing
+from regard.biases import Bias
+from regard.checked import Form, form_of, recall, remember
+from regard.graphs import tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, Call, Kernel, choose, kernel_with_lse, preference, why_not
-from regard.kernels.known import bind
-from regard.masks import Mask, Tile, check_mask
+from regard.masks import Mask, Tile
+from regard.one_query import attention_of_one
 from regard.reference import AttentionOutput
-from regard.scores import Additive, Scoring, ScoringArguments
+from regard.scores import Additive, ScoringArguments
 from regard.shapes import (
-    ATTENTION,
-    Grid,
-    ShapeError,
     as_bytes,
-    check_attention,
-    check_rate,
     check_whole,
-    is_number,
-    is_plain,
-    kind,
-    shape_error,
 )
+from regard.validation import check_call
 
 MIN_WARNED_NUMBERS = 1 << 28
 """A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
@@ -97,14 +87,11 @@ def attention(
     tensor([[[[1.0000, 0.0000],
               [0.2689, 0.7311]]]])
     """
-    if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
-        key, value, mask = seen_by_one(query, key, value, mask, bias, dropout)
-    arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
-    form = form_of(*arguments, False, kernel)
-    known = None if form is None else recall(form)
-    if known is not None:
-        return known.run(query, key, value, sink, bias)[0]
-    return _first(form, check_call("attention", *arguments), kernel, bias)[0]
+    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
+    results, form = _like_an_earlier_one(*given, kernel)
+    if results is None:
+        results = _first(form, check_call("attention", *given), kernel, bias)
+    return results[0]
 
 
 @hinted(hints.ATTENTION)
@@ -133,26 +120,49 @@ def attention_with_lse(
     Shapes:
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
-    if mask is not None and type(query) is Tensor and query.shape[2:3] == ONE:
-        key, value, mask = seen_by_one(query, key, value, mask, bias, dropout)
-    arguments = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator
-    form = form_of(*arguments, True, kernel)
-    known = None if form is None else recall(form)
-    if known is not None:
-        output, lse = known.run(query, key, value, sink, bias)
-    else:
-        output, lse = _first(form, check_call("attention_with_lse", *arguments, True), kernel, bias)
+    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
+    results, form = _like_an_earlier_one(*given, kernel)
+    if results is None:
+        results = _first(form, check_call("attention_with_lse", *given), kernel, bias)
+    output, lse = results
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
+
+
+def _like_an_earlier_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    additive: Additive | None,
+    dropout: float,
+    generator: torch.Generator | None,
+    wants_lse: bool,
+    kernel: str,
+) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
+    """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
+    if type(query) is Tensor and not query.is_nested and query.shape[2:3] == ONE:
+        plain = additive is None and type(dropout) is float and dropout == 0.0 and kernel == "auto"
+        results = attention_of_one(query, key, value, mask, bias, scale, softcap, sink, wants_lse) if plain else None
+        if results is not None:
+            return results, None
+    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, wants_lse
+    form = form_of(*given, kernel)
+    known = None if form is None else recall(form)
+    return None if known is None else known.run(query, key, value, sink, bias), form
 
 
 def _first(form: Form | None, call: Call, kernel: str, bias: Bias | Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Output and lse of a call that was not cached; now it is, if its form is known."""
     chosen = choose(call, kernel)
     known = None if form is None else remember(form, call, chosen, bias)
-    if known is None or call.dropout is not None:  # whose seed is drawn
-        return compute(call, chosen)
     _warn_of_squares(call, chosen)
+    if known is None or call.dropout is not None:  # whose seed is drawn
+        return chosen.compute(call)
     return known.run(call.query, call.key, call.value, call.scoring.sink, bias)
 
 
@@ -168,58 +178,6 @@ def run_perhaps_with_lse(call: Call) -> tuple[Tensor, Tensor | None]:
     """The same of a validated call."""
     kernel = kernel_with_lse(call)
     return run(call, "auto") if kernel is None else compute(call._replace(wants_lse=True), kernel)
-
-
-def check_call(
-    function: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | None,
-    bias: Bias | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    additive: Additive | None,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-    wants_lse: bool = False,
-) -> Call:
-    """Validates every argument of a call, and binds mask and bias to its lengths."""
-    grid = check_attention(function, query, key, value)
-    if scale is None:
-        scale = 1.0 if additive is not None else 1.0 / math.sqrt(max(1, query.shape[3]))
-    elif not is_number(scale) or not -math.inf < scale < math.inf:
-        learned = "; a tensor is a factor of the query: query * scale, with scale=1.0" if is_plain(scale) else ""
-        raise ValueError(
-            f"{function}: scale must be a finite number or None for 1/sqrt(head_dim), got {kind(scale)}{learned}"
-        )
-    if softcap is not None and (not is_number(softcap) or not 0 < softcap < math.inf):
-        raise ValueError(f"{function}: softcap must be a positive number or None for none, got {kind(softcap)}")
-    if mask is not None:
-        check_mask(function, "mask", mask)
-    try:
-        bound_mask = None if mask is None else bind(mask, grid)
-        bound_bias = None if bias is None else as_bias(bias, function).bind(grid)
-    except ShapeError as error:
-        raise shape_error(function, str(error), ATTENTION, {"query": query, "key": key, "value": value}) from None
-    if sink is not None:
-        _check_learned(function, "sink", sink, {"heads": grid.heads}, grid)
-    if additive is not None:
-        if not isinstance(additive, Additive):
-            raise TypeError(f"{function}: additive must be an Additive(v), got {kind(additive)}")
-        _check_learned(function, "additive.v", additive.v, {"heads": grid.heads, "head_dim": query.shape[3]}, grid)
-    check_rate(function, "dropout", dropout)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"{function}: generator must be a torch.Generator or None, got {kind(generator)}")
-    if dropout and exporting():
-        raise ValueError(
-            f"{function}: dropout={dropout} cannot be exported: dropout needs a seed, which the graph does not "
-            "have; export the model in eval mode, or with dropout=0.0"
-        )
-    dropped = Dropout(dropout, drawn(generator)) if dropout else None
-    scoring = Scoring(grid, scale, softcap, bound_bias, bound_mask, sink, additive)
-    return Call(query, key, value, scoring, dropped, wants_lse)
 
 
 def run(call: Call, name: str) -> tuple[Tensor, Tensor | None]:
@@ -377,15 +335,3 @@ def count_tiles(mask: Mask, query_len: int, key_len: int, size: int) -> tuple[di
             half = rows.start + down // 2 * size
             todo += [(range(rows.start, half), columns), (range(half, rows.stop), columns)]
     return counts, cells
-
-
-def _check_learned(function: str, name: str, tensor: object, sizes: dict[str, int], grid: Grid) -> None:
-    """A sink, or the v of an additive similarity: floating, of the right shape, on the device of the call."""
-    axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-    wanted = f"{function}: {name} must be a floating tensor [{axes}], got {kind(tensor)}"
-    if not is_plain(tensor) or not tensor.is_floating_point():
-        raise TypeError(wanted)
-    if tensor.shape != tuple(sizes.values()):
-        raise ShapeError(wanted)
-    if tensor.device != grid.device:
-        raise ValueError(f"{function}: {name} is on {tensor.device}, the call runs on {grid.device}")

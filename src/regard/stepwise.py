@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from regard.biases import Bias
 from regard.feed_forward import ACTIVATIONS, FeedForward
-from regard.functional import check_call
 from regard.hooks import share_of
 from regard.layers import Block, MultiHeadAttention, join, split
 from regard.masks import Mask
 from regard.numerics import grouped_matmul, softmax, upcast, zero_unseen
 from regard.scores import Scoring
 from regard.shapes import Grid
+from regard.validation import check_call
 
 MAX_SHOWN_SCORES = 1 << 24
 """Most scores that are shown at once; for more, ask for single queries."""

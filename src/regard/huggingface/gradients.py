@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
-from regard.functional import check_call, run, run_perhaps_with_lse
+from regard.functional import run, run_perhaps_with_lse
 from regard.graphs import transformed
 from regard.hooks import Compute, Heads, Result, ScoringArguments
 from regard.huggingface.parts import LazyGradient, LazyParts, Place
@@ -28,6 +28,7 @@ from regard.kernels import Call
 from regard.numerics import grouped_matmul, upcast, without_autocast
 from regard.observation.selecting import kv_of_heads
 from regard.shapes import Grid
+from regard.validation import check_call
 
 
 class ComputeByWeights(Compute):

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from regard import hooks
 from regard.biases import Bias, as_bias
-from regard.functional import check_call
 from regard.graphs import exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
-from regard.huggingface.single import attend_one
 from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.numerics import all_zero
+from regard.one_query import attend_one
 from regard.reference import all_weights
+from regard.validation import check_call
 
 HARMLESS = {
     "attention_mask", "cache_params", "cache_position", "cross_attention_mask", "deterministic", "embedding_output",
@@ -85,9 +85,9 @@ def attend(
     one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
     way = attend_one if one else attention_mask.attend if type(attention_mask) is LazyMask else None
     if way is not None and _alone(others, dropout and module.training):
-        output = way(query, key, value, scaling, softcap, s_aux, position_bias)
-        if output is not None:
-            return output.transpose(1, 2).contiguous(), None
+        results = way(query, key, value, scaling, softcap, s_aux, position_bias)
+        if results is not None:
+            return results[0].transpose(1, 2).contiguous(), None
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
     if not others.keys() <= HARMLESS:
         _refuse_unknown(others)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from regard.checked import MAX_SCORES, Checked, Form, kinds_of
-from regard.functional import check_call
 from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
-from regard.huggingface.single import Seen, attend_one
 from regard.indexing import indices
 from regard.kernels import choose
 from regard.kernels.hidden import Hidden
 from regard.masks import Mask, Padding
 from regard.masks.planning import common_keys
+from regard.one_query import Seen, attend_one
 from regard.shapes import Grid, ShapeError
+from regard.validation import check_call
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
@@ -92,9 +92,9 @@ class LazyMask(Lazy):
         softcap: float | None = None,
         sink: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> Tensor | None:
-        """One layer's call with this mask, validated once for all layers of the same form; None if it is not of a form
-        that can be told from others.
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Output and lse of one layer's call with this mask, validated once for all layers of the same form; None if it
+        is not of a form that can be told from others.
 
         The mask is made for one step and never modified, so its structure is no part of the form.
         """
@@ -117,7 +117,7 @@ class LazyMask(Lazy):
             if checked is None:
                 return None
             self._checked[form] = checked
-        return checked.run(query, key, value, sink, None)[0]
+        return checked.run(query, key, value, sink, None)
 
     def _first(
         self,

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from regard.functional import check_call
 from regard.graphs import transformed
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.parts import Frame, LazyGradient, LazyParts, OfPlace, Place, Sum
@@ -16,6 +15,7 @@ from regard.numerics import softmax
 from regard.observation import MAX_NUMBERS_AT_ONCE, Observation
 from regard.reference import all_weights
 from regard.scores import Scoring
+from regard.validation import check_call
 
 MAX_UNASKED_WEIGHTS = 1 << 18
 """Most weights that are computed in advance: about as many as take the time of a call."""

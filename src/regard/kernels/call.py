@@ -64,7 +64,7 @@ Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None, Bias | Tensor | None
 """A call that waits for its query, key, value, sink and bias, these as the user gives them: returns output and lse. Of
 the bias only a tensor is looked at, by kernels that read it in place."""
 
-Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any, Tensor | None], Tensor | None]
+Single = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any, Tensor | None], tuple[Tensor, Tensor | None] | None]
 """A call of one query that waits for query, key, value, sink, what the mask hides (`Hidden`, or None) and a bias, both
 [1 or batch, 1 or heads, 1, key_len]. None where anything hidden may have contributed."""
 
@@ -86,8 +86,7 @@ class Kernel(NamedTuple):
     prepare: Callable[[Call], Prepared | None] = lambda call: None
     """`run` for other tensors of the same form, with what does not depend on their numbers computed once; None where
     there is nothing of that kind. If the kernel reads a bias tensor in place, every call may have another one. With
-    dropout, every call draws its seed from torch's generator. With one query, and neither mask nor bias, they may be of
-    any key_len. It must not keep the call's tensors alive."""
+    dropout, every call draws its seed from torch's generator. It must not keep the call's tensors alive."""
     single: Callable[[Call], Single | None] = lambda call: None
     """`run` of a call of one query without gradients, for other tensors, mask and bias, and any key_len; None where
     there is no such way."""

@@ -96,19 +96,24 @@ def _leaves_out_faint(call: Call) -> bool:
 _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 
+def _library_pays(call: Call) -> bool:
+    """Whether a score takes no more time by the compiled library than by torch's operator."""
+    return native.pays(call.query.dtype, call.learns, native.has_table(call.scoring))
+
+
 def _suits_the_library(call: Call) -> bool:
     """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
     if tracing():
         share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
-        least = native.scores_for_a_node(call.query.dtype, call.learns, share)
+        least = native.scores_for_a_node(call.query.dtype, call.learns, share, native.has_table(call.scoring))
         return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
     others = [float(sdpa.num_scores(call))] if by_torch else []
-    if not native.pays(call.query.dtype, call.learns) and engine.flash_can(call.query, call.scoring, call.dropout):
+    if not _library_pays(call) and engine.flash_can(call.query, call.scoring, call.dropout):
         others.append(strips_kernel.cost(call))
     return not others or native.beats(call, min(others))
 
@@ -118,13 +123,13 @@ def _suits_the_library_in_a_graph(call: Call) -> bool:
     if not tracing():
         return False
     by_torch = engine.flash_can(call.query, call.scoring, call.dropout)
-    return not by_torch or native.pays(call.query.dtype, call.learns)
+    return not by_torch or _library_pays(call)
 
 
 def _suits_all_at_once(call: Call) -> bool:
     """Whether a few products and a softmax take less time than the other operators. Where the library takes less time
     for a score, it leaves only what torch's own function begins sooner, and these begin last."""
-    if strips.NATIVE_KERNEL.cannot(call) is None and native.pays(call.query.dtype, call.learns):
+    if strips.NATIVE_KERNEL.cannot(call) is None and _library_pays(call):
         return False
     return direct.pays(call) and not _hides_most(call, direct.KERNEL)
 
@@ -231,8 +236,6 @@ def kernel_with_lse(call: Call) -> Kernel | None:
     if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
         return None
     kernel = choose(call)
-    if kernel is strips.NATIVE_KERNEL and grid.query_len == 1:
-        return None  # with lse it has strips, whose sums are others
     if kernel is not sdpa.KERNEL:
         return kernel if kernel in (strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL) else None
     sizes = {t.shape[3] for t in (query, call.key, call.value)}

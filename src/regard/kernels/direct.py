@@ -115,19 +115,19 @@ def _alone(call: Call) -> Prepared:
 
 def single(call: Call) -> Single | None:
     """All scores at once, with what is added."""
-    if not call.inspectable or call.wants_lse:
+    if not call.inspectable:
         return None
-    scoring = replace(call.scoring, mask=None, bias=None, sink=None)
+    scoring, wants_lse = replace(call.scoring, mask=None, bias=None, sink=None), call.wants_lse
     batch, heads, dtype = *scoring.grid[:2], wide(call.query.dtype)
 
     def attend_one(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, Tensor | None] | None:
         numbers = numbers_added(hidden, bias, dtype)
         if numbers is not None:
             numbers = fold(numbers.to(dtype), batch, heads, key.shape[1], 1)
-        output = _attend(Call(query, key, value, scoring.with_sink(sink)), None, numbers)[0]
-        return None if numbers is not None and has_nan(output) else output
+        results = _attend(Call(query, key, value, scoring.with_sink(sink), wants_lse=wants_lse), None, numbers)
+        return None if numbers is not None and has_nan(*results) else results
 
     return attend_one
 

@@ -152,10 +152,10 @@ def single(call: Call) -> Single | None:
 
     def attend_one(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, None] | None:
         numbers = numbers_added(hidden, bias, query.dtype)
         output = attend(query, key, value, numbers)
-        return None if numbers is not None and has_nan(output) else output
+        return None if numbers is not None and has_nan(output) else (output, None)
 
     return attend_one
 

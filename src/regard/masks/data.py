@@ -194,8 +194,8 @@ class Padding(Mask):
         if self.keys.dtype != torch.bool:
             return first_keys(self.keys.tolist(), left, right)
         if isinstance(left, int):
-            real = self.keys[:, left : right + 1]
-            return not real.any(), bool(real.all())
+            tile = coverage_of(self.keys[:, left : right + 1])
+            return tile is Tile.EMPTY, tile is Tile.FULL
         until = torch.nn.functional.pad(self.keys.cpu().cumsum(1), (1, 0))
         real = until[:, right + 1] - until[:, left]
         return (real == 0).all(0), (real == right + 1 - left).all(0)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias
-from regard.functional import check_call
 from regard.hints import hinted
 from regard.masks import Mask
 from regard.numerics import exp, finite_lse, without_autocast
@@ -27,6 +26,7 @@ from regard.observation.statistic import Result, Statistic, check_statistics
 from regard.observation.streaming import Progress, silent
 from regard.scores import Additive, Scoring
 from regard.shapes import Grid, ShapeError, as_bytes, bytes_of, check_floating, kind
+from regard.validation import check_call
 
 
 class Observation:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from regard import hints
 from regard.biases import Bias
-from regard.functional import check_call
 from regard.graphs import uncompiled
 from regard.hints import hinted
 from regard.kernels.call import Call
@@ -26,6 +25,7 @@ from regard.parallel.shards import Shards, check_shards
 from regard.reference import AttentionOutput
 from regard.scores import Additive
 from regard.shapes import ShapeError, check_attention, kind
+from regard.validation import check_call
 
 TAGS = 16
 """Tags of one call's messages: more than either exchange has kinds of them."""

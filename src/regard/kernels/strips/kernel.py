@@ -57,7 +57,7 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
         attend = _of_one(call) if by is NATIVE else None
         if attend is None:
             return _run(call, by)
-        return attend(*call[:3], call.scoring.sink, *_added_to_one(call.scoring, wide(call.query.dtype))), None
+        return attend(*call[:3], call.scoring.sink, *_added_to_one(call.scoring, wide(call.query.dtype)))
     if not is_one_node(call):
         broken: Callable[[Call, Engine], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call, by)  # a graph break
@@ -106,51 +106,29 @@ def _run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
 
 
 def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
-    """The strips are planned once; None where the mask has to be asked in every call, or key_len may change."""
-    scoring = call.scoring
-    alone = _prepare_one(call) if by is NATIVE else None
-    any_length = scoring.mask is None and scoring.grid.query_len == 1 and not call.learns
-    if alone is not None or any_length or not call.concrete:
-        return alone
+    """The strips are planned once; None where the mask is asked in every call, and for one query, which has no plan."""
+    if not call.concrete or (by is NATIVE and _of_one(call) is not None):
+        return None
     planned = _planned(call, by)
     if not planned.plan.is_kept:
         return None
     if by is NATIVE:
         form = form_of(call.query, call.value, planned.scoring, planned.plan)
         planned = replace(planned, plan=planned.plan.of_form(form))
-    if isinstance(scoring.bias, Given):
+    bias = call.scoring.bias
+    if isinstance(bias, Given):
         if planned.changed is not None:
             return None
-        planned = replace(planned, scoring=planned.scoring.with_bias(None), given=scoring.bias.without_numbers())
+        planned = replace(planned, scoring=planned.scoring.with_bias(None), given=bias.without_numbers())
     dropout = planned.dropout
     if dropout is None:
         return planned
     return lambda *given: replace(planned, dropout=replace(dropout, seed=drawn()))(*given)
 
 
-def _prepare_one(call: Call) -> Prepared | None:
-    """A call of one query, without a plan."""
-    scoring, attend = call.scoring, _of_one(call)
-    if attend is None:
-        return None
-    if isinstance(scoring.bias, Given):
-        hidden, given = hidden_in(scoring.mask, scoring.grid), scoring.bias.without_numbers()
-        return lambda query, key, value, sink, bias: (
-            attend(query, key, value, sink, hidden, given.of(bias).numbers),
-            None,
-        )
-    look_up = known_numbers(scoring, wide(call.query.dtype))
-    if look_up is None:
-        return None
-    if scoring.bias is None:
-        hidden, _ = look_up()
-        return lambda query, key, value, sink, bias: (attend(query, key, value, sink, hidden, None), None)
-    return lambda query, key, value, sink, bias: (attend(query, key, value, sink, None, look_up()[1]), None)
-
-
 def _of_one(call: Call) -> Alone | None:
     """One query that reads all keys, or some side by side, without a plan: in the next call there may be one more. None
-    where strips leave keys out for all batch indices, and where gradients or lse are wanted."""
+    where strips leave keys out for all batch indices, and where gradients are wanted."""
     scoring, mask = call.scoring, call.scoring.mask
     if scoring.grid.query_len > 1 or call.dropout is not None:
         return None

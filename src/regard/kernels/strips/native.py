@@ -138,7 +138,7 @@ def beats(call: Call, scores: float) -> bool:
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False
-    for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns)
+    for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns, has_table(call.scoring))
     plan = plan_of(call)
     if plan.others:
         merged = len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
@@ -165,29 +165,35 @@ def settle_products() -> None:
     library.set_products(best)
 
 
+def has_table(scoring: Scoring) -> bool:
+    """Whether a bias tensor has a number for each query and key, all of which are read from memory."""
+    terms = () if scoring.bias is None else scoring.bias.terms()
+    return any(isinstance(term, Given) and term.numbers.shape[2] > 1 < term.numbers.shape[3] for term in terms)
+
+
 @cache
-def price(dtype: torch.dtype, learns: bool) -> float:
+def price(dtype: torch.dtype, learns: bool, table: bool = False) -> float:
     """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
-    1 where nothing is measured."""
+    1 where nothing is measured. table: to both of which a number is added that is read from memory."""
     if dtype is torch.bfloat16:
         settle_products()
     products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
-    name = f"native / fused, {dtype}" + (", gradients" if learns else "") + f", {products} products"
-    return measured.alone(lambda: measured.ratio(name, *_two_ways(dtype, learns)))
+    kinds = f"{', gradients' * learns}{', a table' * table}, {products} products"
+    return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}{kinds}", *_two_ways(dtype, learns, table)))
 
 
-def pays(dtype: torch.dtype, learns: bool) -> bool:
+def pays(dtype: torch.dtype, learns: bool, table: bool = False) -> bool:
     """Whether a score takes no more time than by torch's operator."""
-    return price(dtype, learns) <= 1
+    return price(dtype, learns, table) <= 1
 
 
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
-def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float) -> float:
+def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float, table: bool) -> float:
     """Fewest scores of torch's own function that take as long as a node in a graph of torch.compile, which computes
-    this share of them."""
-    saved, to_begin = 1 - share * price(dtype, learns), tuning.SCORES_TO_BEGIN_A_NODE
+    this share of them. table: as of `price`."""
+    saved, to_begin = 1 - share * price(dtype, learns, table), tuning.SCORES_TO_BEGIN_A_NODE
     if learns and dtype in fused.HALF:  # torch's own function takes nearly as long to begin
         to_begin //= 8
     return to_begin * torch.get_num_threads() / saved if saved > 0 else math.inf
@@ -196,13 +202,17 @@ def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float) -> float:
 scores_for_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], Callable[[], object]]:
+def _two_ways(
+    dtype: torch.dtype, learns: bool, table: bool = False
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same scores, computed here and by torch's operator."""
     draw = torch.Generator().manual_seed(0)
     three = query, key, value = torch.randn(3, 1, 1, 1024, 64, generator=draw).to(dtype).unbind()
     leaves = [tensor.detach().requires_grad_() for tensor in three]
-    call = Call(query, key, value, Scoring(Grid(1, 1, 1024, 1024, query.device), 0.125, None, None, None, None, None))
-    given = query, key, value, None, call.scoring, None, plan_of(call)
+    numbers = torch.randn(1, 1, 1024, 1024, generator=draw).to(dtype) if table else None
+    bias = None if numbers is None else Given(numbers)
+    scoring = Scoring(Grid(1, 1, 1024, 1024, query.device), 0.125, None, bias, None, None, None)
+    given = query, key, value, None, scoring, None, plan_of(Call(query, key, value, scoring))
 
     def here() -> object:
         output, lse, exact = forward(*given, wants_lse=learns, learns=learns)
@@ -210,9 +220,10 @@ def _two_ways(dtype: torch.dtype, learns: bool) -> tuple[Callable[[], object], C
 
     def by_torch() -> object:
         if not learns:
-            return fused.full_attention(query, key, value, scale=0.125)
+            return fused.full_attention(query, key, value, scale=0.125, attn_mask=numbers)
         with torch.enable_grad():
-            return torch.autograd.grad(fused.full_attention(*leaves, scale=0.125), leaves, value)
+            output = fused.full_attention(leaves[0], leaves[1], leaves[2], scale=0.125, attn_mask=numbers)
+            return torch.autograd.grad(output, leaves, value)
 
     return here, by_torch
 

@@ -37,6 +37,7 @@ def _at(part: str, field: str) -> int:
 _KEY_LEN, _THREADS, _SINK = _at("call", "key_len"), _at("call", "threads"), _at("call", "sink")
 _STRIP, _COUNT, _TILES = _at("call", "strip"), _at("span", "count"), _at("span", "tiles")
 _FIRST_KEY = _at("call", "first_key")
+_LSE = _at("call", "lse")
 _NUMBERS, _SUSPECT, _CAREFUL = _at("tile", "numbers"), _at("call", "suspect"), _at("call", "careful")
 
 
@@ -59,19 +60,19 @@ def is_told(hidden: Hidden) -> bool:
     return hidden.kept("interval", _told) is not None
 
 
-Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor | None], Tensor]
+Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor | None], tuple[Tensor, Tensor | None]]
 """A `Single` that takes what is hidden out of the result itself."""
 
 
 def single(call: Call) -> Alone | None:
     """A function of query, key, value, sink, what is hidden, and a bias, in which nothing that is hidden has a part.
 
-    None where gradients or lse are wanted.
+    None where gradients are wanted.
     """
-    if not call.inspectable or call.wants_lse:
+    if not call.inspectable:
         return None
     (batch, heads, rows, size), dtype = call.query.shape, wide(call.query.dtype)
-    shape, library = (batch, heads, rows, call.value.shape[3]), library_for(dtype)
+    shape, library, wants_lse = (batch, heads, rows, call.value.shape[3]), library_for(dtype), call.wants_lse
     told = _Told()
     told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, call.key.shape[1]
     told.call.query_len, told.call.head_dim, told.call.value_dim = rows, size, shape[3]
@@ -85,7 +86,7 @@ def single(call: Call) -> Alone | None:
 
     def attend_one(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
         together = of_query[3] == of_key[3] == of_value[3] == 1
         if not together or query.is_neg() or key.is_neg() or value.is_neg():
@@ -102,6 +103,9 @@ def single(call: Call) -> Alone | None:
         words[_COUNT] = words[_KEY_LEN] = key_len
         if key_len > alone:
             words[_THREADS] = torch.get_num_threads()
+        lse = query.new_empty(shape[:3], dtype=dtype) if wants_lse else None
+        if lse is not None:
+            words[_LSE] = lse.data_ptr()
         if sink is not None:
             sink = sink.to(dtype).contiguous()
             words[_SINK] = sink.data_ptr()
@@ -123,6 +127,6 @@ def single(call: Call) -> Alone | None:
         if bias is not None and words[_SUSPECT]:  # a hidden key may have had a part
             words[_CAREFUL] = 1
             library.forward(told.call)
-        return output
+        return output, lse
 
     return attend_one

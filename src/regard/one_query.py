@@ -1,0 +1,202 @@
+"""One query, as in writing token by token: whatever does not depend on the numbers is done once.
+
+A step of a small model takes a few milliseconds, of which attention's arithmetic is a few hundredths; checking a call
+and choosing its kernel takes as long again. So a call that is like an earlier one but for its numbers, its mask and
+how many keys there are is known by its form, in all layers and steps. Where something hidden may have had a part in the
+result, a call takes the ordinary way, which puts zeros in its place.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.biases import Bias
+from regard.checked import Form, keep, kinds_of
+from regard.graphs import as_it_stands
+from regard.kernels import Single, choose
+from regard.kernels.hidden import Hidden
+from regard.kernels.known import Recent, cached_by_mask
+from regard.kernels.strips.binding import is_there
+from regard.masks import EVERYTHING, Mask
+from regard.masks.planning import factors, keys_of_last, product_of
+from regard.numerics import wide
+from regard.rules import Positioned, contents, settled
+from regard.scores import Scoring
+from regard.shapes import Grid, is_plain
+from regard.validation import check_call
+
+
+class Seen(NamedTuple):
+    """What a single query sees: consecutive keys, None for all of them, and which of these are hidden in some rows."""
+
+    keys: range | None = None
+    hidden: Hidden | None = None
+
+
+EVERY_KEY = Seen()
+
+_KNOWN: dict[Form, Single | None] = {}
+"""Calls by their form; None for those that have no such way."""
+
+_NEW: Any = object()
+"""In place of a call whose form is not there."""
+
+_ROWS: Recent[Tensor] = Recent(8)
+"""The numbers of biases by distance, for any number of keys of the same magnitude."""
+
+
+def attention_of_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Output and lse of one query, without dropout; None where it has to take the ordinary way, as where something
+    learns, or is not valid."""
+    if not (type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == 4):
+        return None
+    if not (query.is_cpu and as_it_stands()):
+        return None
+    seen = EVERY_KEY
+    if mask is not None or isinstance(bias, Bias):
+        if not isinstance(mask, Mask | None):
+            return None
+        if torch.is_grad_enabled() and _learns(query, key, value, sink, bias):
+            return None
+        (batch, heads), key_len, dtype = query.shape[:2], key.shape[2], wide(query.dtype)
+        by_number = isinstance(bias, Bias) or (mask is not None and keys_of_last(mask, key_len) is None)
+        if by_number and not is_there(dtype):
+            return None  # then which kernel is best depends on the mask, and all keys are read by some
+        grid = Grid(batch, heads, 1, key_len, query.device)
+        try:
+            found = _seen_under(mask, grid)
+            if isinstance(bias, Bias):
+                bias = _numbers_of(bias, grid, dtype)
+        except (TypeError, ValueError):  # which the ordinary way words
+            return None
+        if found is None:
+            return None
+        seen = found
+    return attend_one(query, key, value, scale, softcap, sink, bias, seen, wants_lse)
+
+
+def attend_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    seen: Seen = EVERY_KEY,
+    wants_lse: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Output, and lse if it is wanted, of one query; None where it has to take the ordinary way."""
+    kinds, of_bias = kinds_of(query, key, value, scale, softcap, sink), None
+    of_query, of_key, of_value = query.shape, key.shape, value.shape
+    if kinds is None or not len(of_query) == len(of_key) == len(of_value) == 4:
+        return None
+    if bias is not None:
+        of_bias = _form_of_bias(bias, of_key[2])
+        if of_bias is None:
+            return None
+    batch, heads, key_len, size = of_key
+    magnitude = key_len.bit_length() if key_len == of_value[2] else None
+    form = of_query, batch, heads, size, of_value[0], of_value[1], of_value[3], magnitude, kinds, of_bias, wants_lse
+    single: Single | None = _KNOWN.get(form, _NEW)
+    if single is _NEW:
+        call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None, 0.0, None, wants_lse)
+        single = keep(_KNOWN, form, None if torch._C._is_any_autocast_enabled() else choose(call).single(call))
+    if single is None:
+        return None
+    keys, hidden = seen
+    if keys is not None:
+        start, length = keys.start, len(keys)
+        key, value = key.narrow(2, start, length), value.narrow(2, start, length)
+        if bias is not None and bias.shape[3] > 1:
+            bias = bias.narrow(3, start, length)
+    return single(query, key, value, sink, hidden, bias)
+
+
+def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
+    """What validity follows from; None if it is not known."""
+    if type(bias) is not Tensor or not is_plain(bias) or bias.dim() != 4:
+        return None
+    *sizes, columns = bias.shape
+    learns = bias.requires_grad and torch.is_grad_enabled()
+    return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
+
+
+def _learns(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None) -> bool:
+    of_bias = bias.learned() if isinstance(bias, Bias) else (bias,)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in (query, key, value, sink, *of_bias))
+
+
+def _seen_under(mask: Mask | None, grid: Grid) -> Seen | None:
+    """What the only query of a call sees; None where it sees nothing."""
+    if mask is None:
+        return EVERY_KEY
+    keys = keys_of_last(mask, grid.key_len)
+    if keys is None:
+        return _looked_at(mask, grid)
+    return _of_keys(keys, grid.key_len)
+
+
+def _of_keys(keys: range, key_len: int) -> Seen | None:
+    if len(keys) == key_len:
+        return EVERY_KEY
+    return Seen(keys) if keys else None
+
+
+@cached_by_mask(maxsize=8)
+def _looked_at(mask: Mask, grid: Grid) -> Seen | None:
+    """The same, by looking at every key that bands leave."""
+    parts, key_len = [*factors(mask)], grid.key_len
+    keys_of = [keys_of_last(part, key_len) for part in parts]
+    start = max((keys.start for keys in keys_of if keys is not None), default=0)
+    stop = min((keys.stop for keys in keys_of if keys is not None), default=key_len)
+    rest = [part for part, keys in zip(parts, keys_of, strict=True) if keys is None]
+    seen = _of_keys(range(start, stop), key_len)
+    if seen is None:
+        return None
+    bound = product_of(rest).bind(grid)
+    if bound is EVERYTHING:
+        return seen
+    return seen._replace(hidden=Hidden(bound.allowed(range(1), range(start, stop)), hides=True))
+
+
+def _numbers_of(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """What a bias adds to the scores of the only query: [1 or batch, 1 or heads, 1, 1 or key_len].
+
+    Where the last key of a cache is the query's own, the numbers of fewer keys are the last of those of more: they are
+    kept for as many as there may be before the next power of two.
+    """
+    of_last = all(term.of_distance and _counts_from_the_last(term) for term in bias.terms())
+    known = contents(bias) if of_last else None
+    if known is None:
+        return Scoring(grid, 1.0, None, bias.bind(grid), None, None, None).biases(range(1), range(grid.key_len), dtype)
+    most = grid._replace(key_len=1 << grid.key_len.bit_length())
+
+    def make() -> Tensor:
+        scoring = Scoring(most, 1.0, None, settled(bias).bind(most), None, None, None)
+        with torch.inference_mode(False), torch.no_grad():
+            return scoring.biases(range(1), range(most.key_len), dtype)
+
+    return _ROWS.get((known, most, dtype), make).narrow(3, most.key_len - grid.key_len, grid.key_len)
+
+
+def _counts_from_the_last(bias: Hashable) -> bool:
+    """Whether the last key is the query's own."""
+    return isinstance(bias, Positioned) and type(bias).__module__ == "regard.biases" and bias.offset is None
+
+
+def forget() -> None:
+    """Empties the cache of calls."""
+    _KNOWN.clear()
