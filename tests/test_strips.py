@@ -1171,8 +1171,12 @@ def test_a_compiled_model_is_one_graph_and_computes_the_same_forward_and_backwar
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(
-    "given", [{"mask": Where(lambda batch, head, query, key: (query + key) % 3 == 0)}, {"bias": Sloped()}],
-    ids=["a function", "a bias of ones own"],
+    "given", [
+        {"mask": Where(lambda batch, head, query, key: (query + key) % 3 == 0)}, {"bias": Sloped()},
+        {"mask": Where(lambda batch, head, query, key: key <= query), "bias": torch.randn(1, 2, 1, 300)},
+        {"mask": Where(lambda batch, head, query, key: key <= query), "bias": Alibi(2) + torch.randn(300, 300)},
+    ],
+    ids=["a function", "a bias of ones own", "a function and a tensor", "a function and two biases"],
 )  # fmt: skip
 def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compiler, given):
     query, key, value = torch.randn(3, 1, 2, 300, 8)
@@ -1183,6 +1187,9 @@ def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compile
 
     compiled = torch.compile(model, backend="aot_eager")
     (ours,) = torch.autograd.grad(compiled(learning).sum(), learning)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for _ in range(2):
+            torch.autograd.grad(compiled(learning).sum(), learning)
     (right,) = torch.autograd.grad(model(learning).sum(), learning)
     assert_close(ours, right)
 

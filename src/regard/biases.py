@@ -76,7 +76,11 @@ class Bias(Rule):
 
     def learned(self) -> tuple[Tensor, ...]:
         """The tensors that may need a gradient: its floating tensors and the parameters of its modules, each once."""
-        return tuple({id(tensor): tensor for tensor in learned(self)}.values())
+        found: list[Tensor] = []
+        for tensor in learned(self):
+            if not any(tensor is other for other in found):  # a graph that asks for an id is compiled for it alone
+                found.append(tensor)
+        return tuple(found)
 
     def __add__(self, other: "Bias | Tensor") -> "Bias":
         return Sum(self, as_bias(other, "+", "both sides"))
