@@ -166,6 +166,7 @@ ROWS = (
         "8 documents, tokens apart, padded right",
         lambda n: {"mask": Document(_ids(n)) & Padding(torch.tensor([3 * n // 4]))},
     ),
+    Row("8 documents, tokens apart, window 512", lambda n: {"mask": Causal() & Window(512) & Document(_ids(n))}),
     Row("8 documents, tokens apart, ALiBi", lambda n: {"mask": Document(_ids(n)), "bias": Alibi(HEADS)}),
     Row("blocks at random", lambda n: {"mask": Dense(_blocks(n))}),
     Row("random mask", lambda n: {"mask": Dense(_random(n))}),

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from cases import composed_masks, grids, single_masks
 from comparing import assert_close
-from regard import Band, Causal, Chunk, Dense, Document, Padding, Prefix, Where, Window, attention
-from regard.kernels.strips import native
+from regard import Alibi, Band, Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Tile, Where, Window, attention
+from regard.kernels.strips import intervals, native, tuning
 from regard.kernels.strips.binding import compiled, is_there
-from regard.kernels.strips.intervals import Interval, by_interval
+from regard.kernels.strips.intervals import Between, Interval, by_interval, side_by_side
+from regard.kernels.strips.reordering import reordering
 from regard.masks import EVERYTHING
-from regard.masks.planning import EVERY_DIAGONAL
+from regard.masks.planning import EVERY_DIAGONAL, factors
 from regard.shapes import Grid
 from regard.validation import check_call
 
@@ -231,3 +232,112 @@ def test_the_library_tells_whether_keys_are_side_by_side():
     assert library.find_keys(torch.tensor([[True, True, False]]), first, end)
     assert not library.find_keys(torch.tensor([[False, True, False, True, False]]), first, end)
     assert (int(first), int(end)) == (1, 4)
+
+
+# --- documents whose tokens are apart ---------------------------------------------------------------------------------
+
+BESIDE = {
+    "a window": lambda length: Causal() & Window(7),
+    "a window both ways": lambda length: Window(5),
+    "all but a window": lambda length: Causal() & ~Window(4),
+    "chunks": lambda length: Causal() & Chunk(6),
+    "a prefix": lambda length: Causal() | Prefix(9),
+    "a stride": lambda length: Strided(3),
+    "a stride from elsewhere, in a window": lambda length: Strided(3, offset=1) & Window(9),
+    "two strides": lambda length: Strided(2) & Strided(3) & Causal(),
+    "other documents": lambda length: Document(torch.arange(length)[None] % 4),
+    "other documents for each text": lambda length: Document(apart(3, length, seed=5)) & Causal(),
+    "offsets of each text": lambda length: Band(6, 2, offset=[0, 3, -50]),
+    "padding": lambda length: Window(8) & Padding(torch.arange(length) % 5 < torch.tensor([[4], [3], [5]])),
+    "a function of both": lambda length: Where(lambda batch, head, query, key: (key <= query) & (key * 2 >= query)),
+}
+
+
+def apart(batch, length, seed=0, kinds=4, dtype=torch.int64):
+    return torch.randint(-1, kinds, (batch, length), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def sorted_call(mask, queries=60, keys=60):
+    """A call, and how its tokens are sorted."""
+    call = call_of(mask, queries=queries, keys=keys)
+    found = reordering(call)
+    assert found is not None
+    return call, found
+
+
+@pytest.fixture
+def always_sorted(monkeypatch):
+    monkeypatch.setattr(tuning, "KEYS_WORTH_SORTING", -1)
+
+
+@pytest.mark.usefixtures("always_sorted")
+@pytest.mark.parametrize("of_keys", [None, "as many", "more"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_sorted_by_document_tokens_see_each_other_as_before(beside, rows, of_keys):
+    keys = 75 if of_keys == "more" else 60
+    if of_keys == "more" and any(type(part) is Document for part in factors(beside(keys))):
+        pytest.skip("documents of queries and keys alike")
+    ids = None if of_keys is None else apart(rows, keys, seed=1, kinds=6, dtype=torch.int32)
+    call, found = sorted_call(Document(apart(rows, 60), ids) & beside(keys), keys=keys)
+    before = call.scoring.mask.allowed(range(60), range(keys)).expand(3, -1, 60, keys)
+    after = found.mask.allowed(range(60), range(keys)).expand(3, -1, 60, keys)
+    queries, places = (of.expand(3, -1) for of in (found.queries, found.keys))
+    for text in range(3):
+        assert torch.equal(after[text], before[text][:, queries[text]][:, :, places[text]])
+    assert torch.equal(found.queries.gather(1, found.back), torch.arange(60).expand_as(found.back))
+
+
+@pytest.mark.usefixtures("always_sorted")
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_documents_apart_under_another_mask_are_computed_exactly(beside):
+    mask, tensors = (
+        Document(apart(3, 60)) & beside(60),
+        [draw((3, 2, 60, 8), seed).requires_grad_() for seed in range(3)],
+    )
+    results = []
+    for kernel in ("native", "reference"):
+        output = attention(*tensors, mask=mask, bias=Alibi(2), kernel=kernel)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), tensors)])
+    for ours, right in zip(*results, strict=True):
+        assert_close(ours, right)
+
+
+@pytest.mark.usefixtures("always_sorted")
+def test_little_else_is_computed_than_the_documents_of_a_window():
+    call = check_call(
+        "test", *torch.zeros(3, 1, 2, 2048, 8), Causal() & Window(600) & Document(apart(1, 2048, kinds=7)), *[None] * 5
+    )
+    allowed = int(call.scoring.mask.allowed(range(2048), range(2048)).sum()) * 2
+    assert native.num_scores(reordering(call).planned(call)) < 1.5 * allowed
+
+
+@pytest.mark.parametrize(
+    "beside", [Window(5), Strided(3) & Window(30), Where(lambda batch, head, query, key: key % 3 == 0)]
+)
+def test_tokens_stay_where_they_are_if_little_is_won_or_keys_are_not_side_by_side(beside):
+    assert reordering(call_of(Document(apart(1, 60)) & beside, queries=60, keys=60)) is None
+    assert reordering(call_of(Document(apart(1, 60).sort(1).values) & beside, queries=60, keys=60)) is None
+
+
+def test_a_mask_with_too_many_cells_is_not_looked_at(monkeypatch):
+    grid, mask = Grid(1, 1, 50, 50), Causal() & Chunk(7)
+    found = side_by_side(mask.bind(grid), grid)
+    assert torch.equal(cells(found, grid), mask.bind(grid).allowed(range(50), range(50)))
+    monkeypatch.setattr(intervals, "MAX_LOOKED_AT", 50 * 50 - 1)
+    mask = Causal() & Chunk(8)
+    assert side_by_side(mask.bind(grid), grid) is None
+    assert side_by_side((Causal() & Window(8)).bind(grid), grid) is not None
+
+
+def test_between_tells_of_rectangles_what_its_cells_do():
+    first = torch.tensor([[0, 2, 4, 4], [1, 1, 0, 3]], dtype=torch.int32)
+    end = torch.tensor([[3, 5, 4, 6], [4, 4, 6, 6]], dtype=torch.int32)
+    mask = Between(first, end).bind(Grid(2, 1, 4, 6))
+    assert mask.draw(4, 6, batch=2).splitlines()[2].split() == [".", ".", ".", ".", ".", "."]
+    for top, bottom in ((0, 1), (0, 2), (1, 4), (2, 3), (0, 4)):
+        for left in range(6):
+            for right in range(left + 1, 7):
+                inside = mask.allowed(range(top, bottom), range(left, right))
+                expected = Tile.FULL if inside.all() else Tile.PARTIAL if inside.any() else Tile.EMPTY
+                assert mask.tile(range(top, bottom), range(left, right)) is expected

@@ -230,8 +230,6 @@ def hidden_in(mask: Mask | None, grid: Grid) -> Hidden | None:
     """What a bound mask hides in a whole call; None for nothing. Cached if the mask has a structure to compare."""
     if mask is None or mask is EVERYTHING:
         return None
-    if mask._hidden is not None:
-        return cast(Hidden, mask._hidden)
     if not tracing() and grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES:
         return _looked_at(mask, grid)
     return _remembered(mask, grid)

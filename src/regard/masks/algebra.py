@@ -45,9 +45,6 @@ class Mask(Rule):
 
     _judges_rectangles: ClassVar[bool] = False
 
-    _hidden: Any = None
-    """What it hides (`regard.kernels.hidden`), if it was made for one call by who knows that already."""
-
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "coverage" in vars(cls) and "verdict" not in vars(cls):

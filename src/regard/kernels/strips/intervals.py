@@ -10,21 +10,27 @@ Keys that are hidden between the first and the last are told in bits (`Compiled.
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.indexing import lookup
 from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips.binding import Compiled, compiled
-from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Window
+from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Tile, Window
 from regard.masks.planning import Diagonals, factors, product_of
 from regard.shapes import Grid
 
 MAX_HULL = 1.5
 """Keys of an interval for each that strips would compute: where there are more, strips leave them out. The law of
 features.py for the price of a score."""
+
+
+MAX_LOOKED_AT = 1 << 24
+"""Most cells of a mask that are looked at to find out whether keys are side by side: some hundredths of a second, once
+for all texts of the same lengths."""
 
 
 class Interval(NamedTuple):
@@ -86,6 +92,29 @@ class Interval(NamedTuple):
         return int((end - first).clamp(min=0).expand(-1, len(of_last)).sum()) * rows
 
 
+class Between(Mask):
+    """Keys between two ends, which are others for each query.
+
+    Args:
+        first, end: int32 [batch or 1, query_len], the first key and the one after the last; equal where there is none.
+    """
+
+    axes: ClassVar = {"first": ("batch", "query_len"), "end": ("batch", "query_len")}
+
+    def __init__(self, first: Tensor, end: Tensor) -> None:
+        self.first, self.end = first, end
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= lookup(self.first, batch, query)) & (key < lookup(self.end, batch, query))
+
+    def coverage(self, rows: range, columns: range) -> Tile:
+        first, end = self.first[:, rows.start : rows.stop], self.end[:, rows.start : rows.stop]
+        if bool(((first <= columns.start) & (end >= columns.stop)).all()):
+            return Tile.FULL
+        some = first.clamp(min=columns.start) < end.clamp(max=columns.stop)
+        return Tile.PARTIAL if bool(some.any()) else Tile.EMPTY
+
+
 @cached_by_mask(maxsize=16)
 def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
@@ -100,6 +129,28 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
         else:
             found.append(interval)
     return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
+
+
+@cached_by_mask(maxsize=8)
+def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
+    """A bound mask as an interval of keys for each query; None if there are gaps, or others for each head, or more
+    cells than are looked at."""
+    found = [_interval_of(factor, grid) for factor in factors(mask)]
+    known = [interval for interval in found if interval is not None and interval.hidden is None]
+    if len(known) == len(found):
+        return reduce(Interval.__and__, known).placed()
+    if compiled() is None or grid.batch * grid.query_len * grid.key_len > MAX_LOOKED_AT:
+        return None
+    rows, parts = max(1, MAX_KEPT_SCORES // (grid.batch * grid.key_len)), []
+    for start in range(0, grid.query_len, rows):
+        queries = range(start, min(start + rows, grid.query_len))
+        cells = mask.allowed(queries, range(grid.key_len)).expand(-1, -1, len(queries), grid.key_len)
+        interval, without_gaps = _hull_of(cells[:, 0])
+        if cells.shape[1] > 1 or not without_gaps:
+            return None
+        parts.append(interval)
+    first, end = (torch.cat(sides, dim=1) for sides in zip(*((part.first, part.end) for part in parts), strict=True))
+    return Interval(first, end)
 
 
 def library() -> Compiled:
@@ -145,6 +196,10 @@ def _of_either(mask: Or, grid: Grid) -> Interval | None:
     return None if left is None or right is None else left.joined(right)
 
 
+def _of_between(mask: "Between", grid: Grid) -> Interval:
+    return Interval(mask.first, mask.end)
+
+
 def _of_band(mask: Band, grid: Grid) -> Interval:
     at = torch.arange(grid.query_len) + torch.as_tensor(mask.offset).reshape(-1, 1)
     first = torch.zeros_like(at) if mask.before is None else (at - mask.before).clamp(0, grid.key_len)
@@ -186,7 +241,7 @@ def _of_documents(mask: Document, grid: Grid) -> Interval | None:
 
 _FOUND_BY: dict[type, Callable[[Any, Grid], Interval | None]] = {
     And: _of_both, Or: _of_either, Band: _of_band, Causal: _of_band, Window: _of_band, Prefix: _of_prefix,
-    Padding: _of_padding, Dense: _of_dense, Document: _of_documents,
+    Padding: _of_padding, Dense: _of_dense, Document: _of_documents, Between: _of_between,
 }  # fmt: skip
 """By the class itself: one derived from it may have a rule of its own."""
 

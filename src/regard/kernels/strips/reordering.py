@@ -1,11 +1,12 @@
 """Sorts queries and keys by document, for documents whose tokens are not contiguous.
 
-Under a document mask, alone or with a causal one, the order of the documents does not matter as long as the tokens of
-each keep theirs. After sorting, every document is one rectangle, and nothing else is computed. What is padding is
+The order of the documents does not matter as long as the tokens of each keep theirs. After sorting, every document is
+one rectangle. Under a mask that shows each query keys side by side, as a window, so are those of its document. Little
+else is computed. Tokens with the same residue, as under a stride, are sorted as documents are. What is padding is
 sorted with the keys; a bias and dropout are asked for the places where the tokens were.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from regard.dropout import Cells
 from regard.indexing import Indices, indices, lookup
 from regard.kernels.call import Call, learns
 from regard.kernels.known import cached_by_mask
-from regard.masks import Document, Mask, Padding
+from regard.kernels.strips import tuning
+from regard.kernels.strips.intervals import Between, Interval, side_by_side
+from regard.masks import Document, Mask, Padding, Strided
 from regard.masks.planning import factors, is_top_left_causal, product_of
 from regard.shapes import Grid
 
@@ -64,34 +67,89 @@ def reordering(call: Call) -> Reordering | None:
     return _found(mask, grid)
 
 
+class Sorted(NamedTuple):
+    """Tokens in the order of their documents.
+
+    Attributes:
+        places: where the token at each place was. ids: its document. Both [batch or 1, length].
+    """
+
+    places: Tensor
+    ids: Tensor
+
+
+def _sort(ids: Tensor) -> Sorted:
+    places = ids.argsort(dim=1, stable=True)
+    return Sorted(places, ids.gather(1, places).to(torch.int64))
+
+
 @cached_by_mask(maxsize=8)
 def _found(mask: Mask, grid: Grid) -> Reordering | None:
-    documents = [part for part in factors(mask) if isinstance(part, Document)]
-    padding = [part for part in factors(mask) if type(part) is Padding]
-    others = [part for part in factors(mask) if part not in (*documents, *padding)]
-    if len(documents) != 1 or documents[0].closed_form:
+    parts = [*factors(mask)]
+    documents = [part for part in parts if isinstance(part, Document)]
+    if all(document.closed_form for document in documents):
         return None
-    (document,) = documents
-    same_tokens = document.key_ids is document.query_ids
-    if others and not (same_tokens and all(is_top_left_causal(part) for part in others)):
+    padding = [part for part in parts if type(part) is Padding]
+    strided = [part for part in parts if type(part) is Strided and isinstance(part.offset, int)]
+    others = [part for part in parts if part not in (*documents, *padding, *strided)]
+    query_ids, key_ids = _in_common(documents, strided, grid)
+    queries = keys = _sort(query_ids)
+    if key_ids is not query_ids:
+        keys = _sort(key_ids)
+    if not others or (keys is queries and all(is_top_left_causal(part) for part in others)):
+        rest = product_of([*others, Document(queries.ids, None if keys is queries else keys.ids)])
+    elif (inside := side_by_side(product_of(others), grid)) is None:
         return None
-    queries = document.query_ids.argsort(dim=1, stable=True)
-    query_ids = document.query_ids.gather(1, queries)
-    if same_tokens:
-        keys, sorted_documents = queries, Document(query_ids)
     else:
-        keys = document.key_ids.argsort(dim=1, stable=True)
-        sorted_documents = Document(query_ids, document.key_ids.gather(1, keys))
-    in_order = (_sorted(part, keys, grid.key_len) for part in padding)
-    together = product_of([*others, *in_order, sorted_documents]).bind(grid)
-    return Reordering(queries, keys, queries.argsort(dim=1), together)
+        rest = _between(inside, queries, keys)
+        left_out = (inside.end - inside.first).double().mean() - (rest.end - rest.first).double().mean()
+        if left_out < tuning.KEYS_WORTH_SORTING:
+            return None
+    in_order = (_seen(part, keys.places) for part in padding)
+    back = queries.places.argsort(dim=1)
+    return Reordering(queries.places, keys.places, back, product_of([rest, *in_order]).bind(grid))
 
 
-def _sorted(padding: Padding, keys: Tensor, key_len: int) -> Padding:
+def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: Grid) -> tuple[Tensor, Tensor]:
+    """A number of each query and of each key, [batch or 1, length], equal for those that all masks allow; one tensor
+    where queries and keys are known to have the same."""
+    ways = [(part.query_ids, part.key_ids) for part in documents]
+    for part in strided:
+        first = int(part.offset or 0)
+        queries, keys = torch.arange(first, first + grid.query_len), torch.arange(grid.key_len)
+        ways.append((queries[None] % part.step, keys[None] % part.step))
+    if len(ways) == 1:
+        return ways[0]
+    batch, numbers = max(len(ids) for way in ways for ids in way), torch.zeros((), dtype=torch.int64)
+    for way in ways:
+        ids = torch.cat([of.expand(batch, -1) for of in way], dim=1)
+        pairs = torch.stack([numbers.expand_as(ids), ids.to(torch.int64)], dim=-1)
+        numbers = torch.unique(pairs.flatten(0, 1), dim=0, return_inverse=True)[1].view_as(ids)
+    queries, keys = numbers.split([grid.query_len, grid.key_len], dim=1)
+    return (queries, queries) if torch.equal(queries, keys) else (queries, keys)
+
+
+def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
+    """Which sorted keys each sorted query sees of those in an interval. They are side by side: the tokens of a document
+    are in the order in which they were."""
+    batch, key_len = max(map(len, (inside.first, queries.ids, keys.ids))), keys.ids.shape[1]
+    of_all = [tensor.expand(batch, -1).contiguous() for tensor in (*queries, *keys)]
+    places, ids, key_places, key_ids = of_all
+    begin, stop = torch.searchsorted(key_ids, ids), torch.searchsorted(key_ids, ids, right=True)
+    in_order = torch.searchsorted(key_ids, key_ids) * (key_len + 1) + key_places
+    first, end = (
+        side.expand(batch, places.shape[1]).gather(1, places) + begin * (key_len + 1)
+        for side in (inside.first, inside.end)
+    )
+    first, end = (torch.searchsorted(in_order, side).minimum(stop).to(torch.int32) for side in (first, end))
+    return Between(first, end)
+
+
+def _seen(padding: Padding, keys: Tensor) -> Padding:
     """Which sorted keys are not padding."""
     seen = padding.keys
     if seen.dtype != torch.bool:
-        seen = torch.arange(key_len, device=keys.device) < seen[:, None]
+        seen = torch.arange(keys.shape[1], device=keys.device) < seen[:, None]
     seen, keys = torch.broadcast_tensors(seen, keys)
     return Padding(seen.gather(1, keys))
 

@@ -20,6 +20,10 @@ KEYS_WORTH_MERGING = 128
 """Keys left out for each query, from which on the parts of a union with a strided mask have strips of their own, and
 results are merged. Row "window or stride, causal"."""
 
+KEYS_WORTH_SORTING = 200
+"""Keys left out for each query, from which on tokens are sorted by document where another mask leaves out keys, too: to
+sort takes as long as so many scores. Row "8 documents, tokens apart, window 512"."""
+
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
 
