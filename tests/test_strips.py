@@ -35,6 +35,7 @@ from regard import (
 )
 from regard.biases import Bias, Given
 from regard.kernels import choose, fused
+from regard.kernels.strips import compiled as compiled_strips
 from regard.kernels.strips import engine, grouping, native, products, residues, tuning
 from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
@@ -1210,6 +1211,31 @@ def test_a_graph_holds_the_engine_that_takes_less_time(compiler, monkeypatch, pr
             lambda *three, c=softcap: attention(*three, mask=Causal() & Window(50), softcap=c), backend=backend
         )(*tensors)
     assert held == ["native" if price < 1 else "strips", "native"]  # torch's operator has no softcap
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_backward_pass_of_a_graph_knows_the_mask_of_the_forward_pass_and_sees_what_is_written_to_it(
+    compiler, monkeypatch
+):
+    made, make = [], compiled_strips.deserialise
+    monkeypatch.setattr(compiled_strips, "deserialise", lambda *given: (made.append(given), make(*given))[1])
+    monkeypatch.setattr(compiled_strips, "_copied", {})
+    cells, query = torch.rand(300, 300) < 0.5, torch.randn(1, 2, 300, 8)
+
+    def model(query):
+        return attention(2 * query, query, query, mask=Dense(cells)).square()
+
+    def gradient(function):
+        learning = query.clone().requires_grad_()
+        return torch.autograd.grad(function(learning).sum(), learning)[0]
+
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(4):
+        if step == 2:
+            cells.logical_not_()
+        made.clear()
+        assert_close(gradient(compiled), gradient(model))
+        assert len(made) == (step in (0, 2))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

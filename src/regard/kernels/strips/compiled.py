@@ -23,7 +23,7 @@ from regard.numerics import wide
 from regard.rules import deserialise, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
-from regard.versions import NotComparableError, few_or_version
+from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version
 
 
 def _strips(
@@ -113,7 +113,13 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
     return None if seed is None else Dropout(rate, int(seed))
 
 
+MAX_COPIED = 8
+"""Masks of nodes of which copies are kept."""
+
 _masks: Recent[Mask] = Recent(16)
+
+_copied: dict[Hashable, tuple[list[Tensor], Mask]] = {}
+"""Masks of copies of the tensors that nodes were given, by all else that they are made of."""
 
 
 def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
@@ -121,13 +127,26 @@ def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: G
     try:
         known: Hashable = (line, *numbers, *map(few_or_version, tensors), grid)
     except NotComparableError:
-        return cast(Mask, deserialise(line, tensors, numbers).bind(grid))
+        return _with_copies(line, tensors, numbers, grid)
+    return _masks.get(known, lambda: _with_copies(line, tensors, numbers, grid))
 
-    def make() -> Mask:
-        with torch.inference_mode(False):
+
+def _with_copies(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
+    """The same mask as the one before it with the same numbers in its tensors: in a graph, a view is another tensor in
+    every call, and so is what the backward pass is given."""
+    alike: Hashable = (line, *numbers, *((tensor.dtype, tensor.shape) for tensor in tensors), grid)
+    found = _copied.get(alike)
+    if found is not None and all(map(torch.equal, found[0], tensors)):
+        return found[1]
+    with torch.inference_mode(False):
+        if grid.device.type != "cpu" or any(tensor.nbytes > MAX_HELD_BYTES for tensor in tensors):
             return cast(Mask, settled(deserialise(line, tensors, numbers)).bind(grid))
-
-    return _masks.get(known, make)
+        copies = [tensor.clone() for tensor in tensors]
+        bound: Mask = deserialise(line, copies, numbers).bind(grid)
+    while len(_copied) >= MAX_COPIED:
+        _copied.pop(next(iter(_copied)), None)
+    _copied[alike] = copies, bound
+    return bound
 
 
 def _of_node(
