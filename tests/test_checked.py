@@ -99,6 +99,22 @@ def test_one_query_is_checked_once_for_lengths_of_one_magnitude(checks, parts, d
         attention(query[:, :, :1], key[:, :, :65], value[:, :, :64], **parts(65))
 
 
+@pytest.mark.parametrize("of_cells", [lambda real: Padding(real), lambda real: Causal() & Dense(real[:, None, None])])
+@pytest.mark.parametrize("without_gaps", [False, True])
+def test_what_one_query_sees_is_read_anew_when_written_to_and_forgotten_with_the_mask(of_cells, without_gaps):
+    query, key, value = heads(length=130)
+    real = REAL.clone() if without_gaps else torch.rand(2, 130) < 0.5
+    for _ in range(2):
+        mask = of_cells(real)
+        expected = attention(query[:, :, -1:], key, value, mask=mask, kernel="reference")
+        for _ in range(2):
+            assert_close(attention(query[:, :, -1:], key, value, mask=mask), expected)
+        real.logical_not_()
+    kept = weakref.ref(real)
+    del mask, real
+    assert kept() is None
+
+
 @pytest.mark.parametrize("wrong", [Padding([3, 4, 5]), Padding(REAL[:, :6]), Alibi(5), torch.zeros(2, 5), Dense(REAL)])
 def test_what_one_query_cannot_be_given_is_told_as_of_many(wrong):
     query, key, value = heads()

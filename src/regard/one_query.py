@@ -6,7 +6,6 @@ how many keys there are is known by its form, in all layers and steps. Where som
 result, a call takes the ordinary way, which puts zeros in its place.
 """
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from regard.checked import Form, keep, kinds_of
 from regard.graphs import as_it_stands
 from regard.kernels import Single, choose
 from regard.kernels.hidden import Hidden
-from regard.kernels.known import Recent, cached_by_mask
+from regard.kernels.known import Recent
 from regard.kernels.strips.binding import is_there
 from regard.masks import EVERYTHING, Mask
 from regard.masks.planning import factors, keys_of_last, product_of
@@ -43,6 +42,8 @@ _KNOWN: dict[Form, Single | None] = {}
 _NEW: Any = object()
 """In place of a call whose form is not there."""
 
+_SEEN: Recent[Seen | None] = Recent(8)
+
 _ROWS: Recent[Tensor] = Recent(8)
 """The numbers of biases by distance, for any number of keys of the same magnitude."""
 
@@ -64,27 +65,20 @@ def attention_of_one(
         return None
     if not (query.is_cpu and as_it_stands()):
         return None
-    seen = EVERY_KEY
+    seen: Seen | None = EVERY_KEY
+    added = None if isinstance(bias, Bias) else bias
     if mask is not None or isinstance(bias, Bias):
-        if not isinstance(mask, Mask | None):
-            return None
         if torch.is_grad_enabled() and _learns(query, key, value, sink, bias):
             return None
         (batch, heads), key_len, dtype = query.shape[:2], key.shape[2], wide(query.dtype)
-        by_number = isinstance(bias, Bias) or (mask is not None and keys_of_last(mask, key_len) is None)
-        if by_number and not is_there(dtype):
-            return None  # then which kernel is best depends on the mask, and all keys are read by some
         grid = Grid(batch, heads, 1, key_len, query.device)
         try:
-            found = _seen_under(mask, grid)
-            if isinstance(bias, Bias):
-                bias = _numbers_of(bias, grid, dtype)
+            seen = _seen_under(mask, grid, dtype)
+            if seen is not None and isinstance(bias, Bias):
+                added = _numbers_of(bias, grid, dtype)
         except (TypeError, ValueError):  # which the ordinary way words
             return None
-        if found is None:
-            return None
-        seen = found
-    return attend_one(query, key, value, scale, softcap, sink, bias, seen, wants_lse)
+    return None if seen is None else attend_one(query, key, value, scale, softcap, sink, added, seen, wants_lse)
 
 
 def attend_one(
@@ -139,14 +133,19 @@ def _learns(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias
     return any(isinstance(each, Tensor) and each.requires_grad for each in (query, key, value, sink, *of_bias))
 
 
-def _seen_under(mask: Mask | None, grid: Grid) -> Seen | None:
-    """What the only query of a call sees; None where it sees nothing."""
+def _seen_under(mask: object, grid: Grid, dtype: torch.dtype) -> Seen | None:
+    """What the only query of a call sees; None where it sees nothing, and where the ordinary way finds out better."""
     if mask is None:
         return EVERY_KEY
+    if not isinstance(mask, Mask):
+        return None
     keys = keys_of_last(mask, grid.key_len)
-    if keys is None:
-        return _looked_at(mask, grid)
-    return _of_keys(keys, grid.key_len)
+    if keys is not None:
+        return _of_keys(keys, grid.key_len)
+    if not is_there(dtype):
+        return None  # then which kernel is best depends on the mask
+    known = mask.structure()
+    return _looked_at(mask, grid) if known is None else _SEEN.get((known, grid), lambda: _looked_at(mask, grid))
 
 
 def _of_keys(keys: range, key_len: int) -> Seen | None:
@@ -155,21 +154,21 @@ def _of_keys(keys: range, key_len: int) -> Seen | None:
     return Seen(keys) if keys else None
 
 
-@cached_by_mask(maxsize=8)
 def _looked_at(mask: Mask, grid: Grid) -> Seen | None:
     """The same, by looking at every key that bands leave."""
-    parts, key_len = [*factors(mask)], grid.key_len
-    keys_of = [keys_of_last(part, key_len) for part in parts]
-    start = max((keys.start for keys in keys_of if keys is not None), default=0)
-    stop = min((keys.stop for keys in keys_of if keys is not None), default=key_len)
-    rest = [part for part, keys in zip(parts, keys_of, strict=True) if keys is None]
-    seen = _of_keys(range(start, stop), key_len)
-    if seen is None:
-        return None
+    start, stop, rest = 0, grid.key_len, []
+    for part in factors(mask):
+        keys = keys_of_last(part, grid.key_len)
+        if keys is None:
+            rest.append(part)
+        else:
+            start, stop = max(start, keys.start), min(stop, keys.stop)
+    seen = _of_keys(range(start, stop), grid.key_len)
     bound = product_of(rest).bind(grid)
-    if bound is EVERYTHING:
+    if seen is None or bound is EVERYTHING:
         return seen
-    return seen._replace(hidden=Hidden(bound.allowed(range(1), range(start, stop)), hides=True))
+    allowed = bound.allowed(range(1), range(start, stop)).detach()  # not a view, which would keep the mask's tensors
+    return seen._replace(hidden=Hidden(allowed, hides=True))
 
 
 def _numbers_of(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -181,18 +180,21 @@ def _numbers_of(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
     of_last = all(term.of_distance and _counts_from_the_last(term) for term in bias.terms())
     known = contents(bias) if of_last else None
     if known is None:
-        return Scoring(grid, 1.0, None, bias.bind(grid), None, None, None).biases(range(1), range(grid.key_len), dtype)
+        return _row(bias, grid, dtype)
     most = grid._replace(key_len=1 << grid.key_len.bit_length())
 
     def make() -> Tensor:
-        scoring = Scoring(most, 1.0, None, settled(bias).bind(most), None, None, None)
         with torch.inference_mode(False), torch.no_grad():
-            return scoring.biases(range(1), range(most.key_len), dtype)
+            return _row(settled(bias), most, dtype)
 
     return _ROWS.get((known, most, dtype), make).narrow(3, most.key_len - grid.key_len, grid.key_len)
 
 
-def _counts_from_the_last(bias: Hashable) -> bool:
+def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
+    return Scoring(grid, 1.0, bias=bias.bind(grid)).biases(range(1), range(grid.key_len), dtype)
+
+
+def _counts_from_the_last(bias: Bias) -> bool:
     """Whether the last key is the query's own."""
     return isinstance(bias, Positioned) and type(bias).__module__ == "regard.biases" and bias.offset is None
 

@@ -3,7 +3,7 @@
 A key does not keep a tensor alive: it has a weak reference to it, which is equal to no other once the tensor is gone.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from ctypes import string_at
 from weakref import ref
 
@@ -45,15 +45,15 @@ def version(tensor: Tensor) -> Hashable:
     return id(base), base._version, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), ref(base)
 
 
-def tensors_in(key: Hashable) -> Iterator[Tensor]:
+def tensors_in(key: Hashable) -> list[Tensor]:
     """The tensors that a key tells of by their version."""
-    if isinstance(key, ref):
-        tensor = key()
-        if tensor is not None:
-            yield tensor
-    elif isinstance(key, tuple):
-        for part in key:
-            yield from tensors_in(part)
+    todo, found = [key], []
+    for part in todo:
+        if isinstance(part, tuple):
+            todo += part
+        elif type(part) is ref:
+            found.append(part())
+    return [tensor for tensor in found if tensor is not None]
 
 
 def few_or_version(tensor: Tensor) -> Hashable:

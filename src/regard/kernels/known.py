@@ -43,7 +43,7 @@ class Recent(Generic[Value]):
                 with self._lock:
                     self._values.pop(key, None)
 
-            tensors = [*tensors_in(key)]  # they are there until the value is
+            tensors = tensors_in(key)  # they are there until the value is
             found = make(), [ref(tensor, drop) for tensor in tensors]
         with self._lock:
             self._values[key] = found
