@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Causal, Padding, Window, bench
+from regard import Alibi, Causal, Padding, Window, bench
+from regard.shapes import Grid
 
 Shape = tuple[int, int, int, int]
 
@@ -47,6 +48,20 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
     def torch_last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key[:, :, -256:], value[:, :, -256:])
 
+    real = torch.arange(900)[None] >= 7
+
+    def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return regard.attention(query, key, value, mask=Causal() & Padding(real[:, : key.shape[2]]))
+
+    def torch_padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None, : key.shape[2]])
+
+    slopes = Alibi(8)
+    table = slopes.bind(Grid(1, 8, 1, 900)).values(range(1), range(900))
+
+    def torch_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=table[..., -key.shape[2] :])
+
     cache: Shape = (1, 8, 900, 64)
     last = Causal() & Window(256)
     return [
@@ -64,6 +79,14 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
             growing(ours(Causal())),
         ),
         ("1 query, growing cache, window 256", cache, torch.float32, growing(torch_last), growing(ours(last))),
+        ("1 query, growing cache, padding", cache, torch.float32, growing(torch_padded), growing(padded)),
+        (
+            "1 query, growing cache, ALiBi",
+            cache,
+            torch.float32,
+            growing(torch_alibi),
+            growing(lambda *tensors: regard.attention(*tensors, mask=Causal(), bias=slopes)),
+        ),
     ]
 
 
