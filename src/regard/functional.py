@@ -17,10 +17,7 @@ from regard.masks import Mask, Tile
 from regard.one_query import attention_of_one
 from regard.reference import AttentionOutput
 from regard.scores import Additive, ScoringArguments
-from regard.shapes import (
-    as_bytes,
-    check_whole,
-)
+from regard.shapes import as_bytes, check_whole
 from regard.validation import check_call
 
 MIN_WARNED_NUMBERS = 1 << 28

@@ -43,6 +43,7 @@ _NEW: Any = object()
 """In place of a call whose form is not there."""
 
 _SEEN: Recent[Seen | None] = Recent(8)
+"""What a query sees under masks that were looked at."""
 
 _ROWS: Recent[Tensor] = Recent(8)
 """The numbers of biases by distance, for any number of keys of the same magnitude."""
@@ -191,6 +192,7 @@ def _numbers_of(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The numbers of the only query of a call."""
     return Scoring(grid, 1.0, bias=bias.bind(grid)).biases(range(1), range(grid.key_len), dtype)
 
 

@@ -87,10 +87,11 @@ def _sort(ids: Tensor) -> Sorted:
 def _found(mask: Mask, grid: Grid) -> Reordering | None:
     parts = [*factors(mask)]
     documents = [part for part in parts if isinstance(part, Document)]
-    if all(document.closed_form for document in documents):
+    on_a_cpu = grid.device.type == "cpu"  # elsewhere every look at a number waits for the device
+    if all(document.closed_form for document in documents) or not (on_a_cpu or len(documents) == 1):
         return None
     padding = [part for part in parts if type(part) is Padding]
-    strided = [part for part in parts if type(part) is Strided and isinstance(part.offset, int)]
+    strided = [part for part in parts if on_a_cpu and type(part) is Strided and isinstance(part.offset, int)]
     others = [part for part in parts if part not in (*documents, *padding, *strided)]
     query_ids, key_ids = _in_common(documents, strided, grid)
     queries = keys = _sort(query_ids)
@@ -98,7 +99,7 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
         keys = _sort(key_ids)
     if not others or (keys is queries and all(is_top_left_causal(part) for part in others)):
         rest = product_of([*others, Document(queries.ids, None if keys is queries else keys.ids)])
-    elif (inside := side_by_side(product_of(others), grid)) is None:
+    elif not on_a_cpu or (inside := side_by_side(product_of(others), grid)) is None:
         return None
     else:
         rest = _between(inside, queries, keys)
