@@ -5,11 +5,10 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 `remember`), never a result, nor query, key, value or sink, which may be others in each call.
 """
 
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from regard.biases import Bias, Given
 from regard.dropout import Dropout, drawn
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
+from regard.kernels.known import keep
 from regard.masks import Mask
 from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
@@ -25,7 +25,6 @@ from regard.shapes import MAX_HEADS, is_plain
 from regard.versions import MAX_HELD_BYTES
 
 Form = tuple[Hashable, ...]
-Value = TypeVar("Value")
 
 MAX_FORMS = 16
 """Forms in the cache: those of a model whose layers differ, at a few lengths."""
@@ -39,8 +38,6 @@ _TENSORS = frozenset({Tensor, nn.Parameter})
 _KNOWN: dict[Form, "Checked"] = {}
 _BY_NUMBERS: dict[Form, None] = {}
 """Forms with a bias tensor whose kernel keeps what it reads: such calls are alike only if its numbers are."""
-
-_lock = threading.Lock()
 
 
 class Checked:
@@ -110,9 +107,9 @@ def form_of(
 ) -> Form | None:
     """The key of a call in the cache: of two calls with one form, both are valid and take the same kernel, or neither.
 
-    None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of
-    torch, and for masks and biases of which it is not known what they follow from. Calls with additive similarity or a
-    generator of their own have none either.
+    None where that is not known: for subclasses of Tensor and other layouts, in graphs and transforms of torch, and for
+    masks and biases of which it is not known what they follow from. Calls with additive similarity or a generator of
+    their own have none either.
     """
     if additive is not None or generator is not None:
         return None
@@ -186,7 +183,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
         if kernel.reads_in_place:
             bias = None  # another one in each call
         else:
-            keep(_BY_NUMBERS, form, None)
+            keep(_BY_NUMBERS, form, None, MAX_FORMS)
             form = *form[:-1], known(given)
     if bias is not None and any(tensor.grad_fn is not None and tensor._base is None for tensor in bias.learned()):
         return None  # made of what was given, whose numbers may change: nothing follows them
@@ -202,20 +199,10 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
         if known(bias) is None:
             return None
         call = call._replace(scoring=replace(call.scoring, bias=settled(bias)))  # what is compared may change
-    return keep(_KNOWN, form, Checked(call, kernel))
-
-
-def keep(known: dict[Form, Value], form: Form, value: Value) -> Value:
-    """Adds what is known of a form to a cache; those that are oldest make room. Returns the value."""
-    with _lock:
-        while len(known) >= MAX_FORMS:
-            del known[next(iter(known))]
-        known[form] = value
-    return value
+    return keep(_KNOWN, form, Checked(call, kernel), MAX_FORMS)
 
 
 def forget() -> None:
     """Empties the cache."""
-    with _lock:
-        _KNOWN.clear()
-        _BY_NUMBERS.clear()
+    _KNOWN.clear()
+    _BY_NUMBERS.clear()

@@ -23,6 +23,11 @@ from regard.validation import check_call
 MIN_WARNED_NUMBERS = 1 << 28
 """A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
 
+Arguments = tuple[
+    Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None, float | None, float | None, Tensor | None,
+    Additive | None, float, torch.Generator | None, bool,
+]  # fmt: skip
+"""Those of `attention` from query to generator, and whether lse is wanted."""
 
 ONE = (1,)
 """The shape of one query among others, asked for in the least time."""
@@ -85,7 +90,7 @@ def attention(
               [0.2689, 0.7311]]]])
     """
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
-    results, form = _like_an_earlier_one(*given, kernel)
+    results, form = _like_an_earlier_one(given, kernel)
     if results is None:
         results = _first(form, check_call("attention", *given), kernel, bias)
     return results[0]
@@ -118,7 +123,7 @@ def attention_with_lse(
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
-    results, form = _like_an_earlier_one(*given, kernel)
+    results, form = _like_an_earlier_one(given, kernel)
     if results is None:
         results = _first(form, check_call("attention_with_lse", *given), kernel, bias)
     output, lse = results
@@ -126,28 +131,14 @@ def attention_with_lse(
     return AttentionOutput(output, lse)
 
 
-def _like_an_earlier_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | None,
-    bias: Bias | Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sink: Tensor | None,
-    additive: Additive | None,
-    dropout: float,
-    generator: torch.Generator | None,
-    wants_lse: bool,
-    kernel: str,
-) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
+def _like_an_earlier_one(given: Arguments, kernel: str) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
+    query, key, value, mask, bias, scale, softcap, sink, additive, dropout, _, wants_lse = given
     if type(query) is Tensor and not query.is_nested and query.shape[2:3] == ONE:
         plain = additive is None and type(dropout) is float and dropout == 0.0 and kernel == "auto"
         results = attention_of_one(query, key, value, mask, bias, scale, softcap, sink, wants_lse) if plain else None
         if results is not None:
             return results, None
-    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, wants_lse
     form = form_of(*given, kernel)
     known = None if form is None else recall(form)
     return None if known is None else known.run(query, key, value, sink, bias), form

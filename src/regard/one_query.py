@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.checked import Form, keep, kinds_of
+from regard.checked import MAX_FORMS, Form, kinds_of
 from regard.graphs import as_it_stands
 from regard.kernels import Single, choose
+from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden
-from regard.kernels.known import Recent
+from regard.kernels.known import Recent, keep
 from regard.kernels.strips.binding import is_there
 from regard.masks import EVERYTHING, Mask
-from regard.masks.planning import factors, keys_of_last, product_of
+from regard.masks.planning import keys_of_last, product_of
 from regard.numerics import wide
 from regard.rules import Positioned, contents, settled
 from regard.scores import Scoring
@@ -42,7 +43,7 @@ _KNOWN: dict[Form, Single | None] = {}
 _NEW: Any = object()
 """In place of a call whose form is not there."""
 
-_SEEN: Recent[Seen | None] = Recent(8)
+_SEEN: Recent[Seen] = Recent(8)
 """What a query sees under masks that were looked at."""
 
 _ROWS: Recent[Tensor] = Recent(8)
@@ -69,8 +70,8 @@ def attention_of_one(
     seen: Seen | None = EVERY_KEY
     added = None if isinstance(bias, Bias) else bias
     if mask is not None or isinstance(bias, Bias):
-        if torch.is_grad_enabled() and _learns(query, key, value, sink, bias):
-            return None
+        if torch.is_grad_enabled() and any(map(learns, (query, key, value))):
+            return None  # before anything is looked at
         (batch, heads), key_len, dtype = query.shape[:2], key.shape[2], wide(query.dtype)
         grid = Grid(batch, heads, 1, key_len, query.device)
         try:
@@ -108,7 +109,8 @@ def attend_one(
     single: Single | None = _KNOWN.get(form, _NEW)
     if single is _NEW:
         call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None, 0.0, None, wants_lse)
-        single = keep(_KNOWN, form, None if torch._C._is_any_autocast_enabled() else choose(call).single(call))
+        found = None if torch._C._is_any_autocast_enabled() else choose(call).single(call)
+        single = keep(_KNOWN, form, found, MAX_FORMS)
     if single is None:
         return None
     keys, hidden = seen
@@ -129,46 +131,32 @@ def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
     return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
 
 
-def _learns(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None) -> bool:
-    of_bias = bias.learned() if isinstance(bias, Bias) else (bias,)
-    return any(isinstance(each, Tensor) and each.requires_grad for each in (query, key, value, sink, *of_bias))
-
-
 def _seen_under(mask: object, grid: Grid, dtype: torch.dtype) -> Seen | None:
     """What the only query of a call sees; None where it sees nothing, and where the ordinary way finds out better."""
     if mask is None:
         return EVERY_KEY
     if not isinstance(mask, Mask):
         return None
-    keys = keys_of_last(mask, grid.key_len)
-    if keys is not None:
-        return _of_keys(keys, grid.key_len)
+    keys, others = keys_of_last(mask, grid.key_len)
+    if not keys and grid.key_len:
+        return None
+    seen = EVERY_KEY if len(keys) == grid.key_len else Seen(keys)
+    if not others:
+        return seen
     if not is_there(dtype):
         return None  # then which kernel is best depends on the mask
     known = mask.structure()
-    return _looked_at(mask, grid) if known is None else _SEEN.get((known, grid), lambda: _looked_at(mask, grid))
+    if known is None:
+        return _looked_at(others, keys, grid, seen)
+    return _SEEN.get((known, grid), lambda: _looked_at(others, keys, grid, seen))
 
 
-def _of_keys(keys: range, key_len: int) -> Seen | None:
-    if len(keys) == key_len:
-        return EVERY_KEY
-    return Seen(keys) if keys else None
-
-
-def _looked_at(mask: Mask, grid: Grid) -> Seen | None:
-    """The same, by looking at every key that bands leave."""
-    start, stop, rest = 0, grid.key_len, []
-    for part in factors(mask):
-        keys = keys_of_last(part, grid.key_len)
-        if keys is None:
-            rest.append(part)
-        else:
-            start, stop = max(start, keys.start), min(stop, keys.stop)
-    seen = _of_keys(range(start, stop), grid.key_len)
-    bound = product_of(rest).bind(grid)
-    if seen is None or bound is EVERYTHING:
+def _looked_at(others: list[Mask], keys: range, grid: Grid, seen: Seen) -> Seen:
+    """The same, and which of the keys are hidden by other masks than bands."""
+    bound = product_of(others).bind(grid)
+    if bound is EVERYTHING:
         return seen
-    allowed = bound.allowed(range(1), range(start, stop)).detach()  # not a view, which would keep the mask's tensors
+    allowed = bound.allowed(range(1), keys).detach()  # not a view, which would keep the mask's tensors
     return seen._replace(hidden=Hidden(allowed, hides=True))
 
 

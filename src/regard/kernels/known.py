@@ -20,6 +20,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Value = TypeVar("Value")
 
 
+_lock = threading.Lock()
+
+
+def keep(values: dict[Any, Value], key: Hashable, value: Value, most: int) -> Value:
+    """Adds a value to a cache of so many; those that are oldest make room. Returns the value."""
+    with _lock:
+        while len(values) >= most:
+            values.pop(next(iter(values), None), None)
+        values[key] = value
+    return value
+
+
 class Recent(Generic[Value]):
     """The values of a few keys, which were asked for last. A value is dropped with the first tensor of its key that is:
     then nothing has that key any more, and what was found out about a large mask takes no memory after it.

@@ -201,15 +201,16 @@ def is_band(mask: Mask) -> TypeGuard[Band]:
     return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
 
 
-def keys_of_last(mask: Mask, key_len: int) -> range | None:
-    """The keys that the last of so many tokens sees under bands that count from it; None if it is anything else."""
-    first, end = 0, key_len
+def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:
+    """The keys that the last of so many tokens sees under the bands that count from it, and the other factors."""
+    first, end, others = 0, key_len, []
     for part in factors(mask):
         if not isinstance(part, Band) or type(part).rule is not Band.rule or part.offset is not None:
-            return None
+            others.append(part)
+            continue
         first = first if part.before is None else max(first, key_len - 1 - part.before)
         end = end if part.after is None else min(end, key_len + part.after)
-    return range(first, end)
+    return range(first, end), others
 
 
 def _sees_all(mask: Mask, queries: range, keys: range) -> bool:

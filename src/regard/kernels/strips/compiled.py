@@ -15,7 +15,7 @@ from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
-from regard.kernels.known import Recent
+from regard.kernels.known import Recent, keep
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.masks import Mask
@@ -143,10 +143,7 @@ def _with_copies(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], g
             return cast(Mask, settled(deserialise(line, tensors, numbers)).bind(grid))
         copies = [tensor.clone() for tensor in tensors]
         bound: Mask = deserialise(line, copies, numbers).bind(grid)
-    while len(_copied) >= MAX_COPIED:
-        _copied.pop(next(iter(_copied)), None)
-    _copied[alike] = copies, bound
-    return bound
+    return keep(_copied, alike, (copies, bound), MAX_COPIED)[1]
 
 
 def _of_node(

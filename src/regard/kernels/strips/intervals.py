@@ -27,7 +27,6 @@ MAX_HULL = 1.5
 """Keys of an interval for each that strips would compute: where there are more, strips leave them out. The law of
 features.py for the price of a score."""
 
-
 MAX_LOOKED_AT = 1 << 24
 """Most cells of a mask that are looked at to find out whether keys are side by side: some hundredths of a second, once
 for all texts of the same lengths."""

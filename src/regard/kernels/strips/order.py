@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.biases import Bias, Given
 from regard.dropout import Dropout
+from regard.kernels.known import keep
 from regard.kernels.strips.added import Added, is_read, read_by_place, tensors_of
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
@@ -211,13 +212,10 @@ class Order:
 
     def _keep(self, work: Work) -> None:
         """With the plan, for other calls of the same form."""
-        orders = self.plan.orders
-        while len(orders) >= MAX_KEPT:
-            orders.pop(next(iter(orders)), None)
         call = CallOf.from_buffer_copy(self._told)
         _tell(call, work)
         assert self._form is not None
-        orders[self._form] = bytes(call), work
+        keep(self.plan.orders, self._form, (bytes(call), work), MAX_KEPT)
 
     def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""
