@@ -125,6 +125,14 @@ def test_what_one_query_cannot_be_given_is_told_as_of_many(wrong):
     attention(query[:, :, -1:], key, value)
 
 
+@pytest.mark.parametrize("wrong", [{"generator": "one"}, {"dropout": 2.0}, {"kernel": "own"}, {"additive": 1}])
+def test_what_one_query_has_no_use_for_is_checked_too(wrong):
+    query, key, value = heads()
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError, kernels.KernelError), match="attention: "):
+            attention(query[:, :, -1:], key, value, **wrong)
+
+
 def test_the_gradients_of_one_query_are_those_of_many():
     query, key, value = (tensor.requires_grad_() for tensor in heads())
     slopes = torch.rand(4, requires_grad=True)
