@@ -124,6 +124,13 @@ void begin_emulation(void)
 
 void end_emulation(void) { sigaction(SIGILL, &before, NULL); }
 
-/* how often tiles were multiplied, and whether those of this thread are left as they were found */
+/* how often tiles were multiplied */
 long products_so_far(void) { return products; }
-int is_left_alone(void) { return setting.palette == 0; }
+
+/* whether those of this thread are left as they were found, by an instruction that is emulated, too */
+int is_left_alone(void)
+{
+    struct setting now;
+    __asm__ volatile("sttilecfg %0" : "=m"(now));
+    return now.palette == 0;
+}

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+import regard
 from regard import processor
 
 Found = TypeVar("Found")
@@ -31,11 +32,11 @@ def ratio(name: str, one: Callable[[], object], other: Callable[[], object]) -> 
     """Time of `one` over that of `other` on this machine, on one thread; 1 where measuring is off.
 
     Args:
-        name: under which it is kept, for this processor and version of torch.
+        name: under which it is kept, for this processor and the versions of torch and regard.
     """
     if os.environ.get("REGARD_MEASURE") == "0":
         return 1.0
-    machine = f"{processor.model()}, torch {torch.__version__}"
+    machine = f"{processor.model()}, torch {torch.__version__}, regard {regard.__version__}"
     found = _read().get(machine, {}).get(name)
     if not isinstance(found, int | float):
         found = round(_ratio(one, other), 3)

@@ -367,7 +367,8 @@ API void regard_set_thread_number(int (*number)(void)) { thread_number = number;
 
 API void regard_forward(struct call *c, parallel *in_parallel)
 {
-    for (c->units = UNITS; c->units > 1; c->units /= 2) { /* enough places for all threads */
+    c->units = products_of(c) == TILES ? UNITS : UNITS_BY_LANES;
+    for (; c->units > 1; c->units /= 2) { /* enough places for all threads */
         i64 items = 0;
         for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
         if (items >= 4 * c->threads) break;
@@ -378,7 +379,7 @@ API void regard_forward(struct call *c, parallel *in_parallel)
 /* enough blocks for all chunks */
 static void divide(struct call *c)
 {
-    for (c->units = UNITS; c->units > 1; c->units /= 2) {
+    for (c->units = UNITS_BY_LANES; c->units > 1; c->units /= 2) {
         i64 dealt = 0;
         for (i64 n = 0; n < c->strips; n++) dealt += blocks_of(c, c->strip + n) * c->strip[n].times;
         if (dealt >= 4 * c->chunks || c->chunks == 1) break;

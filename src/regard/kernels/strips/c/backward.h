@@ -7,7 +7,7 @@
 static i64 backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
-    return UNITS * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 2 * D + 2 * E) + 16 * 21;
+    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 2 * D + 2 * E) + 16 * 21;
 }
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
@@ -87,8 +87,9 @@ static void forget_empty(const struct place *p, const struct room *m)
         for (i64 d = 0; d < D; d++) column_of(m->query, r, D)[d * UNIT] = 0;
         for (i64 e = 0; e < E; e++) m->grad_rows[r * E_padded + e] = 0;
         for (i64 e = 0; e < E; e++) column_of(m->grad, r, E)[e * UNIT] = 0;
-        for (i64 d = 0; d < D; d++) ((uint16_t *)(m->query_pairs + r / 2 * D))[2 * d + r % 2] = 0;
-        for (i64 e = 0; e < E; e++) ((uint16_t *)(m->grad_pairs + r / 2 * E))[2 * e + r % 2] = 0;
+        i64 pair = r / UNIT * LANES + r % LANES, part = r / LANES % 2;
+        for (i64 d = 0; d < D; d++) ((uint16_t *)(m->query_pairs + pair * D))[2 * d + part] = 0;
+        for (i64 e = 0; e < E; e++) ((uint16_t *)(m->grad_pairs + pair * E))[2 * e + part] = 0;
         m->delta[r] = 0;
     }
 }
@@ -119,7 +120,7 @@ static void pull_part(
     i64 D = c->head_dim, E = c->value_dim, row = part->row, n = part->n, at = key_of(p, s, first);
     int wide = part->wide;
     real *scores = m->scores, *grads = m->grads;
-    scores_of(p, s, row, first, n, wide, key, column_of(m->query, row, D), scores, m->slope);
+    real factor = scores_of(p, s, row, first, n, wide, key, column_of(m->query, row, D), scores, m->slope);
     if (c->careful) {
         int8_t is_seen[KEYS_BACKWARD];
         find_seen(part->rows, n, scores, UNIT, 1, is_seen);
@@ -131,7 +132,7 @@ static void pull_part(
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *x = scores + j * UNIT + w * LANES;
-            store(x, exp2_of(load(x) - load(m->lse + row + w * LANES)));
+            store(x, exp2_of(load(x) * factor - load(m->lse + row + w * LANES)));
         }
     real *kept = scores; /* what values were multiplied by */
     if (c->row_bits) {
@@ -151,7 +152,7 @@ static void pull_part(
         for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
     real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
     add_to_rows(p, m, part, grads, c->scale, m->query_rows, m->query_pairs, D, to_key, s->step * c->sum_key.row);
-    weigh(c, D, weighed, grads, n, wide, column_of(m->grad_query, row, D));
+    weigh(c, D, weighed, grads, n, wide, 0, column_of(m->grad_query, row, D));
 }
 
 /* The same of a unit, whose gradients of outputs lie side by side, too. */

@@ -173,7 +173,7 @@ static void few_add(
     const void *numbers = numbers_in(p, t);
     i64 from = numbers_of(p, t, r), j = 0;
     if (!t->keys && t->key == 1)
-        for (; j + LANES <= n; j += LANES) add(scores + j, vector_at(numbers, from + first + j, t->dtype));
+        for (; j + LANES <= n; j += LANES) add(scores + j, 1, vector_at(numbers, from + first + j, t->dtype));
     for (; j < n; j++) {
         real x = number_at(numbers, from + key_in(p, s, t, first + j) * t->key, t->dtype);
         scores[j] = x == NONE ? x : scores[j] + LOG2_E * x;
@@ -210,7 +210,7 @@ static void few_scores_of(
     WITH_ROWS(few_scores, p->rows, n, key.at, key.apart, query, round_up(c->head_dim, LANES), c->head_dim, scores);
     for (i64 r = 0; r < p->rows; r++) {
         real *of_row = scores + r * KEYS;
-        for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, of_row + j, slope ? slope + r * KEYS + j : NULL);
+        for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, 1, of_row + j, slope ? slope + r * KEYS + j : NULL);
         for (i64 t = 0; t < s->tiles; t++) few_add(p, s, c->tile + s->tile + t, r, first, n, of_row);
         for (i64 j = 0; j < n && first + j < p->index[r] + s->low; j++) of_row[j] = NONE;
         for (i64 j = n - 1; j >= 0 && first + j > p->index[r] + s->high; j--) of_row[j] = NONE;

@@ -7,7 +7,7 @@
 static i64 forward_numbers(const struct call *c)
 {
     i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
-    return UNITS * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
+    return c->units * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
 }
 
 /* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
@@ -35,12 +35,14 @@ INLINE const real *output_before(const struct place *p, i64 r)
     return (const real *)output->data + place_in(output, p->batch, p->head[r], p->query[r]);
 }
 
-/* Scores of a unit with n more keys become weights, relative to the largest score so far; that and the sum of weights
-   are brought up to date. by: what earlier weights are multiplied by; returns whether that is not 1 everywhere. */
-static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by[2])
+/* Scores of a unit with n more keys, times a factor, become weights, relative to the largest score so far; that and the
+   sum of weights are brought up to date. split: as tiles take them. by: what earlier weights are multiplied by; returns
+   whether that is not 1 everywhere. */
+INLINE int softmax_of(
+    i64 n, const int wide, real *scores, real factor, int split, real *top, real *total, vec by[2])
 {
     vec before[2], most[2], sum[2];
-    for (int w = 0; w < wide; w++) before[w] = most[w] = load(top + w * LANES);
+    for (int w = 0; w < wide; w++) most[w] = all(NONE);
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             vec x = load(scores + j * UNIT + w * LANES);
@@ -48,20 +50,31 @@ static int softmax(i64 n, int wide, real *scores, real *top, real *total, vec by
         }
     int grew = 0;
     for (int w = 0; w < wide; w++) {
+        before[w] = load(top + w * LANES);
+        most[w] = larger_of(most[w] * factor, before[w]);
         store(top + w * LANES, most[w]);
         most[w] = pick(most[w] == NONE, all(0), most[w]); /* -inf - -inf is NaN */
         by[w] = exp2_of(before[w] - most[w]);
         sum[w] = all(0);
         for (int i = 0; i < LANES; i++) grew |= by[w][i] != 1;
     }
-    for (i64 j = 0; j < n; j++)
-        for (int w = 0; w < wide; w++) {
-            vec weight = exp2_of(load(scores + j * UNIT + w * LANES) - most[w]);
-            sum[w] += weight;
-            store(scores + j * UNIT + w * LANES, weight);
-        }
+    if (split)
+        split_weights(n, wide, scores, factor, most, sum);
+    else
+        for (i64 j = 0; j < n; j++)
+            for (int w = 0; w < wide; w++) {
+                vec weight = exp2_of(load(scores + j * UNIT + w * LANES) * factor - most[w]);
+                sum[w] += weight;
+                store(scores + j * UNIT + w * LANES, weight);
+            }
     for (int w = 0; w < wide; w++) store(total + w * LANES, load(total + w * LANES) * by[w] + sum[w]);
     return grew;
+}
+
+static int softmax(i64 n, int wide, real *scores, real factor, int split, real *top, real *total, vec by[2])
+{
+    if (wide == 2) return softmax_of(n, 2, scores, factor, split, top, total, by);
+    return softmax_of(n, 1, scores, factor, split, top, total, by);
 }
 
 /* The log-sum-exp of a query, in natural units; exactly that before where no key is seen. */
@@ -75,11 +88,12 @@ static real lse_of(const struct place *p, i64 r, real top, real total)
 /* The output of some queries so far, with n more keys. */
 static void attend(
     const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, struct rows value, real *scores,
-    real *top, real *total, real *output)
+    real factor, real *top, real *total, real *output)
 {
     const struct call *c = p->call;
     vec by[2];
-    int grew = softmax(n, wide, scores, top, total, by);
+    int split = c->products == TILES && !c->row_bits;
+    int grew = softmax(n, wide, scores, factor, split, top, total, by);
     if (c->row_bits) drop(p, s, row, first, n, wide, scores, NULL);
     if (grew)
         for (i64 e = 0; e < c->value_dim; e++)
@@ -87,7 +101,7 @@ static void attend(
                 real *at = output + e * UNIT + w * LANES;
                 store(at, load(at) * by[w]);
             }
-    weigh(c, c->value_dim, value, scores, n, wide, output);
+    weigh(c, c->value_dim, value, scores, n, wide, split, output);
 }
 
 /* The output of a query, from weighted values and the sum of weights; and its lse. */
@@ -138,14 +152,15 @@ static void forward_place(const struct place *p, real *memory)
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 int wide = part[i].wide;
                 struct rows of_key = rows_from(c, key, part[i].from), of_value = weighed_from(c, value, part[i].from);
-                scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
+                real *of_query = column_of(query, row, D);
+                real factor = scores_of(p, k.span, row, first, n, wide, of_key, of_query, scores, NULL);
                 if (c->careful) {
                     int8_t is_seen[KEYS];
                     find_seen(part[i].rows, n, scores, UNIT, 1, is_seen);
                     of_value = weighed_if_seen(c, is_seen, n, of_value, E, seen_room);
                 }
                 attend(
-                    p, k.span, row, first, n, wide, of_value, scores, top + row, total + row,
+                    p, k.span, row, first, n, wide, of_value, scores, factor, top + row, total + row,
                     column_of(output, row, E));
             }
         }

@@ -5,8 +5,8 @@
    TILES  AMX multiplies 16 rows of 32 numbers by 32 rows of 16, in the time of 16 products of vectors. The left factor
           is read where it is, 16 rows at a time; the right one has pairs of rows in the place of one, as above.
 
-   Weights and their gradients, which are float32, are split in two for tiles: into the bfloat16 number next to each and
-   the one next to what that leaves, together 16 significant bits or more. Both are multiplied. */
+   Weights and their gradients, which are float32, are split in two for tiles: into the first 8 significant bits of each,
+   and the bfloat16 number next to what these leave, together 16 significant bits. Both are multiplied. */
 
 #pragma once
 
@@ -17,6 +17,7 @@ enum products { PLAIN, PAIRS, TILES };
 #define TILE 16          /* rows of a tile; and numbers in a row of sums */
 #define DEEP (2 * TILE)  /* bfloat16 numbers in a row of a left factor */
 #define SPARE DEEP       /* numbers, 0, that are read beyond the last key of a column */
+#define FIRST_BITS 0xffff0000u /* of a number in float32: those that bfloat16 has */
 
 #if defined(__AVX512F__) && !defined(FLOAT64)
 #include <cpuid.h>
@@ -181,38 +182,54 @@ static void to_half_columns(i64 n, const uint16_t *from, i64 row, i64 size, uint
         }
 }
 
-/* Rows of queries or gradients, of which NULL is 0, in pairs, which (5) by tiles reads: out[pair][size] */
+/* Rows of queries or gradients, of which NULL is 0, in pairs, which (5) by tiles reads: out[pair][size], of the rows with
+   these lanes of both vectors of a unit. */
 static void to_half_pairs(const uint16_t *const *rows, i64 size, real *out)
 {
-    for (i64 i = 0; i < UNIT; i += 2, out += size)
+    for (i64 i = 0; i < LANES; i++, out += size)
         for (i64 d = 0; d < size; d += TILE)
-            store(out + d, paired(rows[i] ? rows[i] + d : NULL, rows[i + 1] ? rows[i + 1] + d : NULL));
+            store(out + d, paired(rows[i] ? rows[i] + d : NULL, rows[i + LANES] ? rows[i + LANES] + d : NULL));
 }
 
-/* Two vectors in bfloat16, the second in the upper half; they are left with what the rounding took from them. */
-static inline WITH_PAIRS __attribute__((always_inline)) __m512i rounded(vec *one, vec *other)
+/* Two vectors are split: pairs of their first bits, and of the bfloat16 numbers next to what these leave. */
+INLINE void split(vec one, vec other, real *first, real *rest)
 {
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)*other, (__m512)*one);
-    *one -= (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
-    *other -= (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
-    return both;
+    store(first, (vec)((bits)one >> 16 | ((bits)other & FIRST_BITS)));
+    one -= (vec)((bits)one & FIRST_BITS), other -= (vec)((bits)other & FIRST_BITS);
+    bits half = (bits){0} + 0x8000;
+    store(rest, (vec)(((bits)one + half) >> 16 | (((bits)other + half) & FIRST_BITS)));
 }
 
-/* Numbers of scores [n][UNIT] are split where they are, into pairs of keys: two rows become one of the numbers next to
-   them and one of what that leaves; then come rows of 0, up to a multiple of DEEP. */
-static WITH_PAIRS void split_keys(i64 n, int wide, real *scores)
+/* rows of 0, up to a multiple of DEEP */
+INLINE void fill_up(i64 n, int wide, real *scores)
 {
-    for (i64 j = 0; j < round_up(n, DEEP); j += 2)
+    for (i64 j = round_up(n, 2); j < round_up(n, DEEP); j++)
+        for (int w = 0; w < wide * LANES; w += LANES) store(scores + j * UNIT + w, all(0));
+}
+
+/* Numbers of scores [n][UNIT] are split where they are, into pairs of keys, in two rows. */
+static void split_keys(i64 n, int wide, real *scores)
+{
+    for (i64 j = 0; j < n; j += 2)
         for (int w = 0; w < wide * LANES; w += LANES) {
             real *at = scores + j * UNIT + w;
-            vec one = j < n ? load(at) : all(0), other = j + 1 < n ? load(at + UNIT) : all(0);
-            for (int part = 0; part < 2; part++) {
-                static const uint16_t in_turn[] = {0,  16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                   8,  24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-                __m512i both = rounded(&one, &other);
-                store(at + part * UNIT, (vec)_mm512_permutexvar_epi16(_mm512_loadu_si512(in_turn), both));
-            }
+            split(load(at), j + 1 < n ? load(at + UNIT) : all(0), at, at + UNIT);
         }
+    fill_up(n, wide, scores);
+}
+
+/* Scores [n][UNIT], times a factor, become weights, relative to `most`, which are added up and split. */
+INLINE void split_weights(i64 n, const int wide, real *scores, real factor, const vec most[2], vec sum[2])
+{
+    for (i64 j = 0; j < n; j += 2)
+        for (int w = 0; w < wide; w++) {
+            real *at = scores + j * UNIT + w * LANES;
+            vec one = exp2_of(load(at) * factor - most[w]), other = all(0);
+            if (j + 1 < n) other = exp2_of(load(at + UNIT) * factor - most[w]);
+            sum[w] += one + other;
+            split(one, other, at, at + UNIT);
+        }
+    fill_up(n, wide, scores);
 }
 
 /* (2) and (4): columns of keys or values times scores of n keys that are split; `size` features */
@@ -238,7 +255,7 @@ static WITH_TILES void split_times(
         vec x[2] = {all(0), all(0)};
         for (i64 i = 0; i < rows; i += LANES)
             x[(from + i) / LANES] = pick(each_lane() < (whole)(rows - i), load(left + j * UNIT + i) * factor, all(0));
-        for (int part = 0; part < 2; part++) store(room + j * UNIT + part * LANES, (vec)rounded(x, x + 1));
+        split(x[0], x[1], room + j * UNIT, room + j * UNIT + LANES);
     }
     struct factor a = {room, UNIT * sizeof(real), LANES * sizeof(real)};
     for (i64 c = 0; c < size; c += UNIT) {
@@ -298,6 +315,10 @@ static void to_half_columns(i64 n, const uint16_t *from, i64 row, i64 size, uint
 }
 static void to_half_pairs(const uint16_t *const *rows, i64 size, real *out) { (void)rows, (void)size, (void)out; }
 static void split_keys(i64 n, int wide, real *scores) { (void)n, (void)wide, (void)scores; }
+static void split_weights(i64 n, int wide, real *scores, real factor, const vec most[2], vec sum[2])
+{
+    (void)n, (void)wide, (void)scores, (void)factor, (void)most, (void)sum;
+}
 static void columns_times(i64 size, const uint16_t *left, i64 apart, const real *right, i64 n, int wide, real *out)
 {
     (void)size, (void)left, (void)apart, (void)right, (void)n, (void)wide, (void)out;

@@ -141,11 +141,12 @@ INLINE struct rows weighed_from(const struct call *c, struct rows rows, i64 from
     return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart};
 }
 
-/* (2) and (4): adds them, times numbers of all scores, which are lost */
-static void weigh(const struct call *c, i64 size, struct rows rows, real *scores, i64 n, int wide, real *out)
+/* (2) and (4): adds them, times numbers of all scores, which are lost; split: whether they are, for tiles */
+static void weigh(
+    const struct call *c, i64 size, struct rows rows, real *scores, i64 n, int wide, int split, real *out)
 {
     if (c->products == TILES) {
-        split_keys(n, wide, scores);
+        if (!split) split_keys(n, wide, scores);
         columns_times(size, rows.at, rows.apart, scores, n, wide, out);
     } else
         features_times(size, rows.at, rows.apart, scores, n, wide, out);
@@ -373,11 +374,15 @@ static void hide_by_bits(
     }
 }
 
-INLINE void add(real *score, vec x) { store(score, pick(x == NONE, x, load(score) + LOG2_E * x)); } /* even to NaN */
+/* to a score times a factor; even to NaN */
+INLINE void add(real *score, real factor, vec x)
+{
+    store(score, pick(x == NONE, x, load(score) * factor + LOG2_E * x));
+}
 
 INLINE void add_tile_of(
     const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
-    real *scores, const int dtype)
+    real *scores, real factor, const int dtype)
 {
     const void *numbers = numbers_in(p, t);
     i64 from[UNIT];
@@ -394,8 +399,26 @@ INLINE void add_tile_of(
         for (; j < n; j++)
             for (int c = 0; c < rows; c += LANES) {
                 i64 at = from[0] + key_in(p, s, t, first + j) * t->key;
-                add(scores + j * UNIT + c, by_lane ? vector_at(numbers, at + c, dtype) : all(number_at(numbers, at, dtype)));
+                vec x = by_lane ? vector_at(numbers, at + c, dtype) : all(number_at(numbers, at, dtype));
+                add(scores + j * UNIT + c, factor, x);
             }
+#ifndef FLOAT64
+    for (; dtype == BFLOAT16 && !t->keys && t->key == 1 && j + 2 * LANES <= n; j += 2 * LANES) /* pairs of keys */
+        for (int c = 0; c < rows; c += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const uint16_t *of_query = (const uint16_t *)numbers + from[c + i] + first + j;
+                fetch((const char *)of_query + AHEAD);
+                x[i] = load((const real *)of_query);
+            }
+            transpose(x);
+            for (int i = 0; i < LANES; i++) {
+                real *at = scores + (j + 2 * i) * UNIT + c;
+                add(at, factor, (vec)((bits)x[i] << 16));
+                add(at + UNIT, factor, (vec)((bits)x[i] & FIRST_BITS));
+            }
+        }
+#endif
     for (; !t->keys && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
@@ -405,34 +428,37 @@ INLINE void add_tile_of(
                 x[i] = t->key == 1 ? vector_at(numbers, at, dtype) : numbers_apart(numbers, at, t->key, dtype);
             }
             transpose(x);
-            for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, x[i]);
+            for (int i = 0; i < LANES; i++) add(scores + (j + i) * UNIT + c, factor, x[i]);
         }
     for (; j < n; j++) {
         i64 of_key = key_in(p, s, t, first + j) * t->key;
         for (int c = 0; c < rows; c += LANES) {
             vec x;
             for (int i = 0; i < LANES; i++) x[i] = number_at(numbers, from[c + i] + of_key, dtype);
-            add(scores + j * UNIT + c, x);
+            add(scores + j * UNIT + c, factor, x);
         }
     }
 }
 
-/* adds a tile to scores [n][UNIT] of queries from `row` and keys from `first` on */
-static void add_tile(
+/* Adds a tile to scores [n][UNIT], times a factor, of queries from `row` and keys from `first` on; returns what they are
+   still to be multiplied by. */
+static real add_tile(
     const struct place *p, const struct span *s, const struct tile *t, i64 row, i64 first, i64 n, int wide,
-    real *scores)
+    real *scores, real factor)
 {
     if (t->dtype == OWN)
-        add_tile_of(p, s, t, row, first, n, wide, scores, OWN);
+        add_tile_of(p, s, t, row, first, n, wide, scores, factor, OWN);
     else if (t->dtype == BFLOAT16)
-        add_tile_of(p, s, t, row, first, n, wide, scores, BFLOAT16);
+        add_tile_of(p, s, t, row, first, n, wide, scores, factor, BFLOAT16);
     else if (t->dtype == FLOAT16)
-        add_tile_of(p, s, t, row, first, n, wide, scores, FLOAT16);
+        add_tile_of(p, s, t, row, first, n, wide, scores, factor, FLOAT16);
     else {
         struct mask mask = mask_of(t);
         for (int w = 0; w < wide * LANES; w += LANES)
             hide_by_bits(p, &mask, p->index, row + w, first * t->key, t->key, n, scores + w);
+        return factor;
     }
+    return 1;
 }
 
 /* where the gradients of the numbers of a query begin */
@@ -489,10 +515,10 @@ INLINE real query_factor(const struct call *c)
     return c->softcap > 0 ? c->scale * 2 * LOG2_E / c->softcap : c->scale * LOG2_E;
 }
 
-/* c tanh(s / c), of which the product is 2 s / c; and its slope, if wanted */
-INLINE void cap(const struct call *c, real *score, real *slope)
+/* c tanh(s / c), of which the score times a factor is 2 s / c; and its slope, if wanted */
+INLINE void cap(const struct call *c, real factor, real *score, real *slope)
 {
-    vec tanh = 1 - 2 / (exp2_of(load(score)) + 1);
+    vec tanh = 1 - 2 / (exp2_of(load(score) * factor) + 1);
     store(score, (real)c->softcap * LOG2_E * tanh);
     if (slope) store(slope, 1 - tanh * tanh);
 }
@@ -507,18 +533,25 @@ INLINE void hide_beyond(const struct place *p, const struct span *s, i64 row, i6
         hide(load_bits(p->end_key + row) <= (int32_t)(at + j * s->step), of_vector + j * UNIT);
 }
 
-/* Scores of queries from `row` on with n keys from `first` of a span on, in units of log 2; slope: of the softcap, or
-   NULL. */
-static void scores_of(
+/* Scores of queries from `row` on with n keys from `first` of a span on; slope: of the softcap, or NULL. Returns what they
+   are still to be multiplied by, to be in units of log 2: whoever reads them next does that at no cost. */
+static real scores_of(
     const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, struct rows key,
     const real *query, real *scores, real *slope)
 {
     const struct call *c = p->call;
-    multiply(c, c->head_dim, key, query, query_factor(c), n, wide, scores);
-    for (i64 j = 0; c->softcap > 0 && j < n; j++)
-        for (int w = 0; w < wide * LANES; w += LANES)
-            cap(c, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
-    for (i64 t = 0; t < s->tiles; t++) add_tile(p, s, c->tile + s->tile + t, row, first, n, wide, scores);
+    real factor = c->products == PLAIN ? 1 : query_factor(c);
+    int now = factor <= 0; /* infinity times 0 is NaN, and the largest score would be the least */
+    multiply(c, c->head_dim, key, query, now ? factor : 1, n, wide, scores);
+    if (now) factor = 1;
+    if (c->softcap > 0) {
+        for (i64 j = 0; j < n; j++)
+            for (int w = 0; w < wide * LANES; w += LANES)
+                cap(c, factor, scores + j * UNIT + w, slope ? slope + j * UNIT + w : NULL);
+        factor = 1;
+    }
+    for (i64 t = 0; t < s->tiles; t++)
+        factor = add_tile(p, s, c->tile + s->tile + t, row, first, n, wide, scores, factor);
     for (int w = 0; w < wide; w++) {
         real *of_vector = scores + w * LANES;
         i64 v = row / LANES + w, after = most(0, p->lowest[v] + s->high + 1 - first);
@@ -531,6 +564,7 @@ static void scores_of(
         if (c->seen.words)
             hide_by_bits(p, &c->seen, p->query, row + w * LANES, of_key, c->seen.key * s->step, n, of_vector);
     }
+    return factor;
 }
 
 /* 0 where dropout drops a weight, its factor where it keeps it; from the random numbers of rows, and of a key */

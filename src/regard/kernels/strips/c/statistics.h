@@ -48,11 +48,12 @@ static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
     for (i64 t = 0; t < c->statistics; t++) lists += places_of(c->statistic + t);
-    return UNITS * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
+    return c->units * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
 }
 
-/* Scores of a unit become weights, 0 in lanes without a query; lse in units of log 2. entropy: w log2 w is added. */
-static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores, real *entropy)
+/* Scores of a unit, times a factor, become weights, 0 in lanes without a query; lse in units of log 2. entropy: w log2 w
+   is added. */
+static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores, real factor, real *entropy)
 {
     vec sum[2] = {all(0), all(0)};
     ints idle[2];
@@ -61,7 +62,7 @@ static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores,
         for (int w = 0; w < wide; w++) {
             real *at = scores + j * UNIT + w * LANES;
             vec score = load(at), hidden = all(2 * LOWEST);
-            vec log = pick((score == NONE) | idle[w], hidden, score - load(lse + w * LANES));
+            vec log = pick((score == NONE) | idle[w], hidden, score * factor - load(lse + w * LANES));
             vec weight = positive(exp2_of(log));
             sum[w] += weight * log;
             store(at, weight);
@@ -237,9 +238,10 @@ static void find_lse(const struct place *p, real *query, real *top, real *total,
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 struct rows of_key = rows_from(c, key, part[i].from);
+                int wide = part[i].wide;
+                real factor = scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
                 vec by[2];
-                scores_of(p, k.span, row, first, n, part[i].wide, of_key, column_of(query, row, D), scores, NULL);
-                softmax(n, part[i].wide, scores, top + row, total + row, by);
+                softmax(n, wide, scores, factor, 0, top + row, total + row, by);
             }
         }
     }
@@ -288,8 +290,9 @@ static void look_place(const struct place *p, real *memory)
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 struct rows of_key = rows_from(c, key, part[i].from);
                 struct seen seen = {scores, row, part[i].rows, key_of(p, s, first), s->step, n, part[i].wide};
-                scores_of(p, s, row, first, n, seen.wide, of_key, column_of(query, row, D), scores, NULL);
-                weights_of(n, seen.rows, seen.wide, lse + row, scores, entropy + row);
+                real *of_query = column_of(query, row, D);
+                real factor = scores_of(p, s, row, first, n, seen.wide, of_key, of_query, scores, NULL);
+                weights_of(n, seen.rows, seen.wide, lse + row, scores, factor, entropy + row);
                 for (i64 n_th = 0; n_th < c->statistics; n_th++) add_up(p, c->statistic + n_th, &seen, list[n_th]);
             }
         }

@@ -34,7 +34,8 @@ typedef int32_t whole;
 #define LANES (BYTES / BYTES_OF_ONE)
 #define FEW (LANES / 2) /* fewer queries than this and one more leave lanes empty, and keys lie side by side instead */
 #define UNIT (2 * LANES) /* queries side by side */
-#define UNITS 4          /* units that use the same keys one after another, while a core caches them */
+#define UNITS 8          /* most units that use the same keys one after another, while a core caches them ... */
+#define UNITS_BY_LANES 4 /* ... unless tiles multiply, for which values are turned: once for all of them */
 #define KEYS 128         /* keys at a time, forward */
 #define KEYS_BACKWARD 64 /* twice as many numbers are held for each */
 #define LOG2_E ((real)1.4426950408889634074)
@@ -143,14 +144,35 @@ static const real POWERS[] = { /* of Cephes' exp2f */
     2.402264791363012e-1f, 6.931472028550421e-1f, 1};
 #endif
 
+INLINE vec power_of(vec fraction)
+{
+    vec power = all(POWERS[0]);
+    for (int n = 1; n < (int)(sizeof POWERS / sizeof *POWERS); n++) power = power * fraction + POWERS[n];
+    return power;
+}
+
+#if defined(__AVX512F__) /* has instructions for what is left of x beside the next whole number, and for y 2^x */
+#ifdef FLOAT64
+#define BESIDE_WHOLE(x) (vec)_mm512_reduce_pd((__m512d)(x), 0)
+#define TIMES_2_TO(y, x) (vec)_mm512_scalef_pd((__m512d)(y), (__m512d)(x))
+#else
+#define BESIDE_WHOLE(x) (vec)_mm512_reduce_ps((__m512)(x), 0)
+#define TIMES_2_TO(y, x) (vec)_mm512_scalef_ps((__m512)(y), (__m512)(x))
+#endif
+INLINE vec exp2_of(vec x)
+{
+    vec fraction = BESIDE_WHOLE(x); /* 0 of infinity */
+    return TIMES_2_TO(power_of(fraction), x - fraction);
+}
+#else
 INLINE vec exp2_of(vec x)
 {
     x = smaller_of(all(1 - LOWEST), larger_of(all(LOWEST - 1), x));
     const real shift = (real)3 * ((i64)1 << (FRACTION_BITS - 1)); /* leaves no place for fractions */
-    vec rounded = x + shift, fraction = x - (rounded - shift), power = all(POWERS[0]);
-    for (int n = 1; n < (int)(sizeof POWERS / sizeof *POWERS); n++) power = power * fraction + POWERS[n];
-    return power * (vec)(((ints)rounded << FRACTION_BITS) + (((whole)1 - (whole)LOWEST) << FRACTION_BITS));
+    vec rounded = x + shift, fraction = x - (rounded - shift);
+    return power_of(fraction) * (vec)(((ints)rounded << FRACTION_BITS) + (((whole)1 - (whole)LOWEST) << FRACTION_BITS));
 }
+#endif
 
 /* sum x y, of rows of numbers */
 INLINE real dot(const real *x, const real *y, i64 size)
