@@ -1,4 +1,4 @@
-"""The compiled library's products by AMX, on any processor with AVX-512 BF16: where there are no such instructions, they
+"""The compiled library's products by AMX, on any processor with AVX-512 BF16: where it has no such instructions, they
 are emulated one by one, by emulated_tiles.c."""
 
 import ctypes
