@@ -21,7 +21,7 @@ from regard import processor
 
 Found = TypeVar("Found")
 
-ROUNDS = 5
+ROUNDS = 15
 """How often both are timed, in turns; the shortest times are compared, since other programs only add to them."""
 
 ENOUGH_SECONDS = 0.05

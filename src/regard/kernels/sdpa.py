@@ -161,10 +161,12 @@ def single(call: Call) -> Single | None:
 
 
 def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
-    """As `known_numbers`, and of a finished table."""
-    look_up = known_numbers(call.scoring, call.query.dtype if call.scoring.bias is None else _dtype_of_bias(call))
-    finished = finished_table(call) if look_up is None else None
-    return look_up if finished is None else lambda: (None, finished)
+    """As `known_numbers`. A finished table is not looked at, which takes longer than a small call: where it hides
+    anything that is no number, the result tells. Row "bias, dense, new in every call" of features.py."""
+    finished = finished_table(call)
+    if finished is not None:
+        return lambda: (None, finished)
+    return known_numbers(call.scoring, call.query.dtype if call.scoring.bias is None else _dtype_of_bias(call))
 
 
 def _by_flash(call: Call) -> bool:
