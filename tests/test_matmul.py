@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+import regard
 from comparing import assert_close, assert_within_budget
 from regard import (
     Alibi,
@@ -309,14 +310,15 @@ def kept(monkeypatch, tmp_path):
     return path
 
 
-def test_a_ratio_is_measured_once_and_kept_for_this_processor_and_torch(kept, monkeypatch):
+def test_a_ratio_is_measured_once_and_kept_for_this_processor_and_version(kept, monkeypatch):
     ran = []
     turns = {"one": lambda: ran.append("one"), "other": lambda: ran.append("other")}
     first = measured.ratio("a / b", *turns.values())
     assert ran == ["one", "other"] * (1 + measured.ROUNDS)
     assert measured.ratio("a / b", *turns.values()) == first
     assert len(ran) == 2 * (1 + measured.ROUNDS)
-    assert json.loads(kept.read_text()) == {f"{processor.model()}, torch {torch.__version__}": {"a / b": first}}
+    machine = f"{processor.model()}, torch {torch.__version__}, regard {regard.__version__}"
+    assert json.loads(kept.read_text()) == {machine: {"a / b": first}}
     assert list(kept.parent.iterdir()) == [kept]
     monkeypatch.setattr(processor, "name", lambda: "another processor")
     measured.ratio("a / b", *turns.values())
