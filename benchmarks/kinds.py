@@ -1,5 +1,5 @@
-"""Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, where MKL does, and
-where AMX multiplies those of bfloat16, or no instruction does and torch imitates them.
+"""Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, where MKL does, on
+Intel's own or on others, and where AMX multiplies those of bfloat16, or no instruction does and torch imitates them.
 
 Which of them does decides most of the choices in `regard.kernels`, so a page that shows one kind alone says little
 about the others. A run writes the file of the kind of processor that it runs on.

@@ -51,6 +51,38 @@ def test_a_call_like_the_one_before_is_checked_once_and_computed_anew(checks, ma
     assert len(checks) == 3
 
 
+LAID = {
+    "heads within tokens": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "heads by themselves": lambda t: t.clone(),
+    "parts of one projection": lambda t: torch.cat([t, t, t], dim=3)[..., : t.shape[3]],
+    "features apart": lambda t: t.repeat_interleave(2, dim=3)[..., ::2],
+    "features before tokens": lambda t: t.mT.contiguous().mT,
+    "batch indices alike": lambda t: t[:1].expand_as(t),
+    "a negative view": lambda t: torch._neg_view(-t),
+}
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 24), (16, 16), (1, 1)], ids=repr)
+@pytest.mark.parametrize("bias", [None, Alibi(4)], ids=repr)
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_calls_alike_may_lie_otherwise_and_hide_what_is_no_number(mask, bias, sizes):
+    holes = Dense((torch.arange(7) != 2) & (torch.arange(7) != 3) & torch.ones(7, 7, dtype=torch.bool))
+    hidden = holes if mask is None else mask & holes
+    for laid in LAID.values():
+        for mask_of_call, broken in ((mask, 0.0), (hidden, 0.0), (hidden, torch.nan)):
+            query, key, _ = heads(size=sizes[0])
+            value = torch.randn(2, 2, 7, sizes[1])
+            key[:, :, 2] += broken
+            value[:, :, 3] += broken
+            given = [laid(tensor) for tensor in (query, key, value)]
+            more = {"mask": mask_of_call, "bias": bias, "sink": torch.randn(4)}
+            expected = attention_with_lse(*given, **more, kernel="reference")
+            found = attention_with_lse(*given, **more)
+            assert_close(found.output, expected.output)
+            assert_close(found.lse, expected.lse)
+            assert_close(attention(*given, **more), expected.output)
+
+
 REAL = torch.arange(130) >= torch.tensor([[3], [70]])
 OF_ONE = {
     "nothing": lambda n: {},

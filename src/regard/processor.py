@@ -27,7 +27,7 @@ def model() -> str:
     torch uses: those who rent out machines give many processors one name, and hide instructions of some."""
     kinds = "cpu family", "model", "CPU implementer", "CPU part"
     numbers = (f"{what} {found}" for what in kinds if (found := _told(what)))
-    return ", ".join([name(), *numbers, torch.backends.cpu.get_cpu_capability()])
+    return ", ".join([name(), *numbers, torch.backends.cpu.get_cpu_capability(), *["AMX"] * AMX])
 
 
 def _told(what: str) -> str | None:

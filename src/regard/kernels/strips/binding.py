@@ -11,6 +11,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -123,12 +124,15 @@ STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
 
+Told: TypeAlias = "CallOf | ctypes.Array[ctypes.c_int64]"
+"""A call, in either form."""
+
 AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
 """Where each field begins in them."""
 
 
 class Compiled:
-    """The compiled functions. All take a `CallOf`, and run on as many of torch's threads as it says.
+    """The compiled functions. All take a call, and run on as many of torch's threads as it says.
 
     Attributes:
         dtype: in which it computes. lanes: numbers in a vector. products: by what it multiplies bfloat16 numbers.
@@ -154,7 +158,7 @@ class Compiled:
         self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
         self._finish = loaded.regard_finish
         for function in (self._forward, self._backward, self._finish, self._look):
-            function.argtypes, function.restype = (ctypes.POINTER(CallOf), _address), None
+            function.argtypes, function.restype = (_address, _address), None
         self._keys = loaded.regard_keys
         self._keys.argtypes, self._keys.restype = (_address, _i64, _i64, _address, _address), _i64
         self._bits = loaded.regard_bits
@@ -162,22 +166,22 @@ class Compiled:
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
 
-    def forward(self, call: CallOf) -> None:
+    def forward(self, call: Told) -> None:
         """Writes output, and lse and the exact output if they have a place."""
-        self._forward(call, self._in_parallel)
+        self._forward(ctypes.addressof(call), self._in_parallel)
 
-    def backward(self, call: CallOf) -> None:
+    def backward(self, call: Told) -> None:
         """Writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and adds to
         those of what was added to scores."""
-        self._backward(call, self._in_parallel)
+        self._backward(ctypes.addressof(call), self._in_parallel)
 
-    def finish(self, call: CallOf) -> None:
+    def finish(self, call: Told) -> None:
         """Writes gradients of key and value that were added up elsewhere."""
-        self._finish(call, self._in_parallel)
+        self._finish(ctypes.addressof(call), self._in_parallel)
 
-    def look(self, call: CallOf) -> None:
+    def look(self, call: Told) -> None:
         """Writes lse if it is not known, and statistics of the weights."""
-        self._look(call, self._in_parallel)
+        self._look(ctypes.addressof(call), self._in_parallel)
 
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""

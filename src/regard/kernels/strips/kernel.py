@@ -27,6 +27,7 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.order import form_of
 from regard.kernels.strips.plan import Kind, Strip
+from regard.kernels.strips.ready import ready
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.kernels.strips.single import Alone, is_told, single
 from regard.masks import EVERYTHING
@@ -121,6 +122,8 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
             return None
         planned = replace(planned, scoring=planned.scoring.with_bias(None), given=bias.without_numbers())
     dropout = planned.dropout
+    if dropout is None and planned.is_told_once:
+        return ready(call, planned.scoring, planned.plan, planned)
     if dropout is None:
         return planned
     return lambda *given: replace(planned, dropout=replace(dropout, seed=drawn()))(*given)
@@ -188,6 +191,12 @@ class Planned:
     wants_lse: bool
     learns: bool
     given: Given | None = None
+
+    @property
+    def is_told_once(self) -> bool:
+        """Whether the compiled library is told the same in every call, but for the tensors."""
+        in_order = self.changed is None is self.given and not self.plan.others
+        return in_order and self.plan.form is not None and not self.learns
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None

@@ -148,6 +148,11 @@ class Order:
         self._words[at : at + 4] = [room.data_ptr(), heads * length * row, length * row, row]
         self.number(f"chunk_{name}", chunk)
 
+    def of_form(self) -> tuple[object, bytes | None]:
+        """What all calls of the same form are told, and what must not be freed before the last of them; None if it is
+        not known."""
+        return (self._work, self._held[3:]), bytes(self._call) if self.is_whole else None
+
     @property
     def is_whole(self) -> bool:
         """Whether it is known that the library is told of all strips at once."""

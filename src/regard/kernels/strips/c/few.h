@@ -47,7 +47,10 @@ INLINE void few_scores_of_columns(
         for (int r = 0; r < rows; r++) sums[r] = all(0);
         for (i64 d = 0; d < size; d += LANES) {
             UNROLL
-            for (int k = 0; k < LANES; k++) x[k] = load_some(of_key[k] + d, size - d);
+            for (int k = 0; k < LANES; k++) {
+                x[k] = load_some(of_key[k] + d, size - d);
+                fetch(of_key[k] + STEPS_AHEAD * key_row + d);
+            }
             transpose(x);
             UNROLL
             for (int r = 0; r < rows; r++) more[r] = x[0] * query[r * padded + d];
@@ -86,7 +89,10 @@ INLINE void few_outputs_of(
     for (i64 j = 0; j < n; j++) {
         vec x[4];
         UNROLL
-        for (int c = 0; c < wide; c++) x[c] = load_some(value + j * value_row + c * LANES, left);
+        for (int c = 0; c < wide; c++) {
+            x[c] = load_some(value + j * value_row + c * LANES, left);
+            fetch(value + (j + STEPS_AHEAD) * value_row + c * LANES);
+        }
         UNROLL
         for (int r = 0; r < rows; r++)
             UNROLL
