@@ -1,6 +1,7 @@
 """A call like the one before is not checked again, and any other is: nothing that is remembered can be wrong."""
 
 import gc
+import itertools
 import sys
 import threading
 import warnings
@@ -81,6 +82,38 @@ def test_calls_alike_may_lie_otherwise_and_hide_what_is_no_number(mask, bias, si
             assert_close(found.output, expected.output)
             assert_close(found.lse, expected.lse)
             assert_close(attention(*given, **more), expected.output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 24)], ids=repr)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "bias", [None, Alibi(4), torch.linspace(-1, 1, 49).view(1, 1, 7, 7)], ids=["", "ALiBi", "table"]
+)
+@pytest.mark.parametrize("mask", [None, MASKS[2], MASKS[6], MASKS[7]], ids=repr)
+def test_gradients_of_calls_alike_are_those_of_what_each_is_given(mask, bias, batch, sizes, dtype):
+    mask = mask if batch == 2 or mask is not MASKS[6] else Padding([4] * batch)
+    holes = Dense((torch.arange(7) != 2) & (torch.arange(7) != 3) & torch.ones(7, 7, dtype=torch.bool))
+    hidden = holes if mask is None else mask & holes
+    for laid, with_lse in itertools.product(LAID.values(), (False, True)):
+        for mask_of_call, broken in ((mask, 0.0), (hidden, 0.0), (hidden, torch.nan)):
+            query, key, _ = heads(batch=batch, size=sizes[0], dtype=dtype)
+            value = torch.randn(batch, 2, 7, sizes[1], dtype=dtype)
+            key[:, :, 2] += broken
+            value[:, :, 3] += broken
+            leaves = [laid(tensor).detach().requires_grad_() for tensor in (query, key, value)]
+            sink, grad_lse = torch.randn(4).requires_grad_(), torch.randn(batch, 4, 7)
+            grad = laid(torch.randn(batch, 4, 7, sizes[1], dtype=dtype))
+            found = []
+            for kernel in ("reference", "native"):
+                output, lse = attention_with_lse(*leaves, mask=mask_of_call, bias=bias, sink=sink, kernel=kernel)
+                ends, given = [output], [grad]
+                if with_lse:
+                    ends.append(lse)
+                    given.append(grad_lse.to(lse.dtype))
+                found.append(torch.autograd.grad(ends, (*leaves, sink), given))
+            for right, own in zip(*found, strict=True):
+                assert_close(own, right, tolerance=4e-2 if dtype is torch.bfloat16 else None)
 
 
 REAL = torch.arange(130) >= torch.tensor([[3], [70]])

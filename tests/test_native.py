@@ -39,6 +39,7 @@ from regard import (
     processor,
 )
 from regard.biases import Given, as_bias
+from regard.checked import forget
 from regard.dropout import Dropout, write_random
 from regard.kernels import KERNELS, KernelError, choose, fused
 from regard.kernels.strips import binding, native, work
@@ -233,7 +234,10 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
     monkeypatch.setattr(native, "price", lambda *of: 1.2)
     assert choose(call).name == "sdpa"
     monkeypatch.setattr(native, "price", lambda *of: 0.5)
-    assert choose(checked(Causal(), shape=(1, 2, 8, 16))).name == "sdpa"  # which begins sooner
+    small = checked(Causal(), shape=(1, 2, 8, 16))
+    assert choose(small).name == "native"
+    small.query.requires_grad_()
+    assert choose(small).name == "sdpa"  # which begins sooner
     one, other = native._two_ways(torch.float32, learns=False)
     assert_close(one(), other())
     one, other = native._two_ways(torch.float32, learns=True)
@@ -378,6 +382,7 @@ def test_many_threads_add_up_gradients_of_a_long_head_in_limited_memory(monkeypa
         torch.set_num_threads(4)
         for most in (native.MAX_SUMS, 3 * 2 * 600 * 24, 1):
             monkeypatch.setattr(native, "MAX_SUMS", most)
+            forget()
             output = attention(*three, mask=Causal(), kernel="native")
             found.append(torch.autograd.grad(output.square().sum(), three))
     finally:
@@ -436,10 +441,11 @@ def test_sums_of_a_thread_are_those_of_the_whole_call(monkeypatch, dtype, size, 
     monkeypatch.setattr(Order, "sums", lambda *given: (sums.append(1), tell(*given))[1])
     for most in (native.MAX_SUMS_OF_A_THREAD, 0):
         monkeypatch.setattr(native, "MAX_SUMS_OF_A_THREAD", most)
+        forget()
+        sums.clear()
         leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]
         learned = [bias.clone().requires_grad_()] if shared else []
-        for _ in range(2):  # of the second it is known what the library is told
-            sums.clear()
+        for _ in range(3):  # of the second its strips are known, of the third all that the library is told
             output = attention(*leaves, mask=mask, bias=learned[0] if shared else None, kernel="native")
             grads = torch.autograd.grad(output, [*leaves, *learned], inputs[3])
         assert bool(sums) == (most == 0 and dtype is not torch.float64)

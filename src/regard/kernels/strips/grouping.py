@@ -37,11 +37,13 @@ class StripPlan:
         interval: the keys to which each query is limited besides, or None.
         others: plans of the other keys that queries see; their results are merged.
         form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
+        told: what the library is told of these, by how their tensors lie; None as well.
     """
 
     interval: Interval | None = None
     others: tuple["StripPlan", ...] = ()
     form: Hashable | None = None
+    told: dict[Hashable, Any] | None = None
 
     def __init__(self, mask: Mask, grid: Grid, by: PlanOptions) -> None:
         self.masks = by_batch(mask, grid)
@@ -81,7 +83,7 @@ class StripPlan:
     def of_form(self, form: Hashable | None) -> "StripPlan":
         """The same for calls of one form alone, which need not be asked for theirs."""
         alike = copy(self)
-        alike.form = form
+        alike.form, alike.told = form, None if form is None else {}
         return alike
 
     @property

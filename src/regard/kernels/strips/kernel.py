@@ -18,7 +18,7 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
-from regard.kernels.strips import engine, native, options, products
+from regard.kernels.strips import engine, native, options, products, ready
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Strips, Transformed
 from regard.kernels.strips.compiled import in_graph
@@ -27,7 +27,6 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.order import form_of
 from regard.kernels.strips.plan import Kind, Strip
-from regard.kernels.strips.ready import ready
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.kernels.strips.single import Alone, is_told, single
 from regard.masks import EVERYTHING
@@ -122,10 +121,8 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
             return None
         planned = replace(planned, scoring=planned.scoring.with_bias(None), given=bias.without_numbers())
     dropout = planned.dropout
-    if dropout is None and planned.is_told_once:
-        return ready(call, planned.scoring, planned.plan, planned)
     if dropout is None:
-        return planned
+        return planned.alone if planned.is_told_once else planned
     return lambda *given: replace(planned, dropout=replace(dropout, seed=drawn()))(*given)
 
 
@@ -194,9 +191,20 @@ class Planned:
 
     @property
     def is_told_once(self) -> bool:
-        """Whether the compiled library is told the same in every call, but for the tensors."""
-        in_order = self.changed is None is self.given and not self.plan.others
-        return in_order and self.plan.form is not None and not self.learns
+        """Whether the compiled library is told the same in every call, but for the tensors, and nothing learns."""
+        alike = self.plan.told is not None and not self.plan.others
+        return alike and self.changed is None and self.dropout is None and not self.learns
+
+    def alone(
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, of such a call."""
+        of_call = self.scoring.bias if self.given is None else self.given.of(bias)
+        wants_lse = self.wants_lse
+        found = ready.forward(query, key, value, sink, of_call, self.plan, wants_lse=wants_lse, learns=False)
+        if found is None:
+            return self(query, key, value, sink, bias)
+        return found[0], found[1] if wants_lse else None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None

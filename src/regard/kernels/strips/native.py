@@ -11,7 +11,7 @@ Scores, weights and all sums are float32 or wider, whatever the dtype of query, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -23,7 +23,7 @@ from regard.dropout import Dropout
 from regard.graphs import concrete
 from regard.kernels import fused
 from regard.kernels.call import Call, learns
-from regard.kernels.strips import engine, tuning
+from regard.kernels.strips import engine, ready, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan
@@ -129,9 +129,8 @@ def beats(call: Call, scores: float) -> bool:
     size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
     queries = call.scoring.grid.query_len
     scores *= max(1.0, tuning.FEW_QUERIES / queries) if queries > 1 else tuning.ONE_QUERY
-    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns else tuning.SCORES_TO_BEGIN
-    if learns and call.query.dtype in fused.HALF:  # torch's own function takes as long to begin
-        to_begin = 0
+    # without gradients, and in half precision, torch's own function takes as long to begin
+    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and call.query.dtype not in fused.HALF else 0
     changed = reordering(call)
     if changed is not None:
         to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)
@@ -288,6 +287,11 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
     precision unrounded, if something learns, since the gradients of scores are differences from it."""
+    alike = plan.told is not None and dropout is None and not plan.others
+    if alike:
+        found = ready.forward(query, key, value, sink, scoring.bias, plan, wants_lse=wants_lse, learns=learns)
+        if found is not None:
+            return found
     orders = orders_of(query, key, value, sink, scoring, dropout, plan)
     dtype, wants_lse = wide(query.dtype), wants_lse or len(orders) > 1
     exact = output = laid_like(query, value.shape[3])
@@ -305,6 +309,8 @@ def forward(
             order.run(order.compiled.forward, careful=careful, goes_on=order is not orders[0])
         if not any(order.is_suspect() for order in orders):
             break  # otherwise a hidden key may have had a part
+    if alike and not careful:
+        ready.remember_forward(orders[0], query, key, value, wants_lse=wants_lse, learns=learns)
     return output, lse, exact
 
 
@@ -323,27 +329,41 @@ def backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
-    order = Order(query, key, value, sink, scoring, dropout, plan, learned)
-    order.tensors("output" if output.dtype is query.dtype else "exact", output)
-    order.tensors("grad_output", grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
-    order.numbers("lse", lse)
-    if grad_lse is not None:
-        order.numbers("grad_lse", grad_lse.to(lse.dtype))
-    found = _gradients(order, query, key, value)
-    if order.is_suspect():
-        order.begin_again()
-        found = _gradients(order, query, key, value, careful=True)
+    alike = plan.told is not None and dropout is None and not any(tensor.requires_grad for tensor in learned)
+    if grad_output.dtype is not query.dtype:
+        grad_output = grad_output.to(query.dtype)
+    found: Sequence[Tensor] | None = None
+    of_learned: Iterator[Tensor] = iter(())
+    if alike:
+        given = output, lse, grad_output, grad_lse
+        found = ready.backward(query, key, value, sink, scoring.bias, plan, *given)
+    if found is None:
+        order = Order(query, key, value, sink, scoring, dropout, plan, learned)
+        order.tensors("output" if output.dtype is query.dtype else "exact", output)
+        order.tensors("grad_output", grad_output)
+        order.numbers("lse", lse)
+        if grad_lse is not None:
+            order.numbers("grad_lse", grad_lse.to(lse.dtype))
+        found, sums = _gradients(order, query, key, value)
+        if order.is_suspect():
+            order.begin_again()
+            found, _ = _gradients(order, query, key, value, careful=True)
+        elif alike:
+            ready.remember_backward(order, (query, key, value), output, grad_output, grad_lse, sums)
+        of_learned = iter(order.added.finish() if order.learns else ())
     grad_sink = None
     if sink is not None:
         delta = row_products(grad_output, output)
         grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    of_learned = iter(order.added.finish() if order.learns else ())
     grads = (next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
     return (*found, grad_sink, *grads)
 
 
-def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False) -> list[Tensor]:
-    """The gradients of query, key and value, laid like them; those of what is added to scores are left there."""
+def _gradients(
+    order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False
+) -> tuple[list[Tensor], tuple[int, int]]:
+    """The gradients of query, key and value, laid like them, and how many numbers were added up elsewhere for keys and
+    for values; the gradients of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
     in_common = _in_common(order)
     order.number("batches_in_common", in_common[0])
@@ -352,20 +372,19 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
     chunks = max(1, min(chunks, MAX_SUMS // (key.numel() + value.numel())))
     order.deal(chunks)
-    grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], False
+    grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], [0, 0]
     order.tensors("grad_query", grads[0])
     heads = key.shape[1] if in_common[1] else 1
     of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
     by_thread = chunks == 1 and order.is_whole and of_a_thread <= MAX_SUMS_OF_A_THREAD
-    for name, grad in (("key", grads[1]), ("value", grads[2])):
+    for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2]))):
         if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype:
             order.tensors(f"sum_{name}", grad)
         elif by_thread:
             order.number(f"sum_{name}", 0)
             order.tensors(f"grad_{name}", grad)
         else:  # whole vectors are added up, by each thread
-            order.sums(name, grad)
-            elsewhere = True
+            elsewhere[n] = order.sums(name, grad)
     by_distance = None
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
@@ -373,11 +392,11 @@ def _gradients(order: Order, query: Tensor, key: Tensor, value: Tensor, *, caref
     if order.learns:
         order.gradients(by_distance)
     order.run(order.compiled.backward, careful=careful, adds_up=True)
-    if elsewhere:
+    if any(elsewhere):
         order.finish()
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
-    return grads
+    return grads, (elsewhere[0], elsewhere[1])
 
 
 def _in_common(order: Order) -> tuple[bool, bool]:

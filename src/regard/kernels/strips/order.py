@@ -56,8 +56,8 @@ class Order:
     """
 
     __slots__ = (
-        "_added", "_call", "_chunks", "_form", "_held", "_learned", "_told", "_words", "_work", "compiled", "learns",
-        "plan", "scoring",
+        "_added", "_call", "_chunks", "_form", "_held", "_learned", "_of_plan", "_told", "_words", "_work", "compiled",
+        "learns", "plan", "scoring",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +91,7 @@ class Order:
             self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
             if hidden is not None:
                 self._mask("seen", bits_of(hidden))
+        self._of_plan = self._held[3:]
         if scoring.bias is not None and (given := tensors_of(scoring.bias, self.compiled.dtype)):
             begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
             self._held += *given, begin
@@ -135,9 +136,9 @@ class Order:
         """Tells a number."""
         self._words[AT[name]] = number
 
-    def sums(self, name: str, grad: Tensor) -> None:
+    def sums(self, name: str, grad: Tensor) -> int:
         """Tells where a gradient goes, and where each chunk of queries adds up its share of it before, in whole
-        vectors."""
+        vectors; returns of how many numbers."""
         (batch, heads, length, size), lanes = grad.shape, self.compiled.lanes
         row = -(-size // lanes) * lanes
         chunk = batch * heads * length * row
@@ -147,11 +148,11 @@ class Order:
         at = AT[f"sum_{name}"]
         self._words[at : at + 4] = [room.data_ptr(), heads * length * row, length * row, row]
         self.number(f"chunk_{name}", chunk)
+        return room.numel()
 
-    def of_form(self) -> tuple[object, bytes | None]:
-        """What all calls of the same form are told, and what must not be freed before the last of them; None if it is
-        not known."""
-        return (self._work, self._held[3:]), bytes(self._call) if self.is_whole else None
+    def of_form(self) -> tuple[bytes, object]:
+        """What calls of the same form are told, but for their tensors; and what must not be freed before the last."""
+        return bytes(self._call), (self._work, self._of_plan)
 
     @property
     def is_whole(self) -> bool:

@@ -1,71 +1,167 @@
-"""Calls by the compiled library that are alike but for their tensors, without gradients: what it is told is made once.
+"""Passes of the compiled library that are alike but for their tensors: what it is told is made once.
 
 Between the layers of a model, Python's own objects leave the processor's caches: what takes 20 us in a loop of small
-calls takes 200 there. So as little as possible is looked at here. Whatever else a call may need takes the general way.
+calls takes 200 there. So as little as possible is looked at here, and whatever else a call may need takes the general
+way of `native`, which tells afterwards what the library was told.
 """
+
+import ctypes
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.kernels.call import Call, Prepared
-from regard.kernels.strips.binding import AT, Words
+from regard.kernels.known import keep
+from regard.kernels.strips.added import tensors_of
+from regard.kernels.strips.binding import AT, Compiled, Words
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import Order, laid_like, library_for
-from regard.numerics import wide
-from regard.scores import Scoring
+from regard.kernels.strips.order import Order, laid_like
 
-_THREADS, _SINK, _LSE, _SUSPECT = (AT[name] for name in ("threads", "sink", "lse", "suspect"))
+MAX_KEPT = 8
+"""Ways in which the tensors of calls of one form may lie: one for each kind of layer and pass."""
+
+_QUERY, _KEY, _VALUE, _OUTPUT, _EXACT = (AT[name] for name in ("query", "key", "value", "output", "exact"))
+_GRAD_OUTPUT, _GRAD_QUERY = AT["grad_output"], AT["grad_query"]
+_SUMS = tuple((AT[f"grad_{name}"], AT[f"sum_{name}"]) for name in ("key", "value"))
+_LSE, _GRAD_LSE, _SINK, _GIVEN = AT["lse"], AT["grad_lse"], AT["sink"], AT["given"]
+_THREADS, _SUSPECT = AT["threads"], AT["suspect"]
 
 
-def ready(call: Call, scoring: Scoring, plan: StripPlan, general: Prepared) -> Prepared:
-    """The call, for other tensors of the same form.
+class Told(NamedTuple):
+    """What the library is told in one pass.
+
+    Attributes:
+        call: with addresses that are others in each call.
+        held: what must not be freed before the last of them.
+        like: for each of the results, whether torch lays it like the tensor that it belongs to.
+        sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
+    """
+
+    library: Compiled
+    call: bytes
+    held: object
+    like: tuple[bool, ...]
+    sums: tuple[int, int]
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan, *,
+    wants_lse: bool, learns: bool,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """As `native.forward`; None where the general way has to be taken."""
+    assert plan.told is not None
+    told: Told | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns))
+    if told is None or query.is_neg() or key.is_neg() or value.is_neg():
+        return None
+    library, words, size = told.library, Words.from_buffer_copy(told.call), value.shape[3]
+    lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, size)
+    words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    words[_OUTPUT], words[_THREADS] = output.data_ptr(), torch.get_num_threads()
+    if words[_LSE]:
+        lse = query.new_empty(query.shape[:3], dtype=library.dtype)
+        words[_LSE] = lse.data_ptr()
+    if words[_EXACT]:
+        exact = laid_like(query, size, library.dtype)
+        words[_EXACT] = exact.data_ptr()
+    held = _tell_added(words, sink, bias, library.dtype)
+    library.forward(words)
+    del held
+    return None if words[_SUSPECT] else (output, lse, exact)  # something hidden may have had a part
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan,
+    output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+) -> list[Tensor] | None:  # fmt: skip
+    """The gradients of query, key and value; None where the general way has to be taken."""
+    assert plan.told is not None
+    tensors, has_lse, threads = (query, key, value, output, grad_output), grad_lse is not None, torch.get_num_threads()
+    told: Told | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
+    if told is None or any(map(Tensor.is_neg, tensors)):
+        return None
+    library, words = told.library, Words.from_buffer_copy(told.call)
+    grads = [
+        torch.empty_like(tensor) if like else laid_like(tensor, tensor.shape[3])
+        for tensor, like in zip(tensors, told.like, strict=False)
+    ]
+    words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    words[_EXACT if words[_EXACT] else _OUTPUT] = output.data_ptr()
+    words[_GRAD_OUTPUT], words[_GRAD_QUERY], words[_LSE] = grad_output.data_ptr(), grads[0].data_ptr(), lse.data_ptr()
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(library.dtype).resolve_neg().contiguous()
+        words[_GRAD_LSE] = grad_lse.data_ptr()
+    rooms = []
+    for grad, (at_grad, at_sum), numbers in zip(grads[1:], _SUMS, told.sums, strict=True):
+        if words[at_grad]:
+            words[at_grad] = grad.data_ptr()
+        else:
+            words[at_sum] = grad.data_ptr()
+        if numbers:
+            rooms.append(grad.new_empty(numbers, dtype=library.dtype))
+            words[at_sum] = rooms[-1].data_ptr()
+    held = _tell_added(words, sink, bias, library.dtype)
+    library.backward(words)
+    if words[_SUSPECT]:
+        return None
+    if rooms:
+        library.finish(words)
+    del held
+    return grads
+
+
+def remember_forward(order: Order, query: Tensor, key: Tensor, value: Tensor, *, wants_lse: bool, learns: bool) -> None:
+    """What the library was told, for passes like this one."""
+    likeness = query.stride(), key.stride(), value.stride(), wants_lse, learns
+    _remember(order, likeness, (query, key, value), (value.shape[3] == query.shape[3] and _is_laid(query),), (0, 0))
+
+
+def remember_backward(
+    order: Order, three: tuple[Tensor, Tensor, Tensor], output: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    sums: tuple[int, int],
+) -> None:  # fmt: skip
+    """The same of the gradients.
 
     Args:
-        scoring: without sink.
-        plan: of calls of this form alone.
-        general: computes any call.
+        sums: numbers that threads add up elsewhere for keys and for values.
     """
-    dtype, library, wants_lse = wide(call.query.dtype), library_for(call.query.dtype), call.wants_lse
-    forward, of_lse, size = library.forward, call.query.shape[:3], call.value.shape[3]
-    laid = _layouts(*call.query.shape) if size == call.query.shape[3] else ()
-    told: bytes | None = None
-    held: object = None
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        nonlocal told, held
-        of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
-        as_they_are = of_query[3] == of_key[3] == of_value[3] == 1
-        if told is None or not as_they_are or query.is_neg() or key.is_neg() or value.is_neg():
-            results = general(query, key, value, sink, bias)
-            if told is None:
-                order = Order(query, key, value, None, scoring, None, plan)
-                held, told = order.of_form()
-            return results
-        output = torch.empty_like(query) if of_query in laid else laid_like(query, size)
-        words = Words.from_buffer_copy(told)
-        words[:16] = [
-            query.data_ptr(), *of_query[:3], key.data_ptr(), *of_key[:3], value.data_ptr(), *of_value[:3],
-            output.data_ptr(), *output.stride()[:3],
-        ]  # fmt: skip
-        words[_THREADS] = torch.get_num_threads()
-        lse = query.new_empty(of_lse, dtype=dtype) if wants_lse else None
-        if lse is not None:
-            words[_LSE] = lse.data_ptr()
-        if sink is not None:
-            sink = sink.to(dtype).contiguous()
-            words[_SINK] = sink.data_ptr()
-        forward(words)
-        if words[_SUSPECT]:  # something hidden may have had a part
-            return general(query, key, value, sink, bias)
-        return output, lse
-
-    return attend
+    tensors = *three, output, grad_output
+    likeness = *map(Tensor.stride, tensors), grad_lse is not None, torch.get_num_threads()
+    _remember(order, likeness, tensors, tuple(map(_is_laid, three)), sums)
 
 
-def _layouts(batch: int, heads: int, length: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """The two of `laid_like`, which torch keeps by itself, in less time: strides."""
+def _remember(
+    order: Order, likeness: Hashable, tensors: Iterable[Tensor], like: tuple[bool, ...], sums: tuple[int, int]
+) -> None:
+    plan = order.plan
+    as_they_are = all(tensor.stride(3) == 1 and not tensor.is_neg() for tensor in tensors)
+    if plan.told is None or not (order.is_whole and as_they_are) or order.is_suspect():
+        return
+    call, held = order.of_form()
+    keep(plan.told, likeness, Told(order.compiled, call, held, like, sums), MAX_KEPT)
+
+
+def _tell_added(
+    words: "ctypes.Array[ctypes.c_int64]", sink: Tensor | None, bias: Bias | None, dtype: torch.dtype
+) -> object:
+    """Tells of sink and bias tensors; returns what must not be freed before the pass is over."""
+    held: list[object] = []
+    if sink is not None:
+        sink = sink.detach().to(dtype).resolve_neg().contiguous()
+        words[_SINK] = sink.data_ptr()
+        held.append(sink)
+    if words[_GIVEN]:
+        assert bias is not None
+        given = tensors_of(bias, dtype)
+        begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
+        words[_GIVEN] = ctypes.addressof(begin)
+        held += *given, begin
+    return held
+
+
+def _is_laid(tensor: Tensor) -> bool:
+    """Whether torch lays another tensor like this one as `laid_like` does; it takes less time."""
+    _, heads, length, size = tensor.shape
     whole = heads * length * size
-    return (whole, length * size, size, 1), (whole, size, heads * size, 1)
+    return tensor.stride() in ((whole, length * size, size, 1), (whole, size, heads * size, 1))

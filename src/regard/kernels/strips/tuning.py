@@ -103,12 +103,9 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
-SCORES_TO_BEGIN = 1 << 10
-"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function.
-Row "causal, tiny" of small_calls.py, and rows of 128 tokens of features.py."""
-
-SCORES_TO_BEGIN_GRADIENTS = 5 << 9
-"""The same with gradients in float32. Rows "causal, 1 head" and "5 queries, causal" of features.py."""
+SCORES_TO_BEGIN_GRADIENTS = 1 << 11
+"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function
+where float32 gradients are wanted. Rows "causal, 1 head" and "5 queries, causal" of features.py."""
 
 FEATURES_OF_A_SCORE = 32
 """What a score costs beside its two products, in features of them: of 16 features in 64, two fifths and not a quarter.
