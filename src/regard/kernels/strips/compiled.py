@@ -18,6 +18,7 @@ from regard.kernels.fused import HALF
 from regard.kernels.known import Recent, keep
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.order import form_of
 from regard.masks import Mask
 from regard.numerics import wide
 from regard.rules import deserialise, settled
@@ -42,7 +43,8 @@ def _strips(
     """
     rules = mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers
     engine, scoring, plan = _of_node(query, key, value, sink, *rules, scale, softcap, rate, by)
-    output, lse, kept = engine.forward(query, key, value, sink, scoring, _dropout(seed, rate), plan, learns=learns)
+    dropout = _dropout(seed, rate)
+    output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan, learns=learns, by_token=True)
     exact = kept.float() if _keeps_exact(query, by, learns) else output.new_empty(0, 0, 0, dtype=torch.float32)
     return _by_token(output), lse, _by_token(exact)
 
@@ -113,6 +115,9 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
     return None if seed is None else Dropout(rate, int(seed))
 
 
+MAX_NODES = 16
+"""Nodes that are kept: those of a model whose layers differ, at a few lengths."""
+
 MAX_COPIED = 8
 """Masks of nodes of which copies are kept."""
 
@@ -146,12 +151,23 @@ def _with_copies(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], g
     return keep(_copied, alike, (copies, bound), MAX_COPIED)[1]
 
 
+_nodes: dict[Hashable, tuple[Engine, Scoring, StripPlan]] = {}
+"""Nodes without tensors in their mask or bias, by all that they follow from."""
+
+
 def _of_node(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: str, mask_tensors: Sequence[Tensor],
     mask_numbers: Sequence[int], bias: str | None, bias_tensors: Sequence[Tensor], bias_numbers: Sequence[int],
     scale: float, softcap: float | None, rate: float, by: str,
 ) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
     """Engine, scoring and strips of a node, from its arguments."""
+    alike: Hashable = None
+    if sink is None and not mask_tensors and not bias_tensors and query.is_cpu:
+        numbers = *mask_numbers, None, *bias_numbers
+        alike = query.shape, key.shape, value.shape, query.dtype, mask, bias, numbers, scale, softcap, rate, by
+        found = _nodes.get(alike)
+        if found is not None:
+            return found
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     added: Bias | None = None
@@ -160,7 +176,11 @@ def _of_node(
     scoring = Scoring(grid, scale, softcap, added, _bound(mask, mask_tensors, mask_numbers, grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
-    return engine, scoring, engine.plan_of(call)
+    plan = engine.plan_of(call)
+    if alike is None or not plan.is_kept:
+        return engine, scoring, plan
+    plan = plan.of_form(form_of(query, value, scoring, plan) if engine is NATIVE else None)
+    return keep(_nodes, alike, (engine, scoring, plan), MAX_NODES)
 
 
 def _like_strips(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

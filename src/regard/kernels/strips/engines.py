@@ -19,9 +19,10 @@ from regard.scores import Scoring
 
 def _by_operators(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
-    plan: StripPlan, *, wants_lse: bool = True, learns: bool = True,
+    plan: StripPlan, *, wants_lse: bool = True, learns: bool = True, by_token: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `native.forward`. Results are merged in float32, unrounded."""
+    """As `native.forward`, but that outputs lie as torch's operators lay them. Results are merged in float32,
+    unrounded."""
     if not plan.others:
         output, lse = engine.forward(query, key, value, sink, scoring, dropout, plan, wants_lse=wants_lse)
         return output, lse, output

@@ -284,19 +284,25 @@ def forward(
     *,
     wants_lse: bool = True,
     learns: bool = True,
+    by_token: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
-    precision unrounded, if something learns, since the gradients of scores are differences from it."""
+    precision unrounded, if something learns, since the gradients of scores are differences from it.
+
+    Args:
+        by_token: as of `laid_like`.
+    """
+    likeness = wants_lse, learns, by_token
     alike = plan.told is not None and dropout is None and not plan.others
     if alike:
-        found = ready.forward(query, key, value, sink, scoring.bias, plan, wants_lse=wants_lse, learns=learns)
+        found = ready.forward(query, key, value, sink, scoring.bias, plan, *likeness)
         if found is not None:
             return found
     orders = orders_of(query, key, value, sink, scoring, dropout, plan)
     dtype, wants_lse = wide(query.dtype), wants_lse or len(orders) > 1
-    exact = output = laid_like(query, value.shape[3])
+    exact = output = laid_like(query, value.shape[3], by_token=by_token)
     if query.dtype is not dtype and (learns or len(orders) > 1):
-        exact = laid_like(query, value.shape[3], dtype)
+        exact = laid_like(query, value.shape[3], dtype, by_token=by_token)
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     for order in orders:
         order.tensors("output", output)
@@ -310,7 +316,7 @@ def forward(
         if not any(order.is_suspect() for order in orders):
             break  # otherwise a hidden key may have had a part
     if alike and not careful:
-        ready.remember_forward(orders[0], query, key, value, wants_lse=wants_lse, learns=learns)
+        ready.remember_forward(orders[0], query, key, value, *likeness)
     return output, lse, exact
 
 

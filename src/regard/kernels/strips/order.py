@@ -39,11 +39,15 @@ def as_read(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
+def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None, *, by_token: bool = False) -> Tensor:
     """Memory for [batch, heads, length, size] whose axes lie as those of a tensor do: heads within each token, as a
-    layer projects them and takes them back, or each head by itself."""
+    layer projects them and takes them back, or each head by itself.
+
+    Args:
+        by_token: heads within each token in any case.
+    """
     batch, heads, length, _ = tensor.shape
-    row = size if tensor.stride(1) >= tensor.stride(2) else heads * size
+    row = size if tensor.stride(1) >= tensor.stride(2) and not by_token else heads * size
     head = length * size if row == size else size
     return tensor.new_empty_strided((batch, heads, length, size), (heads * length * size, head, row, 1), dtype=dtype)
 

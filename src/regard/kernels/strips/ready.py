@@ -47,23 +47,23 @@ class Told(NamedTuple):
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan, *,
-    wants_lse: bool, learns: bool,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan,
+    wants_lse: bool, learns: bool, by_token: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `native.forward`; None where the general way has to be taken."""
     assert plan.told is not None
-    told: Told | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns))
+    told: Told | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns, by_token))
     if told is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
     library, words, size = told.library, Words.from_buffer_copy(told.call), value.shape[3]
-    lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, size)
+    lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, size, by_token=by_token)
     words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     words[_OUTPUT], words[_THREADS] = output.data_ptr(), torch.get_num_threads()
     if words[_LSE]:
         lse = query.new_empty(query.shape[:3], dtype=library.dtype)
         words[_LSE] = lse.data_ptr()
     if words[_EXACT]:
-        exact = laid_like(query, size, library.dtype)
+        exact = laid_like(query, size, library.dtype, by_token=by_token)
         words[_EXACT] = exact.data_ptr()
     held = _tell_added(words, sink, bias, library.dtype)
     library.forward(words)
@@ -111,10 +111,16 @@ def backward(
     return grads
 
 
-def remember_forward(order: Order, query: Tensor, key: Tensor, value: Tensor, *, wants_lse: bool, learns: bool) -> None:
-    """What the library was told, for passes like this one."""
-    likeness = query.stride(), key.stride(), value.stride(), wants_lse, learns
-    _remember(order, likeness, (query, key, value), (value.shape[3] == query.shape[3] and _is_laid(query),), (0, 0))
+def remember_forward(order: Order, query: Tensor, key: Tensor, value: Tensor, *likeness: bool) -> None:
+    """What the library was told, for passes like this one.
+
+    Args:
+        likeness: of `forward`, from wants_lse on.
+    """
+    *_, by_token = likeness
+    like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
+    strides = query.stride(), key.stride(), value.stride()
+    _remember(order, (*strides, *likeness), (query, key, value), (like,), (0, 0))
 
 
 def remember_backward(

@@ -111,7 +111,7 @@ FEATURES_OF_A_SCORE = 32
 """What a score costs beside its two products, in features of them: of 16 features in 64, two fifths and not a quarter.
 From calls of 8 to 256 features, of 8 heads and 256 tokens."""
 
-SCORES_TO_BEGIN_A_NODE = 1 << 14
+SCORES_TO_BEGIN_A_NODE = 3 << 11
 """The same for a node in a graph of torch.compile, which Python runs. Rows "compiled"."""
 
 FEW_QUERIES = 8
