@@ -124,8 +124,8 @@ STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
 
-Told: TypeAlias = "CallOf | ctypes.Array[ctypes.c_int64]"
-"""A call, in either form."""
+Told: TypeAlias = "ctypes.Array[ctypes.c_int64]"
+"""Words that begin with those of a call."""
 
 AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
 """Where each field begins in them."""
@@ -168,20 +168,20 @@ class Compiled:
 
     def forward(self, call: Told) -> None:
         """Writes output, and lse and the exact output if they have a place."""
-        self._forward(ctypes.addressof(call), self._in_parallel)
+        self._forward(call, self._in_parallel)
 
     def backward(self, call: Told) -> None:
         """Writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and adds to
         those of what was added to scores."""
-        self._backward(ctypes.addressof(call), self._in_parallel)
+        self._backward(call, self._in_parallel)
 
     def finish(self, call: Told) -> None:
         """Writes gradients of key and value that were added up elsewhere."""
-        self._finish(ctypes.addressof(call), self._in_parallel)
+        self._finish(call, self._in_parallel)
 
     def look(self, call: Told) -> None:
         """Writes lse if it is not known, and statistics of the weights."""
-        self._look(ctypes.addressof(call), self._in_parallel)
+        self._look(call, self._in_parallel)
 
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""

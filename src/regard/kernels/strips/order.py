@@ -12,7 +12,7 @@ from regard.biases import Bias, Given
 from regard.dropout import Dropout
 from regard.kernels.known import keep
 from regard.kernels.strips.added import Added, is_read, read_by_place, tensors_of
-from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Words, compiled
+from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Told, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import bits_of
 from regard.kernels.strips.work import Work, gradients_of, strides_of, works
@@ -60,7 +60,7 @@ class Order:
     """
 
     __slots__ = (
-        "_added", "_call", "_chunks", "_form", "_held", "_learned", "_of_plan", "_told", "_words", "_work", "compiled",
+        "_added", "_chunks", "_form", "_held", "_learned", "_of_plan", "_told", "_words", "_work", "compiled",
         "learns", "plan", "scoring",
     )  # fmt: skip
 
@@ -83,8 +83,7 @@ class Order:
         self._form = plan.form or form_of(query, value, scoring, plan)
         known: tuple[bytes, Work | None] | None = None if self._form is None else plan.orders.get(self._form)
         self._told, self._work = (_order(query, value, scoring), None) if known is None else known
-        self._call = CallOf.from_buffer_copy(self._told)
-        self._words = Words.from_buffer(self._call)
+        self._words = Words.from_buffer_copy(self._told)
         self.tensors("query", query, key, value)
         self._words[AT["threads"]] = torch.get_num_threads()
         if plan.interval is not None:
@@ -108,7 +107,8 @@ class Order:
             self.numbers("column_bits", numbers.columns)
             self.numbers("column_odd", numbers.odds().expand_as(numbers.columns).int())
             self.number("column_batch", scoring.grid.key_len if len(numbers.columns) > 1 else 0)
-            self._call.kept_factor, self._call.kept_least = dropout.factor, dropout.least
+            ctypes.c_double.from_buffer(self._words, 8 * AT["kept_factor"]).value = dropout.factor
+            self.number("kept_least", dropout.least)
 
     def tensors(self, name: str, *tensors: Tensor) -> None:
         """Tells of tensors [batch, heads, length, size], the first by this name and the others by those that follow; of
@@ -156,7 +156,7 @@ class Order:
 
     def of_form(self) -> tuple[bytes, object]:
         """What calls of the same form are told, but for their tensors; and what must not be freed before the last."""
-        return bytes(self._call), (self._work, self._of_plan)
+        return bytes(self._words), (self._work, self._of_plan)
 
     @property
     def is_whole(self) -> bool:
@@ -192,7 +192,7 @@ class Order:
         self._words[AT["gradient"]] = ctypes.addressof(array)
 
     def run(
-        self, way: Callable[[CallOf], None], *, careful: bool = False, goes_on: bool = False, adds_up: bool = False
+        self, way: Callable[[Told], None], *, careful: bool = False, goes_on: bool = False, adds_up: bool = False
     ) -> None:
         """Computes all strips, one way.
 
@@ -203,13 +203,13 @@ class Order:
         """
         self._words[AT["careful"]], self._words[AT["goes_on"]] = careful, goes_on
         if self._work is not None:  # it is told of its strips
-            way(self._call)
+            way(self._words)
             return
         parts = 0
         for work in works(self.plan, self.added, 2 * self.compiled.lanes):
-            _tell(self._call, work)
+            _tell(self._words, work)
             self._words[AT["goes_on"]] = goes_on or (adds_up and parts > 0)
-            way(self._call)
+            way(self._words)
             parts += 1
         if parts == 1:
             self._work = work
@@ -218,14 +218,14 @@ class Order:
 
     def finish(self) -> None:
         """Writes the gradients that threads added up elsewhere."""
-        self.compiled.finish(self._call)
+        self.compiled.finish(self._words)
 
     def _keep(self, work: Work) -> None:
         """With the plan, for other calls of the same form."""
-        call = CallOf.from_buffer_copy(self._told)
-        _tell(call, work)
+        words = Words.from_buffer_copy(self._told)
+        _tell(words, work)
         assert self._form is not None
-        keep(self.plan.orders, self._form, (bytes(call), work), MAX_KEPT)
+        keep(self.plan.orders, self._form, (bytes(words), work), MAX_KEPT)
 
     def is_suspect(self) -> bool:
         """Whether something hidden may have had a part in what was computed."""
@@ -270,9 +270,9 @@ def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
     return contents(bias) if bias.of_distance else None
 
 
-def _tell(call: CallOf, work: Work) -> None:
-    call.strip, call.span, call.tile = work.addresses()
-    call.strips = len(work.strips)
+def _tell(words: Told, work: Work) -> None:
+    words[AT["strip"]], words[AT["span"]], words[AT["tile"]] = work.addresses()
+    words[AT["strips"]] = len(work.strips)
 
 
 def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:

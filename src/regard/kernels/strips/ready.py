@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.kernels.known import keep
 from regard.kernels.strips.added import tensors_of
-from regard.kernels.strips.binding import AT, Compiled, Words
+from regard.kernels.strips.binding import AT, Compiled, Told, Words
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import Order, laid_like
 
@@ -29,7 +29,7 @@ _LSE, _GRAD_LSE, _SINK, _GIVEN = AT["lse"], AT["grad_lse"], AT["sink"], AT["give
 _THREADS, _SUSPECT = AT["threads"], AT["suspect"]
 
 
-class Told(NamedTuple):
+class Pass(NamedTuple):
     """What the library is told in one pass.
 
     Attributes:
@@ -52,7 +52,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `native.forward`; None where the general way has to be taken."""
     assert plan.told is not None
-    told: Told | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns, by_token))
+    told: Pass | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns, by_token))
     if told is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
     library, words, size = told.library, Words.from_buffer_copy(told.call), value.shape[3]
@@ -78,7 +78,7 @@ def backward(
     """The gradients of query, key and value; None where the general way has to be taken."""
     assert plan.told is not None
     tensors, has_lse, threads = (query, key, value, output, grad_output), grad_lse is not None, torch.get_num_threads()
-    told: Told | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
+    told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
     if told is None or any(map(Tensor.is_neg, tensors)):
         return None
     library, words = told.library, Words.from_buffer_copy(told.call)
@@ -145,12 +145,10 @@ def _remember(
     if plan.told is None or not (order.is_whole and as_they_are) or order.is_suspect():
         return
     call, held = order.of_form()
-    keep(plan.told, likeness, Told(order.compiled, call, held, like, sums), MAX_KEPT)
+    keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums), MAX_KEPT)
 
 
-def _tell_added(
-    words: "ctypes.Array[ctypes.c_int64]", sink: Tensor | None, bias: Bias | None, dtype: torch.dtype
-) -> object:
+def _tell_added(words: Words, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> object:
     """Tells of sink and bias tensors; returns what must not be freed before the pass is over."""
     held: list[object] = []
     if sink is not None:

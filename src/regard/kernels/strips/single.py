@@ -92,13 +92,12 @@ def single(call: Call) -> Alone | None:
         if not together or query.is_neg() or key.is_neg() or value.is_neg():
             query, key, value = as_read(query), as_read(key), as_read(value)
             of_query, of_key, of_value = query.stride(), key.stride(), value.stride()
-        told = _Told.from_buffer_copy(known)
-        words, output = _WORDS.from_buffer(told), query.new_empty(shape)
+        words, output = _WORDS.from_buffer_copy(known), query.new_empty(shape)
         words[:16] = [
             query.data_ptr(), *of_query[:3], key.data_ptr(), *of_key[:3],
             value.data_ptr(), *of_value[:3], output.data_ptr(), *of_output,
         ]  # fmt: skip
-        first, key_len = ctypes.addressof(told), key.shape[2]
+        first, key_len = ctypes.addressof(words), key.shape[2]
         words[_STRIP : _STRIP + 3] = [first + strip, first + span, first + tile]
         words[_COUNT] = words[_KEY_LEN] = key_len
         if key_len > alone:
@@ -123,10 +122,10 @@ def single(call: Call) -> Alone | None:
                 bias.data_ptr(), DTYPES[bias.dtype],
                 apart[0] * (sizes[0] > 1), apart[1] * (sizes[1] > 1), 0, apart[3] * (sizes[3] > 1),
             ]  # fmt: skip
-        library.forward(told.call)
+        library.forward(words)
         if bias is not None and words[_SUSPECT]:  # a hidden key may have had a part
             words[_CAREFUL] = 1
-            library.forward(told.call)
+            library.forward(words)
         return output, lse
 
     return attend_one
