@@ -43,7 +43,7 @@ from regard.checked import forget
 from regard.dropout import Dropout, write_random
 from regard.kernels import KERNELS, KernelError, choose, fused
 from regard.kernels.strips import binding, native, work
-from regard.kernels.strips.binding import PRODUCTS
+from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order, library_for
 from regard.reference import reference
 from regard.shapes import Grid
@@ -549,7 +549,7 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     call, calls = checked(mask, shape=(1, 2, 300, 8)), []
     real = binding.Compiled.forward
     monkeypatch.setattr(
-        binding.Compiled, "forward", lambda self, order: calls.append(order.strips) or real(self, order)
+        binding.Compiled, "forward", lambda self, order: calls.append(order[AT["strips"]]) or real(self, order)
     )
     plan = native.plan_of(call)
     output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
@@ -571,7 +571,7 @@ def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype
     numbers, found, calls = torch.randn(1, 1, 300, 300, generator=draw), [], []
     real = binding.Compiled.backward
     monkeypatch.setattr(
-        binding.Compiled, "backward", lambda self, order: calls.append(order.goes_on) or real(self, order)
+        binding.Compiled, "backward", lambda self, order: calls.append(order[AT["goes_on"]]) or real(self, order)
     )
     for most in (100, work.MAX_KEPT_SCORES):
         monkeypatch.setattr(work, "MAX_KEPT_SCORES", most)
@@ -789,7 +789,7 @@ def test_packed_documents_of_any_length_are_one_call(monkeypatch):
     mask, calls = Document.from_lengths(lengths) & Causal(), []
     real = binding.Compiled.forward
     monkeypatch.setattr(
-        binding.Compiled, "forward", lambda self, order: calls.append(order.strips) or real(self, order)
+        binding.Compiled, "forward", lambda self, order: calls.append(order[AT["strips"]]) or real(self, order)
     )
     query, key, value = torch.randn(3, 1, 4, sum(lengths), 16)
     output = regard.attention(query, key, value, mask=mask, kernel="native")

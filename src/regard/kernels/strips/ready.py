@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.kernels.known import keep
 from regard.kernels.strips.added import tensors_of
-from regard.kernels.strips.binding import AT, Compiled, Told, Words
+from regard.kernels.strips.binding import AT, Compiled, Words
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import Order, laid_like
 
@@ -148,7 +148,7 @@ def _remember(
     keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums), MAX_KEPT)
 
 
-def _tell_added(words: Words, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> object:
+def _tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> object:
     """Tells of sink and bias tensors; returns what must not be freed before the pass is over."""
     held: list[object] = []
     if sink is not None:
