@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.kernels.known import keep
 from regard.kernels.strips.added import tensors_of
-from regard.kernels.strips.binding import AT, Compiled, Words
+from regard.kernels.strips.binding import AT, Compiled, Told, Words
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import Order, laid_like
 
