@@ -28,7 +28,7 @@ from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import by_interval
-from regard.kernels.strips.order import Order, laid_like, library_for, orders_of
+from regard.kernels.strips.order import Order, as_read, laid_like, library_for, orders_of
 from regard.kernels.strips.plan import PlanOptions, Strip
 from regard.kernels.strips.reordering import reordering
 from regard.kernels.strips.unions import plan_union
@@ -336,8 +336,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
     alike = plan.told is not None and dropout is None and not any(tensor.requires_grad for tensor in learned)
-    if grad_output.dtype is not query.dtype:
-        grad_output = grad_output.to(query.dtype)
+    grad_output = as_read(grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
     found: Sequence[Tensor] | None = None
     of_learned: Iterator[Tensor] = iter(())
     if alike:
