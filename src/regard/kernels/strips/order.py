@@ -156,7 +156,9 @@ class Order:
 
     def of_form(self) -> tuple[bytes, object]:
         """What calls of the same form are told, but for their tensors; and what must not be freed before the last."""
-        return bytes(self._words), (self._work, self._of_plan)
+        words = Words.from_buffer_copy(self._words)
+        words[AT["suspect"]] = 0
+        return bytes(words), (self._work, self._of_plan)
 
     @property
     def is_whole(self) -> bool:

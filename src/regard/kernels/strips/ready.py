@@ -79,7 +79,7 @@ def backward(
     assert plan.told is not None
     tensors, has_lse, threads = (query, key, value, output, grad_output), grad_lse is not None, torch.get_num_threads()
     told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
-    if told is None or any(map(Tensor.is_neg, tensors)):
+    if told is None or any(map(Tensor.is_neg, tensors)) or not lse.is_contiguous():
         return None
     library, words = told.library, Words.from_buffer_copy(told.call)
     grads = [

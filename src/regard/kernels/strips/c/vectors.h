@@ -276,11 +276,11 @@ static void to_rows(const real *columns, i64 size, real *out)
     }
 }
 
-/* Asks for a line of memory that is soon read: processors do so themselves only along a few rows at a time. So few
-   queries with keys that no cache holds take two thirds of the time. Row "17 queries, 32 texts" of features.py. */
+/* Asks for a line of memory that is soon read: processors do so themselves only along a few rows at a time. Of keys that
+   no cache holds, few queries take two thirds of the time with it. Row "17 queries, 32 texts" of features.py. */
 INLINE void fetch(const void *at) { __builtin_prefetch(at, 0); }
-#define ROWS_AHEAD 16 /* the left factor's rows that are fetched before they are read ... */
-#define STEPS_AHEAD 32 /* ... or, where it is read across its rows, of these */
+#define ROWS_AHEAD 16  /* rows of keys or values that are fetched early where some are read at a time ... */
+#define STEPS_AHEAD 32 /* ... and where they are read one after another */
 
 /* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns */
 INLINE void block(
