@@ -205,7 +205,7 @@ class Compiled:
         *apart, queries, keys = cells.shape
         if queries == 1:
             return cells.to(torch.int32).neg_()
-        words = torch.empty(*apart, -(-queries // QUERIES_OF_A_WORD), keys, dtype=torch.int32)
+        words = torch.empty(*apart, -(-queries // QUERIES_OF_A_WORD), keys, dtype=torch.int32, device=cells.device)
         cells = cells.flatten(0, -3)
         cells = cells if cells.stride(2) == 1 else cells.contiguous()
         self._bits(cells.data_ptr(), len(cells), queries, keys, *cells.stride()[:2], words.data_ptr())

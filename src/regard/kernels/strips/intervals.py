@@ -75,7 +75,7 @@ class Interval(NamedTuple):
         """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here."""
         (low, high), (first, end, _) = diagonals, self
         spare = -len(queries) % together
-        of_last = torch.arange(together - 1, len(queries) + spare, together).clamp(max=len(queries) - 1)
+        of_last = torch.arange(together - 1, len(queries) + spare, together, device="cpu").clamp(max=len(queries) - 1)
         if first.shape[1] > 1:
             first, end = (side[:, queries.start : queries.stop : queries.step] for side in (first, end))
             first, end = (torch.cat([side, side[:, -1:].expand(-1, spare)], 1) for side in (first, end))
@@ -84,7 +84,7 @@ class Interval(NamedTuple):
         first, end = (-((keys.start - side) // keys.step) for side in (first, end))
         first, end = first.clamp(0, len(keys)), end.clamp(0, len(keys))
         if low is not None:
-            first = first.maximum(torch.arange(0, len(queries), together) + low)
+            first = first.maximum(torch.arange(0, len(queries), together, device="cpu") + low)
         if high is not None:
             end = end.minimum(of_last + high + 1)
         rows = together if len(queries) > together // 2 else len(queries)
@@ -200,14 +200,14 @@ def _of_between(mask: "Between", grid: Grid) -> Interval:
 
 
 def _of_band(mask: Band, grid: Grid) -> Interval:
-    at = torch.arange(grid.query_len) + torch.as_tensor(mask.offset).reshape(-1, 1)
+    at = torch.arange(grid.query_len, device="cpu") + torch.as_tensor(mask.offset, device="cpu").reshape(-1, 1)
     first = torch.zeros_like(at) if mask.before is None else (at - mask.before).clamp(0, grid.key_len)
     end = torch.full_like(at, grid.key_len) if mask.after is None else (at + mask.after + 1).clamp(0, grid.key_len)
     return Interval(first.to(torch.int32), end.maximum(first).to(torch.int32))
 
 
 def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
-    return _first_keys(torch.as_tensor(mask.n), grid)
+    return _first_keys(torch.as_tensor(mask.n, device="cpu"), grid)
 
 
 def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
@@ -230,7 +230,7 @@ def _of_documents(mask: Document, grid: Grid) -> Interval | None:
     if not mask.closed_form or mask.key_ids is not mask.query_ids:
         return None
     ids = mask.query_ids
-    places, begins = torch.arange(ids.shape[1], dtype=torch.int32), torch.ones_like(ids, dtype=torch.bool)
+    places, begins = torch.arange(ids.shape[1], dtype=torch.int32, device="cpu"), torch.ones_like(ids, dtype=torch.bool)
     torch.ne(ids[:, 1:], ids[:, :-1], out=begins[:, 1:])
     first = torch.where(begins, places, 0).cummax(1).values
     ends = begins.roll(-1, 1)  # since a text begins with a document, it ends with one
@@ -267,6 +267,6 @@ def _of_cells(allowed: Tensor) -> Interval | None:
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:
     """The smallest interval of each row of a mask, and whether all keys in it are allowed."""
     cells = cells.contiguous()
-    first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32).unbind()
+    first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32, device="cpu").unbind()
     side_by_side = library().find_keys(cells, first, end)
     return Interval(first, end), side_by_side

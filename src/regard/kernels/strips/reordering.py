@@ -117,11 +117,14 @@ def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: 
     ways = [(part.query_ids, part.key_ids) for part in documents]
     for part in strided:
         first = int(part.offset or 0)
-        queries, keys = torch.arange(first, first + grid.query_len), torch.arange(grid.key_len)
+        queries, keys = (
+            torch.arange(first, first + grid.query_len, device="cpu"),
+            torch.arange(grid.key_len, device="cpu"),
+        )
         ways.append((queries[None] % part.step, keys[None] % part.step))
     if len(ways) == 1:
         return ways[0]
-    batch, numbers = max(len(ids) for way in ways for ids in way), torch.zeros((), dtype=torch.int64)
+    batch, numbers = max(len(ids) for way in ways for ids in way), torch.zeros((), dtype=torch.int64, device="cpu")
     for way in ways:
         ids = torch.cat([of.expand(batch, -1) for of in way], dim=1)
         pairs = torch.stack([numbers.expand_as(ids), ids.to(torch.int64)], dim=-1)
