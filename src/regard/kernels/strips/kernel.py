@@ -191,9 +191,9 @@ class Planned:
 
     @property
     def is_told_once(self) -> bool:
-        """Whether the compiled library is told the same in every call, but for the tensors, and nothing learns."""
+        """Whether the library is told the same in every call, but for tensors and dropout, and nothing learns."""
         alike = self.plan.told is not None and not self.plan.others
-        return alike and self.changed is None and self.dropout is None and not self.learns
+        return alike and self.changed is None and not self.learns
 
     def alone(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None

@@ -95,12 +95,7 @@ class Order:
             if hidden is not None:
                 self._mask("seen", bits_of(hidden))
         self._of_plan = self._held[3:]
-        if scoring.bias is not None and (given := tensors_of(scoring.bias, self.compiled.dtype)):
-            begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
-            self._held += *given, begin
-            self._words[AT["given"]] = ctypes.addressof(begin)
-        if sink is not None:
-            self.numbers("sink", sink.detach().to(wide(query.dtype)))
+        self._held += tell_added(self._words, sink, scoring.bias, self.compiled.dtype)
         if dropout is not None:
             numbers = dropout.numbers(scoring.grid, self.compiled.write_random)
             self.numbers("row_bits", numbers.rows)
@@ -270,6 +265,20 @@ def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
         numbers = bias.numbers
         return (numbers.dtype, numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
     return contents(bias) if bias.of_distance else None
+
+
+def tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> list[object]:
+    """Tells of a sink and of the tensors of a bias; returns what must not be freed before the library is done."""
+    held: list[object] = []
+    if bias is not None and (given := tensors_of(bias, dtype)):
+        begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
+        held += *given, begin
+        words[AT["given"]] = ctypes.addressof(begin)
+    if sink is not None:
+        sink = sink.detach().to(dtype).resolve_neg().contiguous()
+        held.append(sink)
+        words[AT["sink"]] = sink.data_ptr()
+    return held
 
 
 def _tell(words: Told, work: Work) -> None:

@@ -5,7 +5,6 @@ calls takes 200 there. So as little as possible is looked at here, and whatever 
 way of `native`, which tells afterwards what the library was told.
 """
 
-import ctypes
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from regard.biases import Bias
 from regard.kernels.known import keep
-from regard.kernels.strips.added import tensors_of
-from regard.kernels.strips.binding import AT, Compiled, Told, Words
+from regard.kernels.strips.binding import AT, Compiled, Words
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import Order, laid_like
+from regard.kernels.strips.order import Order, laid_like, tell_added
 
 MAX_KEPT = 8
 """Ways in which the tensors of calls of one form may lie: one for each kind of layer and pass."""
@@ -25,8 +23,7 @@ MAX_KEPT = 8
 _QUERY, _KEY, _VALUE, _OUTPUT, _EXACT = (AT[name] for name in ("query", "key", "value", "output", "exact"))
 _GRAD_OUTPUT, _GRAD_QUERY = AT["grad_output"], AT["grad_query"]
 _SUMS = tuple((AT[f"grad_{name}"], AT[f"sum_{name}"]) for name in ("key", "value"))
-_LSE, _GRAD_LSE, _SINK, _GIVEN = AT["lse"], AT["grad_lse"], AT["sink"], AT["given"]
-_THREADS, _SUSPECT = AT["threads"], AT["suspect"]
+_LSE, _GRAD_LSE, _GIVEN, _THREADS, _SUSPECT = (AT[name] for name in ("lse", "grad_lse", "given", "threads", "suspect"))
 
 
 class Pass(NamedTuple):
@@ -39,7 +36,7 @@ class Pass(NamedTuple):
         sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
     """
 
-    library: Compiled
+    compiled: Compiled
     call: bytes
     held: object
     like: tuple[bool, ...]
@@ -55,18 +52,18 @@ def forward(
     told: Pass | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns, by_token))
     if told is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
-    library, words, size = told.library, Words.from_buffer_copy(told.call), value.shape[3]
+    compiled, words, size = told.compiled, Words.from_buffer_copy(told.call), value.shape[3]
     lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, size, by_token=by_token)
     words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
     words[_OUTPUT], words[_THREADS] = output.data_ptr(), torch.get_num_threads()
     if words[_LSE]:
-        lse = query.new_empty(query.shape[:3], dtype=library.dtype)
+        lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
         words[_LSE] = lse.data_ptr()
     if words[_EXACT]:
-        exact = laid_like(query, size, library.dtype, by_token=by_token)
+        exact = laid_like(query, size, compiled.dtype, by_token=by_token)
         words[_EXACT] = exact.data_ptr()
-    held = _tell_added(words, sink, bias, library.dtype)
-    library.forward(words)
+    held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
+    compiled.forward(words)
     del held
     return None if words[_SUSPECT] else (output, lse, exact)  # something hidden may have had a part
 
@@ -81,7 +78,7 @@ def backward(
     told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
     if told is None or any(map(Tensor.is_neg, tensors)) or not lse.is_contiguous():
         return None
-    library, words = told.library, Words.from_buffer_copy(told.call)
+    compiled, words = told.compiled, Words.from_buffer_copy(told.call)
     grads = [
         torch.empty_like(tensor) if like else laid_like(tensor, tensor.shape[3])
         for tensor, like in zip(tensors, told.like, strict=False)
@@ -90,7 +87,7 @@ def backward(
     words[_EXACT if words[_EXACT] else _OUTPUT] = output.data_ptr()
     words[_GRAD_OUTPUT], words[_GRAD_QUERY], words[_LSE] = grad_output.data_ptr(), grads[0].data_ptr(), lse.data_ptr()
     if grad_lse is not None:
-        grad_lse = grad_lse.to(library.dtype).resolve_neg().contiguous()
+        grad_lse = grad_lse.to(compiled.dtype).resolve_neg().contiguous()
         words[_GRAD_LSE] = grad_lse.data_ptr()
     rooms = []
     for grad, (at_grad, at_sum), numbers in zip(grads[1:], _SUMS, told.sums, strict=True):
@@ -99,14 +96,14 @@ def backward(
         else:
             words[at_sum] = grad.data_ptr()
         if numbers:
-            rooms.append(grad.new_empty(numbers, dtype=library.dtype))
+            rooms.append(grad.new_empty(numbers, dtype=compiled.dtype))
             words[at_sum] = rooms[-1].data_ptr()
-    held = _tell_added(words, sink, bias, library.dtype)
-    library.backward(words)
+    held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
+    compiled.backward(words)
     if words[_SUSPECT]:
         return None
     if rooms:
-        library.finish(words)
+        compiled.finish(words)
     del held
     return grads
 
@@ -146,22 +143,6 @@ def _remember(
         return
     call, held = order.of_form()
     keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums), MAX_KEPT)
-
-
-def _tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> object:
-    """Tells of sink and bias tensors; returns what must not be freed before the pass is over."""
-    held: list[object] = []
-    if sink is not None:
-        sink = sink.detach().to(dtype).resolve_neg().contiguous()
-        words[_SINK] = sink.data_ptr()
-        held.append(sink)
-    if words[_GIVEN]:
-        assert bias is not None
-        given = tensors_of(bias, dtype)
-        begin = (ctypes.c_void_p * len(given))(*map(Tensor.data_ptr, given))
-        words[_GIVEN] = ctypes.addressof(begin)
-        held += *given, begin
-    return held
 
 
 def _is_laid(tensor: Tensor) -> bool:

@@ -112,7 +112,7 @@ FEATURES_OF_A_SCORE = 32
 From calls of 8 to 256 features, of 8 heads and 256 tokens."""
 
 SCORES_TO_BEGIN_A_NODE = 3 << 11
-"""The same for a node in a graph of torch.compile, which Python runs. Rows "compiled"."""
+"""The same that a node in a graph of torch.compile takes, which Python runs. Rows "compiled"."""
 
 FEW_QUERIES = 8
 """Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
