@@ -29,6 +29,9 @@ MASKS = {
     "window or stride, padded": lambda some: (Window(9) | Strided(9)) & Padding([some.randrange(LENGTH), LENGTH - 3]),
     "documents": lambda some: Causal() & Document.from_lengths(_lengths(some)),
     "documents, tokens apart": lambda some: Document(torch.randint(0, 4, (1, LENGTH), generator=_draw(some))),
+    "documents, tokens apart in windows": lambda some: (
+        Causal() & Window(some.choice([9, 70])) & Document(torch.randint(0, 4, (2, LENGTH), generator=_draw(some)))
+    ),
     "padding": lambda some: Padding([some.randrange(LENGTH), LENGTH - 3]),
     "any cells": lambda some: Dense(torch.rand(2, 1, LENGTH, LENGTH, generator=_draw(some)) < 0.4),
     "a rule": lambda some: Where(lambda batch, head, query, key: (query + key) % (2 + batch) == 0),

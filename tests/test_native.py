@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import platform
+import random
 import shutil
 import subprocess
 import sys
@@ -630,6 +631,73 @@ def test_every_mask_with_every_bias_over_many_strips(name, kind):
         assert (mine is None) == (expected is None)
         if mine is not None:
             assert_close(mine, expected.float(), tolerance=1e-5)
+
+
+def sorted_call(some, dtype):
+    """A call of documents whose tokens lie apart: a function of a kernel, which returns output and gradients."""
+    draw = torch.Generator().manual_seed(some.randrange(1 << 30))
+    batch, kv_heads, group, length = some.choice([1, 3]), some.choice([1, 2]), some.choice([1, 3]), some.choice([5, 90])
+    heads, size, value_size = kv_heads * group, some.choice([8, 20, 64]), some.choice([8, 34])
+    queries = some.choice([length, length, length // 2])
+
+    def tensor(heads, length, size):
+        by_token = torch.randn(batch, length, heads, size, generator=draw).to(dtype).transpose(1, 2)
+        return by_token if some.random() < 0.5 else by_token.contiguous()
+
+    ids = torch.randint(0, some.choice([2, 9]), (some.choice([1, batch]), length), generator=draw)
+    if queries < length:
+        mask = Document(torch.randint(0, 3, (1, queries), generator=draw), ids)
+    else:
+        mask = Document(ids) & some.choice([Causal(), Causal() & Window(9), Padding([length // 2] * batch)])
+    biases = {
+        "none": (None, None),
+        "ALiBi": (Alibi(heads), None),
+        "table": ((table := torch.randn(32, heads, generator=draw).double()), RelativeBias),
+        "tensor": ((numbers := torch.randn(1, heads, queries, length, generator=draw).double()), as_bias),
+        "tensor of rows": (numbers[..., :1], as_bias),
+    }
+    (kept, make), wants = biases[some.choice(list(biases))], table is not None and some.random() < 0.7
+    leaves = [tensor(heads, queries, size), tensor(kv_heads, length, size), tensor(kv_heads, length, value_size)]
+    leaves += [] if make is None else [kept]
+    given = {"softcap": some.choice([None, 9.0]), "dropout": some.choice([0.0, 0.0, 0.4])}
+    given["sink"] = some.choice([None, torch.linspace(-1, 1, heads)])
+
+    def answers(kernel):
+        mine = [leaf.to(dtype).detach().requires_grad_(n < 3 or wants) for n, leaf in enumerate(leaves)]
+        bias = kept if make is None else make(mine[3])
+        some_draws = torch.Generator().manual_seed(1) if given["dropout"] else None
+        output, lse = attention_with_lse(*mine[:3], mask=mask, bias=bias, **given, generator=some_draws, kernel=kernel)
+        grad = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype)
+        learning = [leaf for leaf in mine if leaf.requires_grad]
+        return output, *torch.autograd.grad((output, lse.nan_to_num(0, 0, 0)), learning, (grad, torch.ones_like(lse)))
+
+    return answers
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_of_documents_that_lie_apart_are_read_and_written_where_they_are(dtype):
+    for seed in range(40):
+        answers = sorted_call(random.Random(seed), dtype)
+        for n, (one, right) in enumerate(zip(answers("native"), answers("reference"), strict=True)):
+            assert_close(one, right, f"{n} of call {seed}")
+
+
+@needs_library
+def test_a_graph_sorts_the_tokens_of_documents_as_a_call_does():
+    call = checked(Document(torch.arange(70)[None] % 5))
+    assert native.plan_of(call).reordering is not None
+    leaves = [tensor.requires_grad_() for tensor in call[:3]]
+
+    def loss(query, key, value):
+        return attention(query, key, value, mask=Document(torch.arange(70)[None] % 5), bias=Alibi(2), kernel="native")
+
+    graph = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for way in (graph, loss):
+        output = way(*leaves)
+        assert_close(output, attention(*leaves, mask=call.scoring.mask, bias=Alibi(2), kernel="reference"))
+    one, other = (torch.autograd.grad(way(*leaves).square().sum(), leaves) for way in (graph, loss))
+    assert all(map(torch.equal, one, other))
 
 
 @needs_library

@@ -33,7 +33,8 @@ class Added:
     Args:
         dtype: of the query. learned: tensors of the bias that may need a gradient; those that do are in `wanted`,
             gradients in `grads`.
-        by_place: whether biases of sorted tokens are read by the places where these were, instead of being evaluated.
+        by_place: whether biases of sorted tokens are read by where these lie in the tensors, instead of being
+            evaluated.
         chunks: number of threads that add up gradients of the same batch index and head, each for other queries.
     Attributes:
         dtype: of what is added: 0 and -inf for a mask alone are exact in half precision, and are fewer bytes.
@@ -41,8 +42,7 @@ class Added:
             (first query, last key); None if there are none. If the mask is a band, `band_is_in_row`, too.
         given: bias tensors, each with its gradient or None: [1 or chunks, batch or 1, heads or 1, query_len or 1,
             key_len or 1], a part for each thread where all queries have the numbers in common.
-        places: the places of queries and keys, [batch or 1, length], by which `row` and `given` are read; None
-            for their own.
+        by_token: whether `row` and `given` are read by where sorted tokens lie in the tensors.
     """
 
     def __init__(
@@ -58,9 +58,8 @@ class Added:
         self.scoring, self.plan = scoring, plan
         self.dtype = dtype = dtype if scoring.bias is None else wide(dtype)
         leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(scoring.bias.terms())
-        self.places: tuple[Tensor, Tensor] | None = None
-        if by_place and (found := read_by_place(scoring.bias, dtype)) is not None:
-            self.places = found.queries, found.keys
+        self.by_token = by_place and read_by_place(scoring.bias, dtype) is not None
+        if self.by_token:
             leaves = tuple(leaf.bias for leaf in leaves if isinstance(leaf, SortedBias))
         by_distance = [leaf for leaf in leaves if leaf.of_distance]
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
@@ -144,7 +143,7 @@ def is_read(numbers: Tensor, dtype: torch.dtype) -> bool:
 
 
 def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:
-    """The bias, if it is of sorted tokens and its numbers are read by the places where these were."""
+    """The bias, if it is of sorted tokens and its numbers are read by where these lie in the tensors."""
     if not isinstance(bias, SortedBias):
         return None
     terms = bias.bias.terms()

@@ -51,9 +51,7 @@ class TileAt(ctypes.Structure):
 
     _fields_ = (
         ("numbers", _address),
-        *((name, _i64) for name in ("dtype", "batch", "head", "query", "key", "time", "spare", "gradient")),
-        *((name, _address) for name in ("queries", "keys")),
-        *((name, _i64) for name in ("queries_batch", "keys_batch")),
+        *((name, _i64) for name in ("dtype", "batch", "head", "query", "key", "time", "spare", "gradient", "by_token")),
     )
 
 
@@ -109,6 +107,8 @@ class CallOf(ctypes.Structure):
         *((name, _address) for name in ("strip", "span", "tile", "first_key", "end_key")),
         *((name, _i64) for name in ("keys_batch", "keys_query")),
         ("seen", MaskAt),
+        *((name, _address) for name in ("query_order", "key_order")),
+        *((name, _i64) for name in ("query_order_batch", "key_order_batch")),
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),

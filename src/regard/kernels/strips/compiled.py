@@ -179,7 +179,7 @@ def _of_node(
     plan = engine.plan_of(call)
     if alike is None or not plan.is_kept:
         return engine, scoring, plan
-    plan = plan.of_form(form_of(query, value, scoring, plan) if engine is NATIVE else None)
+    plan = plan.of_form(form_of(query, value, plan.in_order(scoring), plan) if engine is NATIVE else None)
     return keep(_nodes, alike, (engine, scoring, plan), MAX_NODES)
 
 

@@ -21,9 +21,11 @@ from regard.kernels.strips import tuning
 from regard.kernels.strips.apart import Apart, one_by_one
 from regard.kernels.strips.intervals import Interval
 from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
+from regard.kernels.strips.reordering import Reordering
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
 from regard.masks.planning import EVERY_DIAGONAL, Diagonals, by_batch, diagonals_of
+from regard.scores import Scoring
 from regard.shapes import Grid
 
 
@@ -35,12 +37,14 @@ class StripPlan:
         is_kept: whether strips, and masks that were evaluated to find them, are kept as long as the plan.
         orders: what the compiled library is told of calls, by their form, with the strips in it as it reads them.
         interval: the keys to which each query is limited besides, or None.
+        reordering: how tokens are sorted, if strips and interval are of sorted ones: in the tensors they lie elsewhere.
         others: plans of the other keys that queries see; their results are merged.
         form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
         told: what the library is told of these, by how their tensors lie; None as well.
     """
 
     interval: Interval | None = None
+    reordering: Reordering | None = None
     others: tuple["StripPlan", ...] = ()
     form: Hashable | None = None
     told: dict[Hashable, Any] | None = None
@@ -64,6 +68,18 @@ class StripPlan:
         limited = copy(self)
         limited.interval, limited.hides = interval, True
         return limited
+
+    def sorted_by(self, reordering: Reordering | None) -> "StripPlan":
+        """The same strips, of tokens that lie elsewhere in the tensors."""
+        if reordering is self.reordering:
+            return self
+        elsewhere = copy(self)
+        elsewhere.reordering = reordering
+        return elsewhere
+
+    def in_order(self, scoring: Scoring) -> Scoring:
+        """The scoring of a call, as it is for the tokens of the strips."""
+        return scoring if self.reordering is None else self.reordering.of(scoring)
 
     def beside(self, others: Sequence["StripPlan"]) -> "StripPlan":
         """The same strips, and those of other plans for the other keys of their queries."""

@@ -113,7 +113,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     if not planned.plan.is_kept:
         return None
     if by is NATIVE:
-        form = form_of(call.query, call.value, planned.scoring, planned.plan)
+        form = form_of(call.query, call.value, planned.plan.in_order(planned.scoring), planned.plan)
         planned = replace(planned, plan=planned.plan.of_form(form))
     bias = call.scoring.bias
     if isinstance(bias, Given):
@@ -152,8 +152,9 @@ def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, 
 
 
 def _planned(call: Call, by: Engine) -> "Planned":
-    changed = reordering(call)
-    call = call if changed is None else changed.planned(call)
+    changed = None
+    if by is OPERATORS and (changed := reordering(call, copies=True)) is not None:
+        call = changed.planned(call)
     plan = by.plan_of(call)
     alone = plan.only if by is OPERATORS and not plan.others else None
     whole = alone if alone is not None and _is_one_call(alone, call) else None
@@ -161,8 +162,8 @@ def _planned(call: Call, by: Engine) -> "Planned":
 
 
 def _sorted(call: Call) -> Call:
-    """The call of sorted tokens, if these are sorted: that of which the strips are."""
-    changed = reordering(call)
+    """The call of sorted tokens, if these are sorted: that of which the strips by torch's operators are."""
+    changed = reordering(call, copies=True)
     return call if changed is None else changed.planned(call)
 
 
@@ -173,7 +174,7 @@ class Planned:
     Attributes:
         engine: what computes the strips.
         scoring, dropout, plan: of the tokens in the order in which they are computed, the scoring without its sink.
-        changed: how tokens are sorted for that, or None.
+        changed: how tokens are sorted for that, or None; the library's plan has it itself.
         whole: the only strip, if it is one call of torch's on some of the keys, as in decoding; None if not.
         learns: whether anything needs a gradient.
         given: as what each call binds its bias tensor; None if the scoring has the bias.
@@ -193,7 +194,7 @@ class Planned:
     def is_told_once(self) -> bool:
         """Whether the library is told the same in every call, but for tensors and dropout, and nothing learns."""
         alike = self.plan.told is not None and not self.plan.others
-        return alike and self.changed is None and not self.learns
+        return alike and not self.learns
 
     def alone(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
@@ -345,9 +346,9 @@ NATIVE_KERNEL = Kernel(
     "native",
     cannot_natively,
     run=lambda call: run(call, NATIVE),
-    num_scores=lambda call: native.num_scores(_sorted(call)),
+    num_scores=native.num_scores,
     quadratic_numbers=lambda call: 0,
-    peak_bytes=lambda call: native.peak_bytes(_sorted(call)),
+    peak_bytes=native.peak_bytes,
     prepare=lambda call: prepare(call, NATIVE),
     single=single,
     reads_in_place=True,

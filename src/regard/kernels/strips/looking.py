@@ -70,8 +70,9 @@ def look(
         progress: called with the parts done, and all; they take about equally long.
     """
     query, key, value, scoring, _, _ = call
-    plan = native.plan_of(call)
-    orders = orders_of(query, key, value, scoring.sink, scoring, None, plan)
+    every = queries is None or len(queries) == query.shape[2]
+    plan = native.plan_of(call, sorts=every)  # some queries would be everywhere among sorted ones
+    orders = orders_of(query, key, value, scoring.sink, plan.in_order(scoring), None, plan)
     stacks = query.shape[0] * key.shape[1]
     chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
     sums = [_sums(statistic, chunks) for statistic in wanted]
@@ -79,7 +80,7 @@ def look(
     passes = [(knows_lse, len(wanted))]
     if plan.others and wanted and not knows_lse:  # which is that of all keys
         passes = [(False, 0), (True, len(wanted))]
-    parts = max(1, native.num_scores(call) // (tuning.SCORES_BETWEEN_REPORTS * torch.get_num_threads()))
+    parts = max(1, native.num_scores(call, plan) // (tuning.SCORES_BETWEEN_REPORTS * torch.get_num_threads()))
     done = 0
     for knows_lse, statistics in passes:
         for order in orders:

@@ -85,15 +85,21 @@ def _adds_up_gradients(call: Call) -> bool:
     if bias is None or not call.bias_learns:
         return True
     changed = reordering(call)
-    if changed is not None and read_by_place(changed.planned(call).scoring.bias, wide(call.query.dtype)) is None:
+    if changed is not None and read_by_place(changed.of(call.scoring).bias, wide(call.query.dtype)) is None:
         return False
     terms = (term for term in bias.terms() if any(map(learns, term.learned())))
     return all(term.of_distance or isinstance(term, Given) for term in terms)
 
 
-def plan_of(call: Call) -> StripPlan:
-    """The strips of a call."""
-    scoring, grid = call.scoring, call.scoring.grid
+def plan_of(call: Call, *, sorts: bool = True) -> StripPlan:
+    """The strips of a call.
+
+    Args:
+        sorts: whether tokens may be sorted, which is then part of the plan.
+    """
+    changed = reordering(call) if sorts else None
+    scoring = call.scoring if changed is None else changed.of(call.scoring)
+    grid = scoring.grid
     rule, interval = by_interval(scoring.mask_or_everything, grid)
     evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
@@ -103,8 +109,8 @@ def plan_of(call: Call) -> StripPlan:
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         together_skip=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
-    plan = plan_union(rule, grid, by)
-    return plan.within(interval).beside([other.within(interval) for other in plan.others])
+    plan, *others = (part.within(interval).sorted_by(changed) for part in plan_union(rule, grid, by).parts)
+    return plan.beside(others)
 
 
 def is_quickly_planned(call: Call) -> bool:
@@ -131,9 +137,6 @@ def beats(call: Call, scores: float) -> bool:
     scores *= max(1.0, tuning.FEW_QUERIES / queries) if queries > 1 else tuning.ONE_QUERY
     # without gradients, and in half precision, torch's own function takes as long to begin
     to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and call.query.dtype not in fused.HALF else 0
-    changed = reordering(call)
-    if changed is not None:
-        to_begin, call = to_begin + tuning.SCORES_TO_SORT, changed.planned(call)
     most = size * scores / torch.get_num_threads() - to_begin
     if most <= 0:
         return False
@@ -227,9 +230,9 @@ def _two_ways(
     return here, by_torch
 
 
-def num_scores(call: Call) -> int:
-    """Scores of all strips; of a causal square about half."""
-    return sum(_scores(call, part) for part in plan_of(call).parts)
+def num_scores(call: Call, plan: StripPlan | None = None) -> int:
+    """Scores of all strips, of a plan or else that of the call; of a causal square about half."""
+    return sum(_scores(call, part) for part in (plan or plan_of(call)).parts)
 
 
 def _scores(call: Call, plan: StripPlan) -> int:
@@ -261,8 +264,9 @@ def _moved(part: range, by: int) -> range:
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and masks and biases that are evaluated, of as many strips as are given at once."""
     grid, size = call.scoring.grid, upcast(call.query[:0]).element_size()
-    of_bias = 2 * size * grid.batch * grid.heads if _is_evaluated(call.scoring, call.query.dtype) else 0
     plan, kept = plan_of(call), 0.0
+    is_evaluated = _is_evaluated(plan.in_order(call.scoring), call.query.dtype)
+    of_bias = 2 * size * grid.batch * grid.heads if is_evaluated else 0
     for part in plan.parts:
         for strip in part.strips:
             of_mask = 1 + BYTES_OF_A_CELL if None in part.diagonals(strip) else 0
@@ -293,6 +297,7 @@ def forward(
         by_token: as of `laid_like`.
     """
     likeness = wants_lse, learns, by_token
+    scoring = plan.in_order(scoring)
     alike = plan.told is not None and dropout is None and not plan.others
     if alike:
         found = ready.forward(query, key, value, sink, scoring.bias, plan, *likeness)
@@ -335,6 +340,7 @@ def backward(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
+    scoring = plan.in_order(scoring)
     alike = plan.told is not None and dropout is None and not any(tensor.requires_grad for tensor in learned)
     grad_output = as_read(grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
     found: Sequence[Tensor] | None = None
@@ -383,7 +389,7 @@ def _gradients(
     of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
     by_thread = chunks == 1 and order.is_whole and of_a_thread <= MAX_SUMS_OF_A_THREAD
     for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2]))):
-        if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype:
+        if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype and order.plan.reordering is None:
             order.tensors(f"sum_{name}", grad)
         elif by_thread:
             order.number(f"sum_{name}", 0)

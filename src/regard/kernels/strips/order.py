@@ -94,6 +94,10 @@ class Order:
             self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
             if hidden is not None:
                 self._mask("seen", bits_of(hidden))
+        if plan.reordering is not None:
+            for side, places in (("query_order", plan.reordering.queries), ("key_order", plan.reordering.keys)):
+                self.numbers(side, places)
+                self.number(f"{side}_batch", places.shape[1] if len(places) > 1 else 0)
         self._of_plan = self._held[3:]
         self._held += tell_added(self._words, sink, scoring.bias, self.compiled.dtype)
         if dropout is not None:
@@ -244,18 +248,22 @@ def orders_of(
 
 def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> Hashable | None:
     """What is equal for two calls of a plan only if the library is told the same but for their tensors; None if that is
-    not kept."""
+    not kept.
+
+    Args:
+        scoring: as it is for the plan's strips (`StripPlan.in_order`).
+    """
     if not plan.is_kept:
         return None
-    bias, dtype, places = scoring.bias, wide(query.dtype), None
+    bias, dtype, by_token = scoring.bias, wide(query.dtype), False
     added: tuple[Hashable, ...] = ()
     if bias is not None:
         if (by_place := read_by_place(bias, dtype)) is not None:
-            places, bias = (id(by_place.queries), id(by_place.keys)), by_place.bias  # held: no others have the name
+            by_token, bias = True, by_place.bias
         added = tuple(_likeness(term, dtype) for term in bias.terms())
         if None in added:
             return None
-    return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, places, added
+    return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, by_token, added
 
 
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:

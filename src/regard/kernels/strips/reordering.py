@@ -4,8 +4,12 @@ The order of the documents does not matter as long as the tokens of each keep th
 one rectangle. Under a mask that shows each query keys side by side, as a window, so are those of its document. Little
 else is computed. Tokens with the same residue, as under a stride, are sorted as documents are. What is padding is
 sorted with the keys; a bias and dropout are asked for the places where the tokens were.
+
+The compiled library is told the order, and reads and writes tokens where they are. For torch's operators, they are
+copied.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +27,7 @@ from regard.kernels.strips import tuning
 from regard.kernels.strips.intervals import Between, Interval, side_by_side
 from regard.masks import Document, Mask, Padding, Strided
 from regard.masks.planning import factors, is_top_left_causal, product_of
+from regard.scores import Scoring
 from regard.shapes import Grid
 
 
@@ -32,21 +37,26 @@ class Reordering(NamedTuple):
     Attributes:
         queries, keys: index of the token at each sorted place, [batch or 1, length]. back: the inverse for queries.
         mask: the mask of the sorted tokens, bound.
+        left_out: keys that strips leave out for each query on average, beyond those that they leave out anyway.
     """
 
     queries: Tensor
     keys: Tensor
     back: Tensor
     mask: Mask
+    left_out: float = math.inf
 
     def planned(self, call: Call) -> Call:
         """A call as it is for the sorted tokens, but for these themselves."""
-        grid, (bias, dropout) = call.scoring.grid, (call.scoring.bias, call.dropout)
+        dropout = None if call.dropout is None else call.dropout.seen_from(self.unsorted)
+        return call._replace(scoring=self.of(call.scoring), dropout=dropout)
+
+    def of(self, scoring: Scoring) -> Scoring:
+        """A scoring as it is for the sorted tokens."""
+        bias = scoring.bias
         if bias is not None:
-            bias = SortedBias(bias, self.queries, self.keys, grid)
-        if dropout is not None:
-            dropout = dropout.seen_from(self.unsorted)
-        return call._replace(scoring=replace(call.scoring, mask=self.mask, bias=bias), dropout=dropout)
+            bias = SortedBias(bias, self.queries, self.keys, scoring.grid)
+        return replace(scoring, mask=self.mask, bias=bias)
 
     def unsorted(self, cells: Cells) -> Cells:
         """Where cells between sorted tokens were."""
@@ -56,15 +66,22 @@ class Reordering(NamedTuple):
         return cells._replace(queries=queries, keys=keys)
 
 
-def reordering(call: Call) -> Reordering | None:
-    """How to sort the tokens of a call; None if documents are contiguous, or the order matters."""
+def reordering(call: Call, *, copies: bool = False) -> Reordering | None:
+    """How to sort the tokens of a call; None if documents are contiguous, or the order matters.
+
+    Args:
+        copies: whether tokens are copied for it: then only if enough is left out, and not if a bias learns a number for
+            every score, since each document would get a gradient as large as all of them.
+    """
     mask, grid = call.scoring.mask, call.scoring.grid
     if mask is None or not any(isinstance(part, Document) for part in factors(mask)):
         return None
+    found = _found(mask, grid)
+    if found is None or not copies:
+        return found
     learned = () if call.scoring.bias is None else call.scoring.bias.learned()
-    if any(learns(tensor) and tensor.numel() >= grid.query_len * grid.key_len for tensor in learned):
-        return None  # every document would get a gradient as large as the tensor
-    return _found(mask, grid)
+    large = any(learns(tensor) and tensor.numel() >= grid.query_len * grid.key_len for tensor in learned)
+    return None if large or found.left_out < tuning.KEYS_WORTH_SORTING else found
 
 
 class Sorted(NamedTuple):
@@ -95,6 +112,7 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
     others = [part for part in parts if part not in (*documents, *padding, *strided)]
     query_ids, key_ids = _in_common(documents, strided, grid)
     queries = keys = _sort(query_ids)
+    left_out = math.inf
     if key_ids is not query_ids:
         keys = _sort(key_ids)
     if not others or (keys is queries and all(is_top_left_causal(part) for part in others)):
@@ -103,12 +121,10 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
         return None
     else:
         rest = _between(inside, queries, keys)
-        left_out = (inside.end - inside.first).double().mean() - (rest.end - rest.first).double().mean()
-        if left_out < tuning.KEYS_WORTH_SORTING:
-            return None
+        left_out = float((inside.end - inside.first).double().mean() - (rest.end - rest.first).double().mean())
     in_order = (_seen(part, keys.places) for part in padding)
     back = queries.places.argsort(dim=1)
-    return Reordering(queries.places, keys.places, back, product_of([rest, *in_order]).bind(grid))
+    return Reordering(queries.places, keys.places, back, product_of([rest, *in_order]).bind(grid), left_out)
 
 
 def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: Grid) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ KEYS_WORTH_MERGING = 128
 results are merged. Row "window or stride, causal"."""
 
 KEYS_WORTH_SORTING = 200
-"""Keys left out for each query, from which on tokens are sorted by document where another mask leaves out keys, too: to
-sort takes as long as so many scores. Row "8 documents, tokens apart, window 512"."""
+"""Keys left out for each query, from which on tokens are copied in the order of their documents for torch's operators
+where another mask leaves out keys, too. With REGARD_NATIVE=0, row "8 documents, tokens apart, window 512"."""
 
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
@@ -119,9 +119,6 @@ FEW_QUERIES = 8
 
 ONE_QUERY = 2
 """Of one alone it does: only so many times that of a score among many. Row "1 query, 2 kv heads, sink"."""
-
-SCORES_TO_SORT = 1 << 12
-"""The same for tokens that are sorted by document. Row "8 documents, tokens apart" of 128 tokens."""
 
 SCORES_BETWEEN_REPORTS = 1 << 26
 """Scores of statistics, for each thread, from one report of progress to the next: about a tenth of a second."""

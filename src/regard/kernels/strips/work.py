@@ -76,10 +76,6 @@ def _array(kind: Any, rows: list[Row]) -> Any:
     return (kind * len(rows))(*rows)
 
 
-AS_THEY_ARE: Row = (None, None, 0, 0)
-"""Places of tokens that are not sorted."""
-
-
 def works(plan: StripPlan, added: Added, spare: int) -> Iterator[Work]:
     """The strips, as many at once as hold few numbers.
 
@@ -140,27 +136,19 @@ class Tiles:
         of_strip, queries = self._added.of(strip), strip.queries
 
         def of_span(column: int, keys: range, farther: int, masked: bool) -> Iterator[Row]:
-            places = self._places(work)
-            at, farther = ((queries, keys), farther) if places is AS_THEY_ARE else ((range(1), range(1)), 0)
+            by_token = self._added.by_token
+            at, farther = ((range(1), range(1)), 0) if by_token else ((queries, keys), farther)
             if self._row is not None:
-                yield (*self._of_distance(self._row, *at, farther, work), *places)
+                yield (*self._of_distance(self._row, *at, farther, work), by_token)
             for number, (numbers, _) in enumerate(self._added.given, OF_TENSORS):
-                yield (*_of_given(numbers, self._added.dtype, *at, work), number, *places)
+                yield (*_of_given(numbers, self._added.dtype, *at, work), number, by_token)
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
-                yield (*_whole(of_strip.made, OWN, column, len(keys), work), *AS_THEY_ARE)
+                yield (*_whole(of_strip.made, OWN, column, len(keys), work), False)
             if masked and of_strip.hidden is not None:
-                yield (*_whole(bits_of(of_strip.hidden), BITS, column, len(keys), work), *AS_THEY_ARE)
+                yield (*_whole(bits_of(of_strip.hidden), BITS, column, len(keys), work), False)
 
         return of_span
-
-    def _places(self, work: Work) -> Row:
-        """The places of sorted tokens."""
-        if self._added.places is None:
-            return AS_THEY_ARE
-        queries, keys = self._added.places
-        of_batch = (len(places) > 1 and places.stride(0) for places in (queries, keys))
-        return work.hold(queries), work.hold(keys), *of_batch
 
     def _of_distance(self, row: Tensor, queries: range, keys: range, farther: int, work: Work) -> Row:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1

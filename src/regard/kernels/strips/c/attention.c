@@ -126,11 +126,12 @@ static void find_place(
         i64 row = start + least(r, p->rows - 1), index = folded ? row % s->count : row, v = r / LANES;
         p->head[r] = folded ? head * group + row / s->count : head;
         p->query[r] = s->start + time * s->shift + index * s->step;
+        p->token[r] = c->query_order ? c->query_order[batch * c->query_order_batch + p->query[r]] : p->query[r];
         p->index[r] = index;
         p->lowest[v] = r % LANES ? least(p->lowest[v], index) : index;
         p->highest[v] = r % LANES ? most(p->highest[v], index) : index;
-        p->first_query = r && p->first_query < p->query[r] ? p->first_query : p->query[r];
-        p->last_query = r && p->last_query > p->query[r] ? p->last_query : p->query[r];
+        p->first_query = r ? least(p->first_query, p->token[r]) : p->token[r];
+        p->last_query = r ? most(p->last_query, p->token[r]) : p->token[r];
     }
     find_keys(p);
 }
@@ -260,7 +261,7 @@ static void finish_sums(
         memcpy(total, from, size * sizeof(real));
         for (i64 n = 1; n < c->chunks; n++)
             for (i64 d = 0; d < size; d++) total[d] += from[n * chunk + d];
-        narrow(out->data, place_in(out, batch, head, row), size, c->dtype, total);
+        narrow(out->data, place_in(out, batch, head, token_of_key(c, batch, row)), size, c->dtype, total);
     }
 }
 
@@ -391,7 +392,8 @@ static int differs_by_batch(const struct call *c, const struct strip *s)
 {
     int differs = s->batch >= 0;
     for (const struct span *span = c->span + s->span; span < c->span + s->span + s->spans; span++)
-        for (i64 t = span->tile; t < span->tile + span->tiles; t++) differs |= c->tile[t].queries_batch != 0;
+        for (i64 t = span->tile; t < span->tile + span->tiles; t++)
+            differs |= c->tile[t].by_token && c->query_order_batch != 0;
     return differs;
 }
 

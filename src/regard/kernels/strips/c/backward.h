@@ -7,7 +7,7 @@
 static i64 backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
-    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 2 * D + 2 * E) + 16 * 21;
+    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 3 * D + 2 * E) + 16 * 22;
 }
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
@@ -20,7 +20,7 @@ static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse,
 {
     const struct call *c = p->call;
     const struct tensor *output = c->exact.data ? &c->exact : &c->output;
-    i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->query[r]);
+    i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->token[r]);
     real row[c->value_dim];
     widen(output->data, from, c->value_dim, c->exact.data ? OWN : c->dtype, row);
     double exact = c->lse[at] == NONE ? 0 : c->lse[at] / LN_2;
@@ -49,7 +49,7 @@ static void write_grad_query(const struct place *p, i64 r, const real *grad)
     for (i64 d = 0; d < c->head_dim; d++) row[d] = grad[d] * (real)c->scale;
     if (!is_finite(row, c->head_dim)) suspect(p);
     narrow(
-        c->grad_query.data, place_in(&c->grad_query, p->batch, p->head[r], p->query[r]), c->head_dim, c->dtype, row);
+        c->grad_query.data, place_in(&c->grad_query, p->batch, p->head[r], p->token[r]), c->head_dim, c->dtype, row);
 }
 
 /* Of all units of a place; what lies side by side is [feature][UNIT] each. */
@@ -59,7 +59,7 @@ struct room {
     real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature]; as they are */
     real *lse, *delta;                         /* one number for each query */
     real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
-    real *key, *value, *seen_key, *seen_value; /* of some keys */
+    real *key, *value, *seen_key, *seen_value, *halves; /* of some keys */
 };
 
 /* Takes queries that see no key as 0, with their gradients. */
@@ -189,6 +189,7 @@ static void backward_place(const struct place *p, real *memory)
     m.split = part_of(&memory, of_scores);
     m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
     m.seen_key = part_of(&memory, KEYS_BACKWARD * D), m.seen_value = part_of(&memory, KEYS_BACKWARD * E);
+    m.halves = part_of(&memory, KEYS_BACKWARD * D);
     for (i64 u = 0; u < units; u++) {
         real *query_pairs = m.query_pairs + u * D * UNIT / 2, *grad_pairs = m.grad_pairs + u * E * UNIT / 2;
         real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
@@ -201,8 +202,9 @@ static void backward_place(const struct place *p, real *memory)
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, m.key);
-        struct rows key = c->products == PLAIN ? weighed : halves_of(p, &c->key, k.span, k.first);
+        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, m.key, m.halves);
+        struct rows key = weighed;
+        if (c->products != PLAIN) key = halves_of(p, &c->key, k.span, k.first, k.n, D, m.halves);
         struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];

@@ -15,15 +15,13 @@ struct tensor {
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
    where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1; those
    from 1 on are of the bias tensors of the call, and `numbers` is how many bytes after their beginning these are.
-   queries, keys: if tokens are sorted, the place of each among all, of a batch index, by which the strides are; else,
-   NULL, they are by the places in strip and span.
+   by_token: whether the strides of query and key are by the places of tokens in the tensors; otherwise by those in strip
+   and span.
 
    BITS: not numbers, but a `mask`, by the places in strip and span. */
 struct tile {
     const void *numbers;
-    i64 dtype, batch, head, query, key, time, spare, gradient;
-    const i64 *queries, *keys;
-    i64 queries_batch, keys_batch;
+    i64 dtype, batch, head, query, key, time, spare, gradient, by_token;
 };
 
 /* Which keys are seen: a word for 32 queries and a key, of which the first query has the lowest bit. Strides are in
@@ -101,6 +99,10 @@ struct call {
     const int32_t *first_key, *end_key;
     i64 keys_batch, keys_query;
     struct mask seen; /* and of these, by their places in the call; NULL: all */
+    /* [batch or 1, length]: where each token lies in the tensors, if strips and all that hides keys are of sorted ones;
+       NULL: as they are */
+    const i64 *query_order, *key_order;
+    i64 query_order_batch, key_order_batch;
     double scale, softcap, kept_factor; /* softcap 0: none */
     i64 kept_least;
     const struct statistic *statistic;

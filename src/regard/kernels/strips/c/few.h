@@ -178,7 +178,7 @@ static void few_add(
     }
     const void *numbers = numbers_in(p, t);
     i64 from = numbers_of(p, t, r), j = 0;
-    if (!t->keys && t->key == 1)
+    if (!t->by_token && t->key == 1)
         for (; j + LANES <= n; j += LANES) add(scores + j, 1, vector_at(numbers, from + first + j, t->dtype));
     for (; j < n; j++) {
         real x = number_at(numbers, from + key_in(p, s, t, first + j) * t->key, t->dtype);
@@ -192,7 +192,7 @@ static void few_pull(
 {
     i64 apart = p->call->gradient[t->gradient].key;
     real *to = gradients_of(p, t, r);
-    for (i64 j = 0; j < n; j++) to[gradient_key(p, s, t, first + j) * apart] += grads[j];
+    for (i64 j = 0; j < n; j++) to[gradient_key(p, s, first + j) * apart] += grads[j];
 }
 
 /* multiplies the weights of a row, and y if given, by 0 where dropout drops them, and by its factor where not */
@@ -201,7 +201,7 @@ static void few_drop(const struct place *p, const struct span *s, i64 r, i64 fir
     const struct call *c = p->call;
     signed_bits row = (signed_bits){0} + c->row_bits[number_of(p, r)];
     for (i64 j = 0; j < n; j++) {
-        real kept = kept_of(c, row, p->batch * c->column_batch + key_of(p, s, first + j))[0];
+        real kept = kept_of(c, row, column_of_dropout(p, s, first + j))[0];
         weights[j] *= kept;
         if (y) y[j] *= kept;
     }
@@ -265,7 +265,7 @@ static void few_place(const struct place *p, real *memory)
     memset(scores, 0, FEW * KEYS * sizeof(real));
     for (i64 r = 0; r < p->rows; r++) {
         real *of_row = query + r * D_padded;
-        widen(c->query.data, place_in(&c->query, p->batch, p->head[r], p->query[r]), D, c->dtype, of_row);
+        widen(c->query.data, place_in(&c->query, p->batch, p->head[r], p->token[r]), D, c->dtype, of_row);
         for (i64 d = 0; d < D; d++) of_row[d] *= query_factor(c);
     }
     begin_softmax(p, 1, top, total);

@@ -7,7 +7,7 @@
 static i64 forward_numbers(const struct call *c)
 {
     i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
-    return c->units * each + KEYS * (UNIT + c->head_dim + 2 * c->value_dim) + 16 * 9;
+    return c->units * each + KEYS * (UNIT + c->head_dim + 3 * c->value_dim) + 16 * 10;
 }
 
 /* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
@@ -32,7 +32,7 @@ static void begin_softmax(const struct place *p, i64 units, real *top, real *tot
 INLINE const real *output_before(const struct place *p, i64 r)
 {
     const struct tensor *output = p->call->exact.data ? &p->call->exact : &p->call->output;
-    return (const real *)output->data + place_in(output, p->batch, p->head[r], p->query[r]);
+    return (const real *)output->data + place_in(output, p->batch, p->head[r], p->token[r]);
 }
 
 /* Scores of a unit with n more keys, times a factor, become weights, relative to the largest score so far; that and the
@@ -112,8 +112,8 @@ static void write_row(const struct place *p, i64 r, real *row, real top, real to
     real share = total == 0 ? 0 : 1 / total;
     for (i64 e = 0; e < size; e++) row[e] *= share;
     if (!is_finite(row, size) || total * 0 != 0) suspect(p);
-    if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->query[r]), size, OWN, row);
-    narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->query[r]), size, c->dtype, row);
+    if (c->exact.data) narrow(c->exact.data, place_in(&c->exact, p->batch, p->head[r], p->token[r]), size, OWN, row);
+    narrow(c->output.data, place_in(&c->output, p->batch, p->head[r], p->token[r]), size, c->dtype, row);
     if (c->lse) c->lse[number_of(p, r)] = lse_of(p, r, top, total);
 }
 
@@ -138,14 +138,14 @@ static void forward_place(const struct place *p, real *memory)
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
     real *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
-    real *seen_room = part_of(&memory, KEYS * E);
+    real *seen_room = part_of(&memory, KEYS * E), *halves = part_of(&memory, KEYS * E);
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total);
     for (i64 u = 0; u < units; u++) begin_outputs(p, u, output + u * E * UNIT);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
-        struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room);
+        struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room, halves);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {

@@ -57,6 +57,7 @@ struct place {
     i64 head[UNITS * UNIT];       /* of the call */
     int32_t query[UNITS * UNIT];  /* of the call */
     int32_t index[UNITS * UNIT];  /* of the strip */
+    int32_t token[UNITS * UNIT];  /* of the tensors */
     int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
     int32_t first_key[UNITS * UNIT], end_key[UNITS * UNIT]; /* of each query, if the call has them, and of a vector: */
     i64 least_first[2 * UNITS], most_first[2 * UNITS], least_end[2 * UNITS], most_end[2 * UNITS];
@@ -68,10 +69,16 @@ INLINE i64 place_in(const struct tensor *t, i64 batch, i64 head, i64 row)
     return batch * t->batch + head * t->head + row * t->row;
 }
 
-/* a query of the place among all of the call: [batch, heads, query_len] */
+/* a query of the place among all of the tensors: [batch, heads, query_len] */
 INLINE i64 number_of(const struct place *p, i64 r)
 {
-    return (p->batch * p->call->heads + p->head[r]) * p->call->query_len + p->query[r];
+    return (p->batch * p->call->heads + p->head[r]) * p->call->query_len + p->token[r];
+}
+
+/* where a key of the call lies in the tensors */
+INLINE i64 token_of_key(const struct call *c, i64 batch, i64 key)
+{
+    return c->key_order ? c->key_order[batch * c->key_order_batch + key] : key;
 }
 
 /* key `first` of a span, among all of the call */
@@ -86,31 +93,53 @@ struct rows {
     i64 apart;
 };
 
-/* n of them in our dtype: where they are, or in `room` */
-static struct rows rows_of(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
+/* where one of them begins */
+INLINE i64 row_at(const struct place *p, const struct tensor *t, const struct span *s, i64 at)
 {
-    i64 at = place_in(t, p->batch, p->kv_head, key_of(p, s, first)), by = s->step * t->row;
-    if (p->call->dtype == OWN) return (struct rows){(const real *)t->data + at, by};
-    for (i64 i = 0; i < n; i++) {
-        widen(t->data, at + i * by, size, p->call->dtype, room + i * size);
-        for (i64 d = 0; d < size; d += 32) fetch((const uint16_t *)t->data + at + (i + STEPS_AHEAD) * by + d);
+    return place_in(t, p->batch, p->kv_head, token_of_key(p->call, p->batch, key_of(p, s, at)));
+}
+
+/* n of them as they are, of so many bytes a number: where they lie, or, of sorted tokens, in `room` */
+static struct rows rows_as_they_are(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const i64 bytes,
+    void *room)
+{
+    const char *rows = t->data;
+    if (!p->call->key_order) return (struct rows){rows + row_at(p, t, s, first) * bytes, s->step * t->row};
+    for (i64 i = first; i < first + n; i++) {
+        const char *next = rows + row_at(p, t, s, least(i + ROWS_AHEAD, s->count - 1)) * bytes;
+        for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
+        memcpy((char *)room + (i - first) * size * bytes, rows + row_at(p, t, s, i) * bytes, size * bytes);
     }
     return (struct rows){room, size};
 }
 
-/* the same in bfloat16, where they are */
-INLINE struct rows halves_of(const struct place *p, const struct tensor *t, const struct span *s, i64 first)
+/* n of them in our dtype: where they are, or in `room` */
+static struct rows rows_of(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
-    i64 at = place_in(t, p->batch, p->kv_head, key_of(p, s, first));
-    return (struct rows){(const uint16_t *)t->data + at, s->step * t->row};
+    if (p->call->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, sizeof(real), room);
+    for (i64 i = 0; i < n; i++) {
+        i64 next = row_at(p, t, s, least(first + i + STEPS_AHEAD, s->count - 1));
+        widen(t->data, row_at(p, t, s, first + i), size, p->call->dtype, room + i * size);
+        for (i64 d = 0; d < size; d += 32) fetch((const uint16_t *)t->data + next + d);
+    }
+    return (struct rows){room, size};
+}
+
+/* the same in bfloat16 */
+INLINE struct rows halves_of(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
+{
+    return rows_as_they_are(p, t, s, first, n, size, sizeof(uint16_t), room);
 }
 
 /* the same as the left factor of (1) and (3) */
 INLINE struct rows rows_to_multiply(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
-    return p->call->products == PLAIN ? rows_of(p, t, s, first, n, size, room) : halves_of(p, t, s, first);
+    if (p->call->products == PLAIN) return rows_of(p, t, s, first, n, size, room);
+    return halves_of(p, t, s, first, n, size, room);
 }
 
 /* from a later one on */
@@ -130,13 +159,14 @@ static void multiply(
         halves_times(c->products, n, rows.at, rows.apart, right, size, wide, factor, out);
 }
 
-/* The left factor of (2) and (4): rows in our dtype, or for tiles columns; at most `most` at a time. */
+/* The left factor of (2) and (4): rows in our dtype, or for tiles columns; at most `most` at a time. halves: room for
+   these as they are. */
 static struct rows rows_to_weigh(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 most,
-    real *room)
+    real *room, real *halves)
 {
     if (p->call->products != TILES) return rows_of(p, t, s, first, n, size, room);
-    struct rows rows = halves_of(p, t, s, first), columns = {room, most + SPARE};
+    struct rows rows = halves_of(p, t, s, first, n, size, halves), columns = {room, most + SPARE};
     to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
     return columns;
 }
@@ -283,7 +313,7 @@ static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
 /* the place of a query by which a tile has its numbers */
 INLINE i64 query_in(const struct place *p, const struct tile *t, i64 r)
 {
-    return t->queries ? t->queries[p->batch * t->queries_batch + p->query[r]] : p->index[r];
+    return t->by_token ? p->token[r] : p->index[r];
 }
 
 /* where the numbers of a query are among all of a tile */
@@ -295,7 +325,7 @@ INLINE i64 numbers_of(const struct place *p, const struct tile *t, i64 r)
 /* the place of a key */
 INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile *t, i64 at)
 {
-    return t->keys ? t->keys[p->batch * t->keys_batch + key_of(p, s, at)] : at;
+    return t->by_token ? token_of_key(p->call, p->batch, key_of(p, s, at)) : at;
 }
 
 /* where the numbers of a tile begin */
@@ -407,7 +437,7 @@ INLINE void add_tile_of(
                 add(scores + j * UNIT + c, factor, x);
             }
 #ifndef FLOAT64
-    for (; dtype == BFLOAT16 && !t->keys && t->key == 1 && j + 2 * LANES <= n; j += 2 * LANES) /* pairs of keys */
+    for (; dtype == BFLOAT16 && !t->by_token && t->key == 1 && j + 2 * LANES <= n; j += 2 * LANES) /* pairs of keys */
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -423,7 +453,7 @@ INLINE void add_tile_of(
             }
         }
 #endif
-    for (; !t->keys && j + LANES <= n; j += LANES)
+    for (; !t->by_token && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -469,14 +499,13 @@ static real add_tile(
 INLINE real *gradients_of(const struct place *p, const struct tile *t, i64 r)
 {
     const struct gradient *g = p->call->gradient + t->gradient;
-    i64 query = t->queries ? query_in(p, t, r) : p->query[r];
-    return g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + query * g->query;
+    return g->numbers + p->chunk * g->chunk + p->batch * g->batch + p->head[r] * g->head + p->token[r] * g->query;
 }
 
 /* the place of a key by which they lie */
-INLINE i64 gradient_key(const struct place *p, const struct span *s, const struct tile *t, i64 at)
+INLINE i64 gradient_key(const struct place *p, const struct span *s, i64 at)
 {
-    return t->keys ? key_in(p, s, t, at) : key_of(p, s, at);
+    return token_of_key(p->call, p->batch, key_of(p, s, at));
 }
 
 /* adds gradients of scores to those of the numbers that were added to them */
@@ -486,7 +515,7 @@ static void pull_tile(
 {
     const struct gradient *g = p->call->gradient + t->gradient;
     i64 rows = least(p->rows - row, wide * LANES), at = key_of(p, s, first);
-    i64 whole = t->keys || s->step * g->key != 1 ? 0 : n / LANES * LANES;
+    i64 whole = p->call->key_order || s->step * g->key != 1 ? 0 : n / LANES * LANES;
     real *to[UNIT];
     int beside = 1; /* as the queries, so are their numbers */
     for (i64 i = 0; i < rows; i++) {
@@ -505,7 +534,7 @@ static void pull_tile(
             }
         }
     for (i64 j = beside ? 0 : whole; j < n; j++) {
-        i64 of_key = gradient_key(p, s, t, first + j) * g->key;
+        i64 of_key = gradient_key(p, s, first + j) * g->key;
         if (beside)
             for (i64 i = 0; i < rows; i++) to[0][of_key + i] += grads[j * UNIT + i];
         else
@@ -583,6 +612,12 @@ INLINE vec kept_of(const struct call *c, signed_bits rows, i64 key)
     return pick(__builtin_convertvector(half < (int32_t)c->kept_least, ints), all(0), all((real)c->kept_factor));
 }
 
+/* where the random number of a key is */
+INLINE i64 column_of_dropout(const struct place *p, const struct span *s, i64 at)
+{
+    return p->batch * p->call->column_batch + token_of_key(p->call, p->batch, key_of(p, s, at));
+}
+
 /* weights [n][UNIT], and y if given, are multiplied by that */
 static void drop(const struct place *p, const struct span *s, i64 row, i64 first, i64 n, int wide, real *x, real *y)
 {
@@ -591,7 +626,7 @@ static void drop(const struct place *p, const struct span *s, i64 row, i64 first
     for (int i = 0; i < wide * LANES; i++) rows[i] = c->row_bits[number_of(p, least(row + i, p->rows - 1))];
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide * LANES; w += LANES) {
-            vec kept = kept_of(c, load_bits(rows + w), p->batch * c->column_batch + key_of(p, s, first + j));
+            vec kept = kept_of(c, load_bits(rows + w), column_of_dropout(p, s, first + j));
             store(x + j * UNIT + w, load(x + j * UNIT + w) * kept);
             if (y) store(y + j * UNIT + w, load(y + j * UNIT + w) * kept);
         }
@@ -606,7 +641,7 @@ INLINE real *column_of(real *all_units, i64 row, i64 size)
 /* A query, or the gradient of an output, in our dtype. */
 static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 size, real *row)
 {
-    widen(t->data, place_in(t, p->batch, p->head[r], p->query[r]), size, p->call->dtype, row);
+    widen(t->data, place_in(t, p->batch, p->head[r], p->token[r]), size, p->call->dtype, row);
     if (!is_finite(row, size)) suspect(p);
 }
 
@@ -618,7 +653,7 @@ static void side_by_side(
     const real *from[UNIT];
     real room[in_place ? 1 : UNIT * size];
     for (i64 i = 0; i < UNIT; i++) {
-        i64 r = least(unit * UNIT + i, p->rows - 1), at = place_in(t, p->batch, p->head[r], p->query[r]);
+        i64 r = least(unit * UNIT + i, p->rows - 1), at = place_in(t, p->batch, p->head[r], p->token[r]);
         if (!in_place) widen(t->data, at, size, dtype, room + i * size);
         from[i] = !is_plain      ? (const real *)((const uint16_t *)t->data + at)
                   : dtype == OWN ? (const real *)t->data + at
@@ -638,7 +673,7 @@ static void one_after_another(
     if (n < UNIT || size < padded) memset(rows, 0, UNIT * padded * sizeof(real));
     for (i64 i = 0; i < n; i++) {
         i64 r = unit * UNIT + i;
-        halves[i] = (const uint16_t *)t->data + place_in(t, p->batch, p->head[r], p->query[r]);
+        halves[i] = (const uint16_t *)t->data + place_in(t, p->batch, p->head[r], p->token[r]);
         read_row(p, t, r, size, rows + i * padded);
         for (i64 d = 0; factor != 1 && d < size; d++) rows[i * padded + d] *= factor;
     }

@@ -84,6 +84,12 @@ struct seen {
     int wide;
 };
 
+/* where the j-th of these keys lies in the tensors */
+INLINE i64 token_seen(const struct place *p, const struct seen *s, i64 j)
+{
+    return token_of_key(p->call, p->batch, s->key + j * s->step);
+}
+
 INLINE int is_one_head(const struct place *p, const struct seen *s)
 {
     return p->head[s->row] == p->head[s->row + s->rows - 1];
@@ -95,8 +101,8 @@ static void receive(const struct place *p, const struct statistic *t, const stru
         i64 n = least(LANES, s->n - j);
         if (!is_one_head(p, s)) {
             for (i64 i = 0; i < s->rows; i++) {
-                double *to = numbers_at(p, t, p->head[s->row + i], s->key, sizeof *to);
-                for (i64 k = j; k < j + n; k++) to[k * s->step] += s->weights[k * UNIT + i];
+                double *to = numbers_at(p, t, p->head[s->row + i], 0, sizeof *to);
+                for (i64 k = j; k < j + n; k++) to[token_seen(p, s, k)] += s->weights[k * UNIT + i];
             }
             continue;
         }
@@ -107,8 +113,8 @@ static void receive(const struct place *p, const struct statistic *t, const stru
         }
         transpose(x);
         for (i64 i = 0; i < LANES; i++) sum += x[i];
-        double *to = numbers_at(p, t, p->head[s->row], s->key, sizeof *to);
-        for (i64 k = 0; k < n; k++) to[(j + k) * s->step] += sum[k];
+        double *to = numbers_at(p, t, p->head[s->row], 0, sizeof *to);
+        for (i64 k = 0; k < n; k++) to[token_seen(p, s, j + k)] += sum[k];
     }
 }
 
@@ -147,7 +153,7 @@ static void insert_all(real *numbers, real *keys, i64 n, vec *weights, vec *of_w
     for (int l = 0; l < PLACES; l++) store(numbers + l * UNIT, number[l]), store(keys + l * UNIT, key[l]);
 }
 
-static void find_largest(const struct statistic *t, const struct seen *s, real *list)
+static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s, real *list)
 {
     i64 places = places_of(t) / 2;
     vec weights[KEYS], of_weights[KEYS];
@@ -155,7 +161,7 @@ static void find_largest(const struct statistic *t, const struct seen *s, real *
         real *numbers = column_of(list, s->row, 2 * places) + w * LANES;
         for (i64 j = 0; j < s->n; j++) {
             weights[j] = load(s->weights + w * LANES + j * UNIT);
-            of_weights[j] = (vec)((ints){0} + (whole)(s->key + j * s->step));
+            of_weights[j] = (vec)((ints){0} + (whole)token_seen(p, s, j));
         }
         for (i64 l = 0; l < places; l += PLACES)
             insert_all(numbers + l * UNIT, numbers + (places + l) * UNIT, s->n, weights, of_weights);
@@ -167,7 +173,7 @@ static void read_largest(const struct place *p, const struct statistic *t, real 
 {
     for (i64 r = 0; r < p->rows; r++) {
         real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
-        const real *from = numbers_at(p, t, p->head[r], p->query[r], sizeof *from);
+        const real *from = numbers_at(p, t, p->head[r], p->token[r], sizeof *from);
         const i64 *from_keys = t->keys + (from - (real *)t->numbers.data);
         for (i64 l = 0; l < t->n; l++) {
             whole key = from_keys[l];
@@ -181,7 +187,7 @@ static void write_largest(const struct place *p, const struct statistic *t, real
 {
     for (i64 r = 0; r < p->rows; r++) {
         const real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
-        real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
+        real *to = numbers_at(p, t, p->head[r], p->token[r], sizeof *to);
         i64 *to_keys = t->keys + (to - (real *)t->numbers.data); /* with the same strides */
         for (i64 l = 0; l < t->n; l++) to[l] = numbers[l * UNIT], to_keys[l] = bits_of(keys[l * UNIT]);
     }
@@ -199,12 +205,14 @@ static void draw_unit(const struct place *p, const struct statistic *t, const st
     int is_one_row = 1;
     for (i64 i = 0; i < s->rows; i++) {
         i64 r = s->row + i;
-        row[i] = numbers_at(p, t, p->head[r], p->query[r] / t->queries, sizeof(real));
+        row[i] = numbers_at(p, t, p->head[r], p->token[r] / t->queries, sizeof(real));
         is_one_row &= row[i] == row[0];
     }
     for (i64 j = 0; j < s->n;) {
-        i64 column = (s->key + j * s->step) / t->keys_of_pixel, next = (column + 1) * t->keys_of_pixel;
+        i64 column = token_seen(p, s, j) / t->keys_of_pixel, next = (column + 1) * t->keys_of_pixel;
         i64 stop = least(s->n, (next - s->key + s->step - 1) / s->step);
+        if (p->call->key_order)
+            for (stop = j + 1; stop < s->n && token_seen(p, s, stop) / t->keys_of_pixel == column;) stop++;
         real drawn[UNIT];
         for (int w = 0; w < s->wide; w++) {
             const real *from = s->weights + w * LANES;
@@ -254,7 +262,7 @@ static void add_up(const struct place *p, const struct statistic *t, const struc
     if (t->kind == RECEIVED)
         receive(p, t, s);
     else if (t->kind == TOP)
-        find_largest(t, s, list);
+        find_largest(p, t, s, list);
     else if (t->kind != ENTROPY)
         draw_unit(p, t, s);
 }
@@ -301,7 +309,7 @@ static void look_place(const struct place *p, real *memory)
         const struct statistic *t = c->statistic + n_th;
         if (t->kind == TOP) write_largest(p, t, list[n_th]);
         for (i64 r = 0; t->kind == ENTROPY && r < p->rows; r++) {
-            real *to = numbers_at(p, t, p->head[r], p->query[r], sizeof *to);
+            real *to = numbers_at(p, t, p->head[r], p->token[r], sizeof *to);
             *to = c->goes_on ? *to + entropy[r] : entropy[r];
         }
     }
