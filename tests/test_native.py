@@ -45,7 +45,7 @@ from regard.dropout import Dropout, write_random
 from regard.kernels import KERNELS, KernelError, choose, fused
 from regard.kernels.strips import binding, native, work
 from regard.kernels.strips.binding import AT, PRODUCTS
-from regard.kernels.strips.order import Order, library_for
+from regard.kernels.strips.order import Order, form_of, library_for
 from regard.reference import reference
 from regard.shapes import Grid
 from regard.validation import check_call
@@ -724,6 +724,23 @@ def test_biases_of_other_dtypes_in_the_same_memory_are_told_apart():
         assert_close(found, expected, tolerance=1e-4)
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("heads", [2, 3, 6, 8, 11, 16, 17])
+def test_a_bias_whose_heads_lie_beside_one_another_is_read_number_by_number(heads, dtype):
+    draw = torch.Generator().manual_seed(heads)
+    query, key, value = torch.randn(3, 2, heads, 70, 8, generator=draw, dtype=torch.float64)
+    for of_bias in {torch.float64: [torch.float64], torch.float32: [torch.float32, torch.bfloat16]}.get(dtype, [dtype]):
+        bias = torch.randn(2, 70, 70, heads, generator=draw).to(of_bias).permute(0, 3, 1, 2)
+        bias[:, :, 5, 3:60] = -math.inf
+        given = {"mask": Causal() & Window(50), "bias": bias}
+        three = query.to(dtype), key.to(dtype), value.to(dtype)
+        found, expected = (attention(*three, **given, kernel=kernel) for kernel in ("native", "reference"))
+        assert_close(found, expected)
+        whole, expected = (attention(*three, bias=bias[:1], kernel=kernel) for kernel in ("native", "reference"))
+        assert_close(whole, expected)
+
+
 SHARED = [
     (1, 4, 150, 150), (3, 1, 150, 150), (150, 150), (1, 4, 1, 150), (3, 1, 1, 150), (1, 150), (4, 150, 1), (1, 1, 1, 1),
 ]  # fmt: skip
@@ -829,7 +846,7 @@ def test_a_bias_that_is_read_where_it_is_is_not_kept():
     call = checked(bias=torch.randn(1, 2, 70, 70))
     plan = native.plan_of(call)
     native.forward(*call[:3], None, call.scoring, None, plan)
-    ((_, told),) = plan.orders.values()
+    _, told = plan.orders[form_of(call.query, call.value, call.scoring, plan)]
     assert not told.held
 
 

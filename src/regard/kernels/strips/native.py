@@ -195,7 +195,7 @@ pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compi
 def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float, table: bool) -> float:
     """Fewest scores of torch's own function that take as long as a node in a graph of torch.compile, which computes
     this share of them. table: as of `price`."""
-    saved, to_begin = 1 - share * price(dtype, learns, table), tuning.SCORES_TO_BEGIN_A_NODE
+    saved, to_begin = 1 - share * price(dtype, learns, table), tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
     if learns and dtype in fused.HALF:  # torch's own function takes nearly as long to begin
         to_begin //= 8
     return to_begin * torch.get_num_threads() / saved if saved > 0 else math.inf

@@ -74,7 +74,7 @@ def reordering(call: Call, *, copies: bool = False) -> Reordering | None:
             every score, since each document would get a gradient as large as all of them.
     """
     mask, grid = call.scoring.mask, call.scoring.grid
-    if mask is None or not any(isinstance(part, Document) for part in factors(mask)):
+    if mask is None or all(part.closed_form for part in factors(mask) if isinstance(part, Document)):
         return None
     found = _found(mask, grid)
     if found is None or not copies:
@@ -105,7 +105,7 @@ def _found(mask: Mask, grid: Grid) -> Reordering | None:
     parts = [*factors(mask)]
     documents = [part for part in parts if isinstance(part, Document)]
     on_a_cpu = grid.device.type == "cpu"  # elsewhere every look at a number waits for the device
-    if all(document.closed_form for document in documents) or not (on_a_cpu or len(documents) == 1):
+    if not (on_a_cpu or len(documents) == 1):
         return None
     padding = [part for part in parts if type(part) is Padding]
     strided = [part for part in parts if on_a_cpu and type(part) is Strided and isinstance(part.offset, int)]
