@@ -676,6 +676,46 @@ def test_errors_about_one_query_tell_of_all_keys():
     query, key, value = heads(length=30)
     with pytest.raises(ShapeError, match="30"):
         attention(query[:, :, -1:, :3], key, value, mask=Causal() & Window(5))
+    for rows, keys in ((3, 30), (2, 29)):
+        with pytest.raises(ShapeError, match=f"batch={rows}, key_len={keys}"):
+            attention(query[:, :, -1:], key, value, mask=Causal() & Padding(torch.ones(rows, keys, dtype=torch.bool)))
+
+
+def test_one_query_that_hides_or_adds_something_leaves_nothing_to_the_next_nor_to_other_threads():
+    real = torch.arange(30) >= torch.tensor([[4], [0]])
+    apart = torch.arange(30) % 3 > 0
+    with_nan = real.clone()
+    with_nan[0, 5] = False
+    wrong: list[str] = []
+
+    def work(seed):
+        draw = torch.Generator().manual_seed(seed)
+        query, key, value = (torch.randn(2, n, size, 8, generator=draw) for n, size in ((4, 1), (2, 30), (2, 30)))
+        unknown = key.clone()
+        unknown[0, :, 5] = torch.nan
+        table = torch.randn(1, 4, 1, 30, generator=draw)
+        calls = [
+            ((query, key, value), parts)
+            for parts in (
+                {"mask": None}, {"mask": Padding(real)}, {"bias": table}, {"mask": Padding(real), "bias": table},
+                {"mask": Dense(apart)}, {"mask": Causal() & Padding(real.mT.contiguous().mT)}, {"bias": Alibi(4)},
+            )
+        ]  # fmt: skip
+        calls.append(((query, unknown, value), {"mask": Dense(with_nan[:, None, None]), "bias": table}))
+        expected = [attention(*given, **parts, kernel="reference") for given, parts in calls]
+        for turn in torch.randint(len(calls), (300,), generator=draw).tolist():
+            given, parts = calls[turn]
+            try:
+                assert_close(attention(*given, **parts), expected[turn])
+            except AssertionError as error:
+                wrong.append(f"{parts}: {error}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 # --- what is not kept -------------------------------------------------------------------------------------------------

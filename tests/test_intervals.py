@@ -227,11 +227,17 @@ def test_cells_of_a_rectangle():
 
 
 def test_the_library_tells_whether_keys_are_side_by_side():
-    first, end = torch.empty(2, 1, dtype=torch.int32).unbind()
-    library = compiled()
-    assert library.find_keys(torch.tensor([[True, True, False]]), first, end)
-    assert not library.find_keys(torch.tensor([[False, True, False, True, False]]), first, end)
-    assert (int(first), int(end)) == (1, 4)
+    cells = torch.tensor([[True, True, False, False, True], [False, True, False, True, False]])
+    first, end = torch.empty(2, 2, dtype=torch.int32).unbind()
+
+    def side_by_side(rows, keys):
+        return compiled().find_keys(cells.data_ptr(), rows, keys, cells.stride(0), first.data_ptr(), end.data_ptr())
+
+    assert side_by_side(rows=1, keys=3)
+    assert side_by_side(rows=2, keys=3)
+    assert (first.tolist(), end.tolist()) == ([0, 1], [2, 2])
+    assert not side_by_side(rows=2, keys=5)
+    assert (first.tolist(), end.tolist()) == ([0, 1], [5, 4])
 
 
 # --- documents whose tokens are apart ---------------------------------------------------------------------------------

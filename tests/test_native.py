@@ -548,9 +548,9 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 100)
     mask = Dense(apart(1, 300))
     call, calls = checked(mask, shape=(1, 2, 300, 8)), []
-    real = binding.Compiled.forward
+    real = binding.compiled(torch.float32).forward
     monkeypatch.setattr(
-        binding.Compiled, "forward", lambda self, order: calls.append(order[AT["strips"]]) or real(self, order)
+        binding.compiled(torch.float32), "forward", lambda order: calls.append(order[AT["strips"]]) or real(order)
     )
     plan = native.plan_of(call)
     output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
@@ -570,9 +570,9 @@ def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype
     inputs = torch.randn(3, batch, 2, 300, 16, generator=draw).to(dtype)
     allowed = apart(batch, 300)
     numbers, found, calls = torch.randn(1, 1, 300, 300, generator=draw), [], []
-    real = binding.Compiled.backward
+    real = binding.compiled(torch.float32).backward
     monkeypatch.setattr(
-        binding.Compiled, "backward", lambda self, order: calls.append(order[AT["goes_on"]]) or real(self, order)
+        binding.compiled(torch.float32), "backward", lambda order: calls.append(order[AT["goes_on"]]) or real(order)
     )
     for most in (100, work.MAX_KEPT_SCORES):
         monkeypatch.setattr(work, "MAX_KEPT_SCORES", most)
@@ -872,9 +872,9 @@ def test_tiny_numbers_do_not_stay_flushed_in_the_callers_thread():
 def test_packed_documents_of_any_length_are_one_call(monkeypatch):
     lengths = [20, 111, 3, 64, 102]
     mask, calls = Document.from_lengths(lengths) & Causal(), []
-    real = binding.Compiled.forward
+    real = binding.compiled(torch.float32).forward
     monkeypatch.setattr(
-        binding.Compiled, "forward", lambda self, order: calls.append(order[AT["strips"]]) or real(self, order)
+        binding.compiled(torch.float32), "forward", lambda order: calls.append(order[AT["strips"]]) or real(order)
     )
     query, key, value = torch.randn(3, 1, 4, sum(lengths), 16)
     output = regard.attention(query, key, value, mask=mask, kernel="native")

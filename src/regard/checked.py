@@ -111,7 +111,7 @@ def form_of(
     masks and biases of which it is not known what they follow from. Calls with additive similarity or a generator of
     their own have none either.
     """
-    if additive is not None or generator is not None:
+    if additive is not None or generator is not None or not as_it_stands():
         return None
     if type(dropout) is not float or type(kernel) is not str:
         return None
@@ -139,9 +139,8 @@ def form_of(
 def kinds_of(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
 ) -> Form | None:
-    """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known."""
-    if not as_it_stands():
-        return None
+    """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known. For
+    calls that are computed now and as they are (`as_it_stands`)."""
     if not (type(query) is type(key) is type(value) is Tensor):
         return None
     if (

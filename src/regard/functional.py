@@ -133,11 +133,9 @@ def attention_with_lse(
 
 def _like_an_earlier_one(given: Arguments, kernel: str) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
-    query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, wants_lse = given
+    query, key, value, _, bias, _, _, sink, *_ = given
     if type(query) is Tensor and not query.is_nested and query.shape[2:3] == ONE:
-        plain = additive is None and generator is None and type(dropout) is float and dropout == 0.0
-        plain = plain and kernel == "auto"
-        results = attention_of_one(query, key, value, mask, bias, scale, softcap, sink, wants_lse) if plain else None
+        results = attention_of_one(*given, kernel)
         if results is not None:
             return results, None
     form = form_of(*given, kernel)

@@ -6,12 +6,13 @@ how many keys there are is known by its form, in all layers and steps. Where som
 result, a call takes the ordinary way, which puts zeros in its place.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.biases import Bias
+from regard.biases import Bias, Sum
 from regard.checked import MAX_FORMS, Form, kinds_of
 from regard.graphs import as_it_stands
 from regard.kernels import Single, choose
@@ -19,7 +20,7 @@ from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden
 from regard.kernels.known import Recent, keep
 from regard.kernels.strips.binding import is_there
-from regard.masks import EVERYTHING, Mask
+from regard.masks import EVERYTHING, Mask, Padding
 from regard.masks.planning import keys_of_last, product_of
 from regard.numerics import wide
 from regard.rules import Positioned, contents, settled
@@ -59,25 +60,29 @@ def attention_of_one(
     scale: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    additive: object,
+    dropout: float,
+    generator: object,
     wants_lse: bool,
+    kernel: object,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Output and lse of one query, without dropout; None where it has to take the ordinary way, as where something
-    learns, or is not valid."""
-    if not (type(query) is type(key) is type(value) is Tensor and query.dim() == key.dim() == 4):
+    """Output and lse of one query, [batch, heads, 1, head_dim]. None where a call has to take the ordinary way: where
+    something learns or is dropped, and where it is not valid."""
+    if not (type(key) is type(value) is Tensor and query.is_cpu and as_it_stands()) or key.is_nested:
         return None
-    if not (query.is_cpu and as_it_stands()):
+    if additive is not None or generator is not None or type(dropout) is not float or dropout or kernel != "auto":
         return None
     seen: Seen | None = EVERY_KEY
     added = None if isinstance(bias, Bias) else bias
-    if mask is not None or isinstance(bias, Bias):
-        if torch.is_grad_enabled() and any(map(learns, (query, key, value))):
+    if mask is not None or added is not bias:
+        of_query, of_key = query.shape, key.shape
+        if (torch.is_grad_enabled() and any(map(learns, (query, key, value)))) or not len(of_query) == len(of_key) == 4:
             return None  # before anything is looked at
-        (batch, heads), key_len, dtype = query.shape[:2], key.shape[2], wide(query.dtype)
-        grid = Grid(batch, heads, 1, key_len, query.device)
         try:
-            seen = _seen_under(mask, grid, dtype)
+            if mask is not None:
+                seen = _seen_under(mask, of_query, of_key[2], query)
             if seen is not None and isinstance(bias, Bias):
-                added = _numbers_of(bias, grid, dtype)
+                added = _numbers_of(bias, of_query, of_key[2], query)
         except (TypeError, ValueError):  # which the ordinary way words
             return None
     return None if seen is None else attend_one(query, key, value, scale, softcap, sink, added, seen, wants_lse)
@@ -94,10 +99,13 @@ def attend_one(
     seen: Seen = EVERY_KEY,
     wants_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Output, and lse if it is wanted, of one query; None where it has to take the ordinary way."""
+    """Output, and lse if it is wanted, of one query, which is computed now and as it is (`as_it_stands`); None where it
+    has to take the ordinary way."""
     kinds, of_bias = kinds_of(query, key, value, scale, softcap, sink), None
+    if kinds is None:
+        return None
     of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if kinds is None or not len(of_query) == len(of_key) == len(of_value) == 4:
+    if not len(of_query) == len(of_key) == len(of_value) == 4:
         return None
     if bias is not None:
         of_bias = _form_of_bias(bias, of_key[2])
@@ -131,20 +139,27 @@ def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
     return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
 
 
-def _seen_under(mask: object, grid: Grid, dtype: torch.dtype) -> Seen | None:
+def _seen_under(mask: object, of_query: Sequence[int], key_len: int, query: Tensor) -> Seen | None:
     """What the only query of a call sees; None where it sees nothing, and where the ordinary way finds out better."""
-    if mask is None:
-        return EVERY_KEY
     if not isinstance(mask, Mask):
         return None
-    keys, others = keys_of_last(mask, grid.key_len)
-    if not keys and grid.key_len:
+    keys, others = keys_of_last(mask, key_len)
+    if not keys and key_len:
         return None
-    seen = EVERY_KEY if len(keys) == grid.key_len else Seen(keys)
+    seen = EVERY_KEY if len(keys) == key_len else Seen(keys)
     if not others:
         return seen
-    if not is_there(dtype):
+    if not is_there(wide(query.dtype)):
         return None  # then which kernel is best depends on the mask
+    if len(others) == 1 and type(others[0]) is Padding and (cells := others[0].keys).dtype is torch.bool:
+        # in the next call with one key more: to look costs less than to compare
+        rows, columns = cells.shape
+        if rows not in (1, of_query[0]) or columns != key_len or not cells.is_cpu:
+            return None
+        if seen.keys is not None:
+            cells = cells.narrow(1, keys.start, len(keys))
+        return Seen(seen.keys, Hidden(cells.view(rows, 1, 1, len(keys)), hides=True))
+    grid = Grid(of_query[0], of_query[1], 1, key_len, query.device)
     known = mask.structure()
     if known is None:
         return _looked_at(others, keys, grid, seen)
@@ -160,23 +175,23 @@ def _looked_at(others: list[Mask], keys: range, grid: Grid, seen: Seen) -> Seen:
     return seen._replace(hidden=Hidden(allowed, hides=True))
 
 
-def _numbers_of(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
+def _numbers_of(bias: Bias, of_query: Sequence[int], key_len: int, query: Tensor) -> Tensor:
     """What a bias adds to the scores of the only query: [1 or batch, 1 or heads, 1, 1 or key_len].
 
     Where the last key of a cache is the query's own, the numbers of fewer keys are the last of those of more: they are
     kept for as many as there may be before the next power of two.
     """
-    of_last = all(term.of_distance and _counts_from_the_last(term) for term in bias.terms())
-    known = contents(bias) if of_last else None
-    if known is None:
-        return _row(bias, grid, dtype)
-    most = grid._replace(key_len=1 << grid.key_len.bit_length())
+    batch, heads, dtype = of_query[0], of_query[1], wide(query.dtype)
+    known = contents(bias)
+    if known is None or not _counts_from_the_last(bias):
+        return _row(bias, Grid(batch, heads, 1, key_len, query.device), dtype)
+    most = 1 << key_len.bit_length()
 
     def make() -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            return _row(settled(bias), most, dtype)
+            return _row(settled(bias), Grid(batch, heads, 1, most, query.device), dtype)
 
-    return _ROWS.get((known, most, dtype), make).narrow(3, most.key_len - grid.key_len, grid.key_len)
+    return _ROWS.get((known, batch, heads, most, dtype), make).narrow(3, most - key_len, key_len)
 
 
 def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -185,8 +200,12 @@ def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def _counts_from_the_last(bias: Bias) -> bool:
-    """Whether the last key is the query's own."""
-    return isinstance(bias, Positioned) and type(bias).__module__ == "regard.biases" and bias.offset is None
+    """Whether it depends on the distance alone, and the last key is the query's own."""
+    if isinstance(bias, Sum):
+        return _counts_from_the_last(bias.left) and _counts_from_the_last(bias.right)
+    if not (bias.of_distance and isinstance(bias, Positioned)) or bias.offset is not None:
+        return False
+    return type(bias).__module__ == "regard.biases"
 
 
 def forget() -> None:

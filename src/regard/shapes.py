@@ -314,8 +314,10 @@ def check_per_batch(owner: str, name: str, values: int | Iterable[int] | Tensor)
 
 def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
     """A validated offset: an int, a tensor with one per batch index, or None."""
+    if offset is None:
+        return None
     whole = as_whole(offset)
-    return check_per_batch(owner, "offset", offset) if whole is None and offset is not None else whole
+    return check_per_batch(owner, "offset", offset) if whole is None else whole
 
 
 def known_true(answer: Tensor) -> bool:

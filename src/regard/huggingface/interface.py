@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from regard import hooks
 from regard.biases import Bias, as_bias
-from regard.graphs import exporting, tracing
+from regard.graphs import as_it_stands, exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import LazyMask
@@ -122,7 +122,7 @@ def _adds_nothing(bias: Tensor, query_len: int, key_len: int) -> bool:
 
 def _alone(others: Mapping[str, Any], dropout: float) -> bool:
     """Whether a call consists of tensors and its mask only, without hooks, so that it may repeat an earlier one."""
-    if dropout or not hooks.alone() or torch.compiler.is_compiling():
+    if dropout or not hooks.alone() or not as_it_stands():
         return False
     return others.keys() <= HARMLESS and not _weights_are_asked_for(others)
 
@@ -226,4 +226,4 @@ def _weights_are_asked_for(others: Mapping[str, Any]) -> bool:
     if others.get("output_attentions"):
         return True
     collected: Mapping[str, Any] | None = None if _collector is None else _collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    return any("attentions" in name for name in collected) if collected else False

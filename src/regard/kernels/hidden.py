@@ -72,7 +72,7 @@ class Hidden:
 
     def __init__(self, allowed: Tensor, hides: bool | None = None, all_see: bool = False) -> None:
         self.allowed = allowed
-        self._ask = allowed.device.type == "cpu" and not tracing()
+        self._ask = allowed.is_cpu and not tracing()
         self._hides = hides
         self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}

@@ -57,11 +57,14 @@ class Recent(Generic[Value]):
 
             tensors = tensors_in(key)  # they are there until the value is
             found = make(), [ref(tensor, drop) for tensor in tensors]
-        with self._lock:
-            self._values[key] = found
-            self._values.move_to_end(key)
-            while len(self._values) > self._most:
-                self._values.popitem(last=False)
+            with self._lock:
+                self._values[key] = found
+                while len(self._values) > self._most:
+                    self._values.popitem(last=False)
+        else:
+            with self._lock:
+                if key in self._values:  # it may have been dropped just now
+                    self._values.move_to_end(key)
         return found[0]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import TypeGuard
 
@@ -149,22 +149,20 @@ def hides_later_keys(mask: Mask) -> bool:
     return any(isinstance(band.offset, int) and band.offset == band.after == 0 for band in bands)
 
 
-def factors(mask: Mask) -> Iterator[Mask]:
+def factors(mask: Mask) -> list[Mask]:
     """The operands of a chain of ``&``."""
     return _operands(And, mask)
 
 
-def alternatives(mask: Mask) -> Iterator[Mask]:
+def alternatives(mask: Mask) -> list[Mask]:
     """The operands of a chain of ``|``."""
     return _operands(Or, mask)
 
 
-def _operands(kind: type[And] | type[Or], mask: Mask) -> Iterator[Mask]:
-    if isinstance(mask, kind):
-        yield from _operands(kind, mask.left)
-        yield from _operands(kind, mask.right)
-    else:
-        yield mask
+def _operands(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
+    if not isinstance(mask, kind):
+        return [mask]
+    return [*_operands(kind, mask.left), *_operands(kind, mask.right)]
 
 
 Diagonals = tuple[int | None, int | None]

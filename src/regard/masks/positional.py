@@ -61,10 +61,7 @@ class Band(Positioned):
 
     def __init__(self, before: int | None, after: int | None, offset: Offset = None) -> None:
         super().__init__(offset)
-        for name, value in (("before", before), ("after", after)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise TypeError(f"Band: {name} must be an int or None (unbounded), got {value!r}")
-        self.before, self.after = before, after
+        self.before, self.after = _reach("before", before), _reach("after", after)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = self.position(batch, query)
@@ -104,6 +101,13 @@ class Band(Positioned):
             return None
         both = Band(_smaller(self.before, other.before), _smaller(self.after, other.after), self.offset)
         return both._with(_batch=self._batch, _heads=self._heads, _device=self._device)
+
+
+def _reach(name: str, value: int | None) -> int | None:
+    """How many keys a band sees on one side."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise TypeError(f"Band: {name} must be an int or None (unbounded), got {value!r}")
+    return value
 
 
 class Causal(Band):

@@ -6,9 +6,9 @@ depends neither on torch's headers nor on Python's: it reads tensors where they 
 """
 
 import ctypes
-import math
 import os
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -132,11 +132,26 @@ AT = {name: getattr(CallOf, name).offset // 8 for name, *_ in CallOf._fields_}
 
 
 class Compiled:
-    """The compiled functions. All take a call, and run on as many of torch's threads as it says.
+    """The compiled functions.
 
     Attributes:
         dtype: in which it computes. lanes: numbers in a vector. products: by what it multiplies bfloat16 numbers.
+        forward: writes output, and lse and the exact output if they have a place. Like those below, it takes a call, or
+            its address, and runs on as many of torch's threads as that says.
+        backward: writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and
+            adds to those of what was added to scores.
+        finish: writes gradients of key and value that were added up elsewhere.
+        look: writes lse if it is not known, and statistics of the weights.
+        find_keys: of a mask, bool [rows, keys], each row's first key that is seen, and the one after the last, int32
+            [rows] each; returns whether all between are seen. Takes the cells' address, sizes, and how far rows are
+            apart, and the other two addresses.
     """
+
+    forward: Callable[["Told | int"], None]
+    backward: Callable[["Told | int"], None]
+    finish: Callable[["Told | int"], None]
+    look: Callable[["Told | int"], None]
+    find_keys: Callable[[int, int, int, int, int, int], int]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -150,52 +165,26 @@ class Compiled:
         self._set_products = loaded.regard_set_products
         self._set_products.argtypes, self._set_products.restype = (_i64,), None
         # torch's own threads: those of a second runtime would compete with them for the cores
-        in_parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
-        self._in_parallel = None if in_parallel is None else ctypes.cast(in_parallel, _address)
-        thread_number = getattr(ctypes.CDLL(None), "omp_get_thread_num", None)
-        loaded.regard_set_thread_number.argtypes, loaded.regard_set_thread_number.restype = (_address,), None
-        loaded.regard_set_thread_number(None if thread_number is None else ctypes.cast(thread_number, _address))
-        self._forward, self._backward, self._look = loaded.regard_forward, loaded.regard_backward, loaded.regard_look
-        self._finish = loaded.regard_finish
-        for function in (self._forward, self._backward, self._finish, self._look):
-            function.argtypes, function.restype = (_address, _address), None
-        self._keys = loaded.regard_keys
-        self._keys.argtypes, self._keys.restype = (_address, _i64, _i64, _address, _address), _i64
+        runtime = ctypes.CDLL(None)
+        of_threads = (getattr(runtime, name, None) for name in ("GOMP_parallel", "omp_get_thread_num"))
+        loaded.regard_set_threads.argtypes, loaded.regard_set_threads.restype = (_address, _address), None
+        loaded.regard_set_threads(*(None if one is None else ctypes.cast(one, _address) for one in of_threads))
+        self.forward, self.backward = loaded.regard_forward, loaded.regard_backward
+        self.finish, self.look = loaded.regard_finish, loaded.regard_look
+        for function in (self.forward, self.backward, self.finish, self.look):
+            function.argtypes, function.restype = (_address,), None
+        self.find_keys = loaded.regard_keys
+        self.find_keys.argtypes = (_address, _i64, _i64, _i64, _address, _address)
+        self.find_keys.restype = _i64
         self._bits = loaded.regard_bits
         self._bits.argtypes, self._bits.restype = (_address, _i64, _i64, _i64, _i64, _i64, _address), None
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
 
-    def forward(self, call: Told) -> None:
-        """Writes output, and lse and the exact output if they have a place."""
-        self._forward(call, self._in_parallel)
-
-    def backward(self, call: Told) -> None:
-        """Writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and adds to
-        those of what was added to scores."""
-        self._backward(call, self._in_parallel)
-
-    def finish(self, call: Told) -> None:
-        """Writes gradients of key and value that were added up elsewhere."""
-        self._finish(call, self._in_parallel)
-
-    def look(self, call: Told) -> None:
-        """Writes lse if it is not known, and statistics of the weights."""
-        self._look(call, self._in_parallel)
-
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""
         self.products = products
         self._set_products(PRODUCTS.index(products))
-
-    def find_keys(self, cells: Tensor, first: Tensor, end: Tensor) -> bool:
-        """Writes the first key that each row of a mask allows, and the one after the last; returns whether all of those
-        between are allowed.
-
-        Shapes: cells bool [.., keys], contiguous -> first, end int32 [..], contiguous.
-        """
-        *rows, keys = cells.shape
-        return bool(self._keys(cells.data_ptr(), math.prod(rows), keys, first.data_ptr(), end.data_ptr()))
 
     def bits_of(self, cells: Tensor) -> Tensor:
         """A mask as the library reads it: words of 32 bits, each of 32 queries and a key; of one query, all bits alike.

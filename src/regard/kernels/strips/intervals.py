@@ -164,17 +164,6 @@ def bits_of(hidden: Hidden) -> Tensor:
     return hidden.kept("bits", library().bits_of)
 
 
-def of_one_query(allowed: Tensor) -> Interval | None:
-    """The keys that one query sees; None if they are not side by side, or others for each head, or not told one by one.
-
-    Shapes: bool [1 or batch, 1 or heads, 1, key_len].
-    """
-    if not allowed.shape[1] == 1 < allowed.shape[3]:
-        return None
-    interval, side_by_side = _hull_of(allowed[:, 0])
-    return interval if side_by_side else None
-
-
 def _holds_data(mask: Mask) -> bool:
     return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
 
@@ -268,5 +257,6 @@ def _hull_of(cells: Tensor) -> tuple[Interval, bool]:
     """The smallest interval of each row of a mask, and whether all keys in it are allowed."""
     cells = cells.contiguous()
     first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32, device="cpu").unbind()
-    side_by_side = library().find_keys(cells, first, end)
-    return Interval(first, end), side_by_side
+    rows, keys = first.numel(), cells.shape[2]
+    side_by_side = library().find_keys(cells.data_ptr(), rows, keys, keys, first.data_ptr(), end.data_ptr())
+    return Interval(first, end), bool(side_by_side)

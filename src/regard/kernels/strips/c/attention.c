@@ -61,7 +61,8 @@ static real *memory_for(i64 numbers)
 
 /* --- who computes what -------------------------------------------------------------------------------------------- */
 
-/* Which thread this is, of those that run together; NULL: not known. */
+/* Those of the OpenMP that torch uses: runs a function by so many threads, and which of them this is. NULL: not there. */
+static void (*in_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*thread_number)(void);
 
 /* The next of so many items: of those that are this thread's, side by side, as torch's own operators deal them out, so
@@ -331,8 +332,6 @@ static void backward_work(void *call)
 
 static void look_work(void *call) { deal(call, look_place, look_numbers(call), 0); }
 
-typedef void parallel(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the OpenMP that torch uses */
-
 static int best = -1; /* what products can be, of `enum products`; not found out yet */
 
 API i64 regard_products(void)
@@ -352,7 +351,7 @@ static enum products products_of(const struct call *c)
     return features % DEEP ? least(regard_products(), PAIRS) : regard_products();
 }
 
-static void run(struct call *c, void (*work)(void *), parallel *in_parallel)
+static void run(struct call *c, void (*work)(void *))
 {
     struct share share[c->threads];
     memset(share, 0, sizeof share);
@@ -364,9 +363,12 @@ static void run(struct call *c, void (*work)(void *), parallel *in_parallel)
         work(c);
 }
 
-API void regard_set_thread_number(int (*number)(void)) { thread_number = number; }
+API void regard_set_threads(void (*parallel)(void (*)(void *), void *, unsigned, unsigned), int (*number)(void))
+{
+    in_parallel = parallel, thread_number = number;
+}
 
-API void regard_forward(struct call *c, parallel *in_parallel)
+API void regard_forward(struct call *c)
 {
     c->units = products_of(c) == TILES ? UNITS : UNITS_BY_LANES;
     for (; c->units > 1; c->units /= 2) { /* enough places for all threads */
@@ -374,7 +376,7 @@ API void regard_forward(struct call *c, parallel *in_parallel)
         for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
         if (items >= 4 * c->threads) break;
     }
-    run(c, forward_work, in_parallel);
+    run(c, forward_work);
 }
 
 /* enough blocks for all chunks */
@@ -397,7 +399,7 @@ static int differs_by_batch(const struct call *c, const struct strip *s)
     return differs;
 }
 
-API void regard_backward(struct call *c, parallel *in_parallel)
+API void regard_backward(struct call *c)
 {
     divide(c);
     i64 apart = 0; /* batch indices of which threads would add to the same numbers, at once */
@@ -405,16 +407,16 @@ API void regard_backward(struct call *c, parallel *in_parallel)
         apart |= differs_by_batch(c, c->strip + n);
     for (i64 batch = 0; batch < (apart ? c->batches : 1); batch++) {
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
-        run(c, backward_work, in_parallel);
+        run(c, backward_work);
     }
 }
 
-API void regard_finish(struct call *c, parallel *in_parallel) { run(c, finish_work, in_parallel); }
+API void regard_finish(struct call *c) { run(c, finish_work); }
 
-API void regard_look(struct call *c, parallel *in_parallel)
+API void regard_look(struct call *c)
 {
     divide(c);
-    run(c, look_work, in_parallel);
+    run(c, look_work);
 }
 
 /* Random numbers for dropout, of 0, 1, 2, ...: `write_random` of dropout.py. */
@@ -444,13 +446,13 @@ static i64 first_true(const uint8_t *cells, i64 n)
     return at;
 }
 
-/* Which keys the queries of a mask [rows][keys] see: the first, and the one after the last; returns whether those of
-   every query lie side by side. */
-API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, int32_t *first_key, int32_t *end_key)
+/* Which keys the queries of a mask [rows][keys] see, of which rows lie so far apart: the first, and the one after the
+   last; returns whether those of every query lie side by side. */
+API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, i64 apart, int32_t *first_key, int32_t *end_key)
 {
     i64 all = 1;
     for (i64 row = 0; row < rows; row++) {
-        const uint8_t *begin = cells + row * keys;
+        const uint8_t *begin = cells + row * apart;
         i64 first = first_true(begin, keys), end = keys;
         const uint8_t *hidden = first < keys ? memchr(begin + first, 0, keys - first) : NULL;
         if (hidden && first_true(hidden, begin + keys - hidden) == begin + keys - hidden)
