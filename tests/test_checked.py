@@ -819,6 +819,25 @@ def test_threads_do_not_meet_each_others_calls():
     assert len(checked._KNOWN) <= checked.MAX_FORMS
 
 
+@pytest.mark.parametrize("axes", [2, 4])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_finished_table_that_torch_reads_may_be_another_one_in_every_call(axes, learns, kv_heads, checks):
+    query, key, value = heads(kv_heads=kv_heads)
+    key[:, :, 3] = torch.nan  # hidden by some tables
+    key.requires_grad_(learns)
+    for _ in range(4):
+        table = torch.randn(2, 4, 7, 7) if axes == 4 else torch.randn(7, 7)
+        table[..., 3] = -torch.inf
+        given = (query, key, value), {"bias": table}
+        output = attention(*given[0], **given[1], kernel="sdpa")
+        expected = attention(*given[0], **given[1], kernel="reference")
+        assert_close(output, expected)
+        if learns:
+            assert_close(*(torch.autograd.grad(o.sum(), key)[0] for o in (output, expected)))
+    assert len(checks) == 2  # of each kernel, the first
+
+
 def trained():
     """Biases that learn, and what of them does."""
     table, slopes = torch.zeros(8, 2), torch.ones(2)

@@ -1,5 +1,6 @@
 """Products by either library: the same numbers, by the faster one, which is measured once and kept."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from regard import (
     plan,
     processor,
 )
-from regard.kernels.strips import products, tuning
+from regard.kernels.strips import native, products, tuning
 from regard.observation import Entropy, Received, Top
 from regard.scores import Additive
 
@@ -340,6 +341,26 @@ def test_processors_of_one_name_are_measured_one_by_one(kept, monkeypatch):
     assert len(json.loads(kept.read_text())) == 5
 
 
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ("", (True, True, True)), ("ALL", (True, True, True)), ("AVX2", (False, False, False)),
+        ("AVX512_CORE", (False, False, False)), ("AVX512_CORE_BF16", (False, True, False)),
+        ("avx512_core_fp16", (True, True, False)), ("AVX512_CORE_AMX", (True, True, True)),
+    ],
+)  # fmt: skip
+def test_instructions_that_onednn_is_told_to_leave_out_are_not_there(told, found, monkeypatch):
+    able = ("avx512_fp16", "avx512_bf16", "amx_fp16", "amx_bf16", "amx_tile")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(able, True))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", told)
+    spec = importlib.util.spec_from_file_location("processor_as_told", processor.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert found == (fresh.FLOAT16, fresh.BFLOAT16, fresh.AMX)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"x": 3}', "\udcff"], ids=repr)
 def test_a_file_that_is_no_measurement_is_written_anew(kept, text):
     kept.parent.mkdir(parents=True)
@@ -457,6 +478,7 @@ def test_only_what_a_layer_holds_token_by_token_is_copied_to_form_one_stack(by_o
 def test_a_table_in_half_precision_takes_products_where_these_are_faster(by_onednn, monkeypatch):
     monkeypatch.setattr(processor, "BFLOAT16", True)
     monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(native, "price", lambda *of, **by: 1.3)
     tensors = torch.randn(3, 2, 4, 512, 24).bfloat16()
     assert plan(*tensors, bias=torch.randn(1, 4, 512, 512).bfloat16()).kernel == "strips"
 

@@ -315,7 +315,7 @@ def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, mon
         pytest.skip(f"no instructions for {dtype}: torch's operator is not taken")
 
     def kernel(price, **parts):
-        monkeypatch.setattr(native, "price", lambda *of: price)
+        monkeypatch.setattr(native, "price", lambda *of, **by: price)
         return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, **parts)).name
 
     assert kernel(1.5, mask=Causal()) == "sdpa"
@@ -333,7 +333,7 @@ def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypa
     """As on a processor where torch's operator multiplies faster than numbers are read."""
     if dtype is torch.bfloat16 and not processor.BFLOAT16:
         pytest.skip(f"no instructions for {dtype}: torch's operator is not taken")
-    monkeypatch.setattr(native, "price", lambda dtype, learns, table: 1.3 if table else 0.7)
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table, **by: 1.3 if table else 0.7)
 
     def kernel(bias, **parts):
         return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, bias=bias, **parts)).name
@@ -342,10 +342,29 @@ def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypa
     assert kernel(None) == kernel(table[:, :, :1]) == kernel(table[..., :1]) == kernel(Alibi(8)) == "native"
     assert kernel(table) == kernel(table[:, :1]) == "sdpa"
     assert kernel(table, mask=Causal() & Window(40)) == kernel(table, softcap=20.0) == "native"
-    one, other = native._two_ways(dtype, learns=False, table=True)
+    one, other = native._two_ways(dtype, learns=False, here=True, there=True)
     plain, _ = native._two_ways(dtype, learns=False)
     assert_close(one(), other())
     assert (one() - plain()).abs().max() > 0.1
+
+
+@needs_library
+def test_a_table_that_torchs_operator_alone_reads_is_part_of_its_price(monkeypatch):
+    """As on a processor where a score by the library costs a little more, and less than to read a number, too."""
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table, by_table=False: 0.9 if by_table else 1.05)
+
+    def kernel(length=1200, **parts):
+        return choose(checked(shape=(1, 8, length, 64), kv_heads=8, **parts)).name
+
+    cells = torch.rand(1200, 1200) < 0.9
+    assert kernel() == "sdpa"
+    assert kernel(bias=Alibi(8)) == kernel(mask=Dense(cells)) == "native"
+    # a table that is given takes both as long, but the outputs of torch's are looked at, which shows in short calls
+    assert kernel(bias=torch.zeros(1, 8, 1200, 1200)) == "sdpa"
+    assert kernel(128, bias=torch.zeros(1, 8, 128, 128)) == "native"
+    (of_ours, by_torch), plain = native._two_ways(torch.float32, learns=False, there=True), native._two_ways
+    assert_close(of_ours(), plain(torch.float32, learns=False)[0]())
+    assert (by_torch() - of_ours()).abs().max() > 0.1
 
 
 # --- what only it decides ---------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
     """
     bias = call.scoring.bias
     if type(form[-1]) is InPlace:
-        if kernel.reads_in_place:
+        if kernel.reads_in_place(call):
             bias = None  # another one in each call
         else:
             keep(_BY_NUMBERS, form, None, MAX_FORMS)

@@ -1,5 +1,6 @@
 """What the processor and torch's libraries are able to do, as far as they report it."""
 
+import os
 import platform
 import re
 from functools import cache
@@ -10,10 +11,24 @@ MKL = torch.backends.mkl.is_available()
 """Whether torch uses Intel MKL for float32 products; all measurements were made with it."""
 
 _ABLE = torch.cpu.get_capabilities()
-FLOAT16 = bool(_ABLE.get("avx512_fp16") or _ABLE.get("amx_fp16"))
-BFLOAT16 = bool(_ABLE.get("avx512_bf16") or _ABLE.get("amx_bf16"))
+
+_LEVELS = {"avx512_bf16": ("bf16", "fp16", "avx10", "amx"), "avx512_fp16": ("fp16", "avx10", "amx")}
+"""What oneDNN calls the levels that include an instruction; those of AMX have it in their names."""
+
+
+def _uses(*instructions: str) -> bool:
+    """Whether torch uses any of these instructions: oneDNN, which multiplies half precision, can be told to leave out
+    the later ones, to try what a processor without them would do."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower()
+    if most not in ("", "default", "all"):
+        instructions = tuple(one for one in instructions if any(w in most for w in _LEVELS.get(one, ("amx",))))
+    return any(_ABLE.get(name) for name in instructions)
+
+
+FLOAT16 = _uses("avx512_fp16", "amx_fp16")
+BFLOAT16 = _uses("avx512_bf16", "amx_bf16")
 """Whether it has instructions for products in this dtype, which are then faster than in float32."""
-AMX = bool(_ABLE.get("amx_tile"))
+AMX = _uses("amx_tile")
 """Whether it has AMX tile instructions for bfloat16; torch then uses a different fused operator."""
 
 

@@ -52,6 +52,8 @@ def _libraries() -> str:
     single = "oneDNN" if matmul.onednn_is_faster(torch.float32) else "MKL" if processor.MKL else "BLAS"
     if processor.AMX:
         return f"{single} and AMX"
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return f"{single} with AVX2"
     if single == "MKL" and "Intel" in processor.name():  # which it does not slow down
         single = "MKL on Intel"
     return single if processor.BFLOAT16 else f"{single} without bfloat16"

@@ -90,8 +90,9 @@ class Kernel(NamedTuple):
     single: Callable[[Call], Single | None] = lambda call: None
     """`run` of a call of one query without gradients, for other tensors, mask and bias, and any key_len; None where
     there is no such way."""
-    reads_in_place: bool = False
-    """Whether a bias tensor is read anew in every call, where it lies in memory; others may keep what they read."""
+    reads_in_place: Callable[[Call], bool] = lambda call: False
+    """Whether the bias tensor of a call, and of those like it, is read anew in every one, where it lies in memory;
+    otherwise what was read may be kept."""
 
     def compute(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """`run`, with autocast off: the dtype of the query decides, and no score is rounded on the way."""

@@ -24,7 +24,7 @@ REFERENCE = Kernel(
     num_scores=all_scores,
     quadratic_numbers=lambda call: 3 * all_scores(call),
     peak_bytes=lambda call: 3 * all_scores(call) * max(4, call.query.element_size()),
-    reads_in_place=True,
+    reads_in_place=lambda call: True,
 )
 
 KERNELS: tuple[Kernel, ...] = (
@@ -97,7 +97,7 @@ _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 
 def _library_pays(call: Call) -> bool:
-    """Whether a score takes no more time by the compiled library than by torch's operator."""
+    """Whether strips take no more time by the compiled library than by torch's operator."""
     return native.pays(call.query.dtype, call.learns, native.has_table(call.scoring))
 
 
@@ -112,10 +112,11 @@ def _suits_the_library(call: Call) -> bool:
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
-    others = [float(sdpa.num_scores(call))] if by_torch else []
-    if not _library_pays(call) and engine.flash_can(call.query, call.scoring, call.dropout):
-        others.append(strips_kernel.cost(call))
-    return not others or native.beats(call, min(others))
+    if by_torch and not native.beats(call, float(sdpa.num_scores(call)), by_table=not direct.plain(call.scoring)):
+        return False
+    if _library_pays(call) or not engine.flash_can(call.query, call.scoring, call.dropout):
+        return True
+    return native.beats(call, strips_kernel.cost(call))
 
 
 def _suits_the_library_in_a_graph(call: Call) -> bool:

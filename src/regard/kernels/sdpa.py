@@ -63,7 +63,7 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """One call of torch's function."""
     at_once = prepare(call)
     if at_once is not None:
-        return at_once(call.query, call.key, call.value, None, None)
+        return at_once(call.query, call.key, call.value, None, call.scoring.bias)
     if call.inspectable:
         output = full_attention(*call[:3], scale=call.scoring.scale, attn_mask=_in_full(call)[1])
         if not has_nan(output):
@@ -112,7 +112,9 @@ def prepare(call: Call) -> Prepared | None:
         return lambda query, key, value, sink, bias: (attend(query, key, value), None)
     if not call.concrete or call.bias_learns:
         return None
-    look_up = _known(call)
+    if isinstance(scoring.bias, Given) and finished_table(call) is not None:
+        return _reading(call, scoring.bias.without_numbers(), attend)
+    look_up = known_numbers(scoring, call.query.dtype if scoring.bias is None else _dtype_of_bias(call))
     if look_up is None:
         return None
     hidden, _ = look_up()
@@ -134,14 +136,37 @@ def prepare(call: Call) -> Prepared | None:
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
     ) -> tuple[Tensor, None]:
         hidden, added = look_up()
-        if not safe:
-            if hidden is not None:
-                query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
-            elif added is not None and not harmless(query, key, value):  # what is hidden is not known
-                return _with_zeros(Call(query, key, value, scoring)), None
+        if not safe and hidden is not None:
+            query, key, value = hidden.seeing(query), hidden.seen(key), hidden.seen(value)
         return attend(query, key, value, added), None
 
     return attend_and_learn
+
+
+def _reading(call: Call, given: Given, attend: Callable[..., Tensor]) -> Prepared:
+    """`prepare` of a call with a finished table, which may be another one in every call. It is not looked at, which
+    takes longer than a small call: where it hides anything that is no number, the result tells, or the inputs do. Row
+    "bias, dense, new in every call" of features.py.
+
+    Args:
+        given: the table without its numbers.
+    """
+    scoring, learns = call.scoring.with_bias(given), call.learns
+
+    def attend_with(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, None]:
+        numbers = bias.numbers if isinstance(bias, Given) else bias
+        if not isinstance(numbers, Tensor) or numbers.dim() < 4:
+            numbers = given.of(bias).numbers
+        if learns and not harmless(query, key, value):
+            return _with_zeros(Call(query, key, value, scoring.with_bias(given.of(numbers)))), None
+        output = attend(query, key, value, _as_read(numbers))
+        if not learns and has_nan(output):
+            output = _with_zeros(Call(query, key, value, scoring.with_bias(given.of(numbers))))
+        return output, None
+
+    return attend_with
 
 
 def single(call: Call) -> Single | None:
@@ -158,15 +183,6 @@ def single(call: Call) -> Single | None:
         return None if numbers is not None and has_nan(output) else (output, None)
 
     return attend_one
-
-
-def _known(call: Call) -> Callable[[], tuple[Hidden | None, Tensor | None]] | None:
-    """As `known_numbers`. A finished table is not looked at, which takes longer than a small call: where it hides
-    anything that is no number, the result tells. Row "bias, dense, new in every call" of features.py."""
-    finished = finished_table(call)
-    if finished is not None:
-        return lambda: (None, finished)
-    return known_numbers(call.scoring, call.query.dtype if call.scoring.bias is None else _dtype_of_bias(call))
 
 
 def _by_flash(call: Call) -> bool:
@@ -191,7 +207,11 @@ def finished_table(call: Call) -> Tensor | None:
     whole = numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len)
     if not whole or numbers.dtype != call.query.dtype:
         return None
-    # torch leaves its fused operator where a table could learn, though nothing does without a graph
+    return _as_read(numbers)
+
+
+def _as_read(numbers: Tensor) -> Tensor:
+    """torch leaves its fused operator where a table could learn, though nothing does without a graph."""
     return numbers.detach() if numbers.requires_grad and not torch.is_grad_enabled() else numbers
 
 
@@ -261,4 +281,6 @@ def peak_bytes(call: Call) -> int:
     return quadratic_numbers(call) * max(4, call.query.element_size()) + 4 * grid.batch * grid.heads * grid.query_len
 
 
-KERNEL = Kernel("sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes, prepare, single)
+KERNEL = Kernel(
+    "sdpa", cannot, run, num_scores, quadratic_numbers, peak_bytes, prepare, single, reads_in_place=reads_a_table
+)

@@ -340,7 +340,7 @@ def peak_bytes(call: Call) -> int:
 
 KERNEL = Kernel(
     "strips", cannot, run, num_scores, quadratic_numbers=lambda call: 0, peak_bytes=peak_bytes, prepare=prepare,
-    reads_in_place=True,
+    reads_in_place=lambda call: True,
 )  # fmt: skip
 NATIVE_KERNEL = Kernel(
     "native",
@@ -351,5 +351,5 @@ NATIVE_KERNEL = Kernel(
     peak_bytes=native.peak_bytes,
     prepare=lambda call: prepare(call, NATIVE),
     single=single,
-    reads_in_place=True,
+    reads_in_place=lambda call: True,
 )

@@ -49,6 +49,11 @@ MAX_SUMS_OF_A_THREAD = 1 << 20
 """Most numbers that a thread adds up in memory of its own, 4 MiB in float32, where gradients are in half precision or
 no whole vectors: that of all heads would be new in every call. Row "17 queries, 32 texts" of features.py."""
 
+MAX_PRICE = 1.15
+"""Times that a score takes beside torch's operator, up to which its strips are not compared: to cut them anew for every
+mask takes several times as long as the call. On a processor with AVX2, where a score costs 1.05 times torch's, rows
+"... new in every call" of features.py."""
+
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
 
@@ -129,24 +134,33 @@ def _is_evaluated(scoring: Scoring, dtype: torch.dtype) -> bool:
     )
 
 
-def beats(call: Call, scores: float) -> bool:
-    """Whether this takes less time than torch's own function, which would compute so many scores."""
-    learns, features = call.learns, call.query.shape[3] + call.value.shape[3]
+def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
+    """Whether this takes less time than torch's own function, which would compute so many scores.
+
+    Args:
+        by_table: whether torch's is given a table of what is hidden and added.
+    """
+    learns, dtype = call.learns, call.query.dtype
+    features, queries, threads = call.query.shape[3] + call.value.shape[3], call.query.shape[2], torch.get_num_threads()
     size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
-    queries = call.scoring.grid.query_len
     scores *= max(1.0, tuning.FEW_QUERIES / queries) if queries > 1 else tuning.ONE_QUERY
+    if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
+        scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
     # without gradients, and in half precision, torch's own function takes as long to begin
-    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and call.query.dtype not in fused.HALF else 0
-    most = size * scores / torch.get_num_threads() - to_begin
+    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and dtype not in fused.HALF else 0
+    most = scores - to_begin * threads / size
     if most <= 0:
         return False
-    for_a_score = size / torch.get_num_threads() * price(call.query.dtype, learns, has_table(call.scoring))
-    plan = plan_of(call)
-    if plan.others:
-        merged = len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
-        return for_a_score * (merged + sum(_scores(call, part) for part in plan.parts)) < most
-    counted = (plan,) if plan.interval is None else (plan.within(None), plan)  # the first is counted in less time
-    return any(for_a_score * _scores(call, plan) < most for plan in counted)
+    table, plan = has_table(call.scoring), plan_of(call)
+    if any(part.interval is not None for part in plan.parts) and not plan.others:
+        least = _scores(call, plan.within(None))  # is counted in less time
+        if price(dtype, learns, table) * least < most:
+            return True
+    own = sum(_scores(call, part) for part in plan.parts)
+    own += len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
+    if price(dtype, learns, table) * own < most:
+        return True
+    return by_table and not table and price(dtype, learns, False, by_table=True) * own < most
 
 
 @cache
@@ -154,11 +168,11 @@ def settle_products() -> None:
     """Products of bfloat16 numbers by the instructions that take the least time here, of those that there are."""
     library = library_for(torch.bfloat16)
     best, *others = PRODUCTS[PRODUCTS.index(library.products) :: -1]
-    here, _ = _two_ways(torch.bfloat16, learns=True)
+    of_ours, _ = _two_ways(torch.bfloat16, learns=True)
 
     def by(products: str) -> None:
         library.set_products(products)
-        here()
+        of_ours()
 
     for other in others:
         ways = partial(by, best), partial(by, other)
@@ -174,19 +188,25 @@ def has_table(scoring: Scoring) -> bool:
 
 
 @cache
-def price(dtype: torch.dtype, learns: bool, table: bool = False) -> float:
+def price(dtype: torch.dtype, learns: bool, table: bool = False, *, by_table: bool = False) -> float:
     """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
-    1 where nothing is measured. table: to both of which a number is added that is read from memory."""
+    1 where nothing is measured.
+
+    Args:
+        table: whether to both a number is added that is read from memory. by_table: whether to torch's alone.
+    """
     if dtype is torch.bfloat16:
         settle_products()
     products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
-    kinds = f"{', gradients' * learns}{', a table' * table}, {products} products"
-    return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}{kinds}", *_two_ways(dtype, learns, table)))
+    tables = ", a table" if table else ", a table for torch" if by_table else ""
+    kinds = f"{', gradients' * learns}{tables}, {products} products"
+    ways = _two_ways(dtype, learns, here=table, there=table or by_table)
+    return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}{kinds}", *ways))
 
 
 def pays(dtype: torch.dtype, learns: bool, table: bool = False) -> bool:
-    """Whether a score takes no more time than by torch's operator."""
-    return price(dtype, learns, table) <= 1
+    """Whether strips take no more time than by torch's operator, which computes more scores than a mask allows."""
+    return price(dtype, learns, table) <= MAX_PRICE
 
 
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
@@ -205,29 +225,29 @@ scores_for_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _two_ways(
-    dtype: torch.dtype, learns: bool, table: bool = False
+    dtype: torch.dtype, learns: bool, *, here: bool = False, there: bool = False
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same scores, computed here and by torch's operator."""
+    """As many scores, computed here and by torch's operator, of which each may be given a table."""
     draw = torch.Generator().manual_seed(0)
     three = query, key, value = torch.randn(3, 1, 1, 1024, 64, generator=draw).to(dtype).unbind()
     leaves = [tensor.detach().requires_grad_() for tensor in three]
-    numbers = torch.randn(1, 1, 1024, 1024, generator=draw).to(dtype) if table else None
-    bias = None if numbers is None else Given(numbers)
+    numbers = torch.randn(1, 1, 1024, 1024, generator=draw).to(dtype)
+    table, bias = numbers if there else None, Given(numbers) if here else None
     scoring = Scoring(Grid(1, 1, 1024, 1024, query.device), 0.125, None, bias, None, None, None)
     given = query, key, value, None, scoring, None, plan_of(Call(query, key, value, scoring))
 
-    def here() -> object:
+    def of_ours() -> object:
         output, lse, exact = forward(*given, wants_lse=learns, learns=learns)
         return backward(*given, output=exact, lse=lse, grad_output=value, grad_lse=None) if learns else output
 
     def by_torch() -> object:
         if not learns:
-            return fused.full_attention(query, key, value, scale=0.125, attn_mask=numbers)
+            return fused.full_attention(query, key, value, scale=0.125, attn_mask=table)
         with torch.enable_grad():
-            output = fused.full_attention(leaves[0], leaves[1], leaves[2], scale=0.125, attn_mask=numbers)
+            output = fused.full_attention(leaves[0], leaves[1], leaves[2], scale=0.125, attn_mask=table)
             return torch.autograd.grad(output, leaves, value)
 
-    return here, by_torch
+    return of_ours, by_torch
 
 
 def num_scores(call: Call, plan: StripPlan | None = None) -> int:

@@ -117,6 +117,10 @@ SCORES_TO_BEGIN_A_NODE = 3 << 11
 FEW_QUERIES = 8
 """Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
 
+SCORES_PER_LOOK = 16
+"""Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a
+processor with AVX2, row "bias, dense"."""
+
 ONE_QUERY = 2
 """Of one alone it does: only so many times that of a score among many. Row "1 query, 2 kv heads, sink"."""
 
