@@ -1,5 +1,6 @@
 """Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, where MKL does, on
-Intel's own or on others, and where AMX multiplies those of bfloat16, or no instruction does and torch imitates them.
+Intel's own or on others, and where AMX multiplies those of bfloat16, or no instruction does and torch imitates them, as
+with AVX2.
 
 Which of them does decides most of the choices in `regard.kernels`, so a page that shows one kind alone says little
 about the others. A run writes the file of the kind of processor that it runs on.
@@ -26,4 +27,6 @@ def heading(machine: dict[str, Any]) -> list[str]:
     """The beginning of a page's part for one kind, in Markdown."""
     by = f"the compiled library for {machine['library']}" if machine.get("library") else "torch's operators alone"
     told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; computed by {by}."
+    if machine.get("limited"):
+        told += f" Limited to {machine['limited'].upper()}: a stand-in for processors without more."
     return ["", f"## Products by {machine['products']}", "", told]

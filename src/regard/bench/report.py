@@ -30,14 +30,17 @@ BUSY_SHARE = 0.1
 
 
 def machine(device: torch.device = CPU) -> dict[str, Any]:
-    """Processor, threads, compiled library and versions of a run; for a GPU also its name, memory and CUDA version."""
+    """Processor, threads, compiled library and versions of a run; for a GPU also its name, memory and CUDA version. If
+    torch was told to leave out instructions, to which it was limited."""
     versions = {"torch": torch.__version__, "regard": regard.__version__}
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")
     if find_spec("x_transformers"):
         from importlib.metadata import version
 
         versions["x-transformers"] = version("x-transformers")
     return {
         "processor": processor.model(),
+        **({"limited": limit} if limit else {}),
         "threads": torch.get_num_threads(),
         "products": _libraries(),
         "library": binding.name(),

@@ -42,7 +42,7 @@ class Added:
             (first query, last key); None if there are none. If the mask is a band, `band_is_in_row`, too.
         given: bias tensors, each with its gradient or None: [1 or chunks, batch or 1, heads or 1, query_len or 1,
             key_len or 1], a part for each thread where all queries have the numbers in common.
-        by_token: whether `row` and `given` are read by where sorted tokens lie in the tensors.
+        reads_by_place: whether `row` and `given` are.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Added:
         self.scoring, self.plan = scoring, plan
         self.dtype = dtype = dtype if scoring.bias is None else wide(dtype)
         leaves: tuple[Bias, ...] = () if scoring.bias is None else tuple(scoring.bias.terms())
-        self.by_token = by_place and read_by_place(scoring.bias, dtype) is not None
-        if self.by_token:
+        self.reads_by_place = by_place and read_by_place(scoring.bias, dtype) is not None
+        if self.reads_by_place:
             leaves = tuple(leaf.bias for leaf in leaves if isinstance(leaf, SortedBias))
         by_distance = [leaf for leaf in leaves if leaf.of_distance]
         self._others = [leaf for leaf in leaves if not leaf.of_distance and not isinstance(leaf, Given)]
@@ -153,8 +153,8 @@ def read_by_place(bias: Bias | None, dtype: torch.dtype) -> SortedBias | None:
 
 def tensors_of(bias: Bias, dtype: torch.dtype) -> list[Tensor]:
     """The bias tensors that are not evaluated, as in `Added.given`."""
-    by_place = read_by_place(bias, dtype)
-    terms = bias.terms() if by_place is None else by_place.bias.terms()
+    of_sorted = read_by_place(bias, dtype)
+    terms = bias.terms() if of_sorted is None else of_sorted.bias.terms()
     return [term.numbers for term in terms if isinstance(term, Given)]
 
 

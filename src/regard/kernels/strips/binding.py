@@ -51,7 +51,7 @@ class TileAt(ctypes.Structure):
 
     _fields_ = (
         ("numbers", _address),
-        *((name, _i64) for name in ("dtype", "batch", "head", "query", "key", "time", "spare", "gradient", "by_token")),
+        *((name, _i64) for name in ("dtype", "batch", "head", "query", "key", "time", "spare", "gradient", "by_place")),
     )
 
 

@@ -152,19 +152,17 @@ def _added_to_one(scoring: Scoring, dtype: torch.dtype) -> tuple[Hidden | None, 
 
 
 def _planned(call: Call, by: Engine) -> "Planned":
-    changed = None
-    if by is OPERATORS and (changed := reordering(call, copies=True)) is not None:
-        call = changed.planned(call)
+    call, changed = _sorted(call) if by is OPERATORS else (call, None)
     plan = by.plan_of(call)
     alone = plan.only if by is OPERATORS and not plan.others else None
     whole = alone if alone is not None and _is_one_call(alone, call) else None
     return Planned(by, call.scoring.with_sink(None), call.dropout, plan, changed, whole, call.wants_lse, call.learns)
 
 
-def _sorted(call: Call) -> Call:
-    """The call of sorted tokens, if these are sorted: that of which the strips by torch's operators are."""
+def _sorted(call: Call) -> tuple[Call, Reordering | None]:
+    """The call of which the strips by torch's operators are, and how its tokens are sorted, or None."""
     changed = reordering(call, copies=True)
-    return call if changed is None else changed.planned(call)
+    return call if changed is None else changed.planned(call), changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,24 +297,24 @@ def _is_one_call_of_torchs(call: Call) -> bool:
 
 def num_scores(call: Call) -> int:
     """Scores of all strips; of a causal square those that its engine computes."""
-    call = _sorted(call)
+    call, _ = _sorted(call)
     plan = plan_of(call)
     return sum(options.num_scores(strip, call) for part in plan.parts for strip in part.strips)
 
 
 def cost(call: Call) -> float:
     """The scores of a dense call, over batch and heads, that takes as long."""
-    return options.cost(_sorted(call)) if all(call.scoring.grid[:4]) else 0.0
+    return options.cost(_sorted(call)[0]) if all(call.scoring.grid[:4]) else 0.0
 
 
 def one_by_one(call: Call) -> int:
     """How many strips take time each before they begin."""
-    return options.one_by_one(_sorted(call)) if all(call.scoring.grid[:4]) else 0
+    return options.one_by_one(_sorted(call)[0]) if all(call.scoring.grid[:4]) else 0
 
 
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and for the largest strip its mask and bias, copied keys, result and pieces of scores."""
-    call = _sorted(call)
+    call, _ = _sorted(call)
     plan = plan_of(call)
     grid, query, key, scoring = call.scoring.grid, call.query, call.key, call.scoring
     size = upcast(query[:0]).element_size()

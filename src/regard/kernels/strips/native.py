@@ -436,8 +436,8 @@ def _in_common(order: Order) -> tuple[bool, bool]:
     bias = order.scoring.bias
     if bias is None or not order.learns:
         return False, False
-    by_place = read_by_place(bias, order.compiled.dtype)
-    terms = (bias if by_place is None else by_place.bias).terms()
+    of_sorted = read_by_place(bias, order.compiled.dtype)
+    terms = (bias if of_sorted is None else of_sorted.bias).terms()
     shapes = [term.numbers.shape for term in terms if isinstance(term, Given) and term.numbers.requires_grad]
     return any(shape[0] < batch for shape in shapes), any(shape[1] < heads for shape in shapes)
 

@@ -255,15 +255,15 @@ def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> 
     """
     if not plan.is_kept:
         return None
-    bias, dtype, by_token = scoring.bias, wide(query.dtype), False
+    bias, dtype, by_place = scoring.bias, wide(query.dtype), False
     added: tuple[Hashable, ...] = ()
     if bias is not None:
-        if (by_place := read_by_place(bias, dtype)) is not None:
-            by_token, bias = True, by_place.bias
+        if (of_sorted := read_by_place(bias, dtype)) is not None:
+            by_place, bias = True, of_sorted.bias
         added = tuple(_likeness(term, dtype) for term in bias.terms())
         if None in added:
             return None
-    return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, by_token, added
+    return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, by_place, added
 
 
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:

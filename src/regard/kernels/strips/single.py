@@ -42,7 +42,7 @@ _FIRST_KEY = _at("call", "first_key")
 _LSE = _at("call", "lse")
 _NUMBERS, _SUSPECT, _CAREFUL = _at("tile", "numbers"), _at("call", "suspect"), _at("call", "careful")
 
-_tell = struct.Struct("13q").pack_into
+_tell = struct.Struct("Q3qQ3qQ3qQ").pack_into
 """Writes where query, key, value and output lie; faster than word by word."""
 
 

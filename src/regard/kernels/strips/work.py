@@ -136,12 +136,12 @@ class Tiles:
         of_strip, queries = self._added.of(strip), strip.queries
 
         def of_span(column: int, keys: range, farther: int, masked: bool) -> Iterator[Row]:
-            by_token = self._added.by_token
-            at, farther = ((range(1), range(1)), 0) if by_token else ((queries, keys), farther)
+            by_place = self._added.reads_by_place
+            at, farther = ((range(1), range(1)), 0) if by_place else ((queries, keys), farther)
             if self._row is not None:
-                yield (*self._of_distance(self._row, *at, farther, work), by_token)
+                yield (*self._of_distance(self._row, *at, farther, work), by_place)
             for number, (numbers, _) in enumerate(self._added.given, OF_TENSORS):
-                yield (*_of_given(numbers, self._added.dtype, *at, work), number, by_token)
+                yield (*_of_given(numbers, self._added.dtype, *at, work), number, by_place)
             if of_strip.made is not None:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
                 yield (*_whole(of_strip.made, OWN, column, len(keys), work), False)

@@ -395,7 +395,7 @@ static int differs_by_batch(const struct call *c, const struct strip *s)
     int differs = s->batch >= 0;
     for (const struct span *span = c->span + s->span; span < c->span + s->span + s->spans; span++)
         for (i64 t = span->tile; t < span->tile + span->tiles; t++)
-            differs |= c->tile[t].by_token && c->query_order_batch != 0;
+            differs |= c->tile[t].by_place && c->query_order_batch != 0;
     return differs;
 }
 

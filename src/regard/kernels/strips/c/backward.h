@@ -59,7 +59,7 @@ struct room {
     real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature]; as they are */
     real *lse, *delta;                         /* one number for each query */
     real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
-    real *key, *value, *seen_key, *seen_value, *halves; /* of some keys */
+    real *key, *value, *weighed, *seen_key, *seen_value; /* of some keys */
 };
 
 /* Takes queries that see no key as 0, with their gradients. */
@@ -189,7 +189,7 @@ static void backward_place(const struct place *p, real *memory)
     m.split = part_of(&memory, of_scores);
     m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
     m.seen_key = part_of(&memory, KEYS_BACKWARD * D), m.seen_value = part_of(&memory, KEYS_BACKWARD * E);
-    m.halves = part_of(&memory, KEYS_BACKWARD * D);
+    m.weighed = part_of(&memory, KEYS_BACKWARD * D);
     for (i64 u = 0; u < units; u++) {
         real *query_pairs = m.query_pairs + u * D * UNIT / 2, *grad_pairs = m.grad_pairs + u * E * UNIT / 2;
         real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
@@ -202,9 +202,8 @@ static void backward_place(const struct place *p, real *memory)
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, m.key, m.halves);
-        struct rows key = weighed;
-        if (c->products != PLAIN) key = halves_of(p, &c->key, k.span, k.first, k.n, D, m.halves);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m.key);
+        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, key, m.weighed);
         struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];

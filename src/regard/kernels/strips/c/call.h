@@ -15,13 +15,13 @@ struct tensor {
 /* Numbers added to scores: of batch, head, query and key; a stride of 0 repeats them. time: the same of equal strips,
    where their queries move and the keys do not. Up to `spare` further numbers may be read. gradient: which, or -1; those
    from 1 on are of the bias tensors of the call, and `numbers` is how many bytes after their beginning these are.
-   by_token: whether the strides of query and key are by the places of tokens in the tensors; otherwise by those in strip
+   by_place: whether the strides of query and key are by the places of tokens in the tensors; otherwise by those in strip
    and span.
 
    BITS: not numbers, but a `mask`, by the places in strip and span. */
 struct tile {
     const void *numbers;
-    i64 dtype, batch, head, query, key, time, spare, gradient, by_token;
+    i64 dtype, batch, head, query, key, time, spare, gradient, by_place;
 };
 
 /* Which keys are seen: a word for 32 queries and a key, of which the first query has the lowest bit. Strides are in

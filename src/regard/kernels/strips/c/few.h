@@ -178,7 +178,7 @@ static void few_add(
     }
     const void *numbers = numbers_in(p, t);
     i64 from = numbers_of(p, t, r), j = 0;
-    if (!t->by_token && t->key == 1)
+    if (!t->by_place && t->key == 1)
         for (; j + LANES <= n; j += LANES) add(scores + j, 1, vector_at(numbers, from + first + j, t->dtype));
     for (; j < n; j++) {
         real x = number_at(numbers, from + key_in(p, s, t, first + j) * t->key, t->dtype);

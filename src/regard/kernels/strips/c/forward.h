@@ -138,14 +138,15 @@ static void forward_place(const struct place *p, real *memory)
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
     real *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
-    real *seen_room = part_of(&memory, KEYS * E), *halves = part_of(&memory, KEYS * E);
+    real *seen_room = part_of(&memory, KEYS * E), *weighed_room = part_of(&memory, KEYS * E);
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total);
     for (i64 u = 0; u < units; u++) begin_outputs(p, u, output + u * E * UNIT);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
-        struct rows value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value_room, halves);
+        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, value_room);
+        value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value, weighed_room);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {

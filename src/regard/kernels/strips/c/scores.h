@@ -159,14 +159,15 @@ static void multiply(
         halves_times(c->products, n, rows.at, rows.apart, right, size, wide, factor, out);
 }
 
-/* The left factor of (2) and (4): rows in our dtype, or for tiles columns; at most `most` at a time. halves: room for
-   these as they are. */
+/* The left factor of (2) and (4), where that of (1) and (3) is there: rows in our dtype, or for tiles columns, of at most
+   `most` at a time */
 static struct rows rows_to_weigh(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 most,
-    real *room, real *halves)
+    struct rows rows, real *room)
 {
-    if (p->call->products != TILES) return rows_of(p, t, s, first, n, size, room);
-    struct rows rows = halves_of(p, t, s, first, n, size, halves), columns = {room, most + SPARE};
+    if (p->call->products == PLAIN) return rows;
+    if (p->call->products == PAIRS) return rows_of(p, t, s, first, n, size, room);
+    struct rows columns = {room, most + SPARE};
     to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
     return columns;
 }
@@ -313,7 +314,7 @@ static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
 /* the place of a query by which a tile has its numbers */
 INLINE i64 query_in(const struct place *p, const struct tile *t, i64 r)
 {
-    return t->by_token ? p->token[r] : p->index[r];
+    return t->by_place ? p->token[r] : p->index[r];
 }
 
 /* where the numbers of a query are among all of a tile */
@@ -325,7 +326,7 @@ INLINE i64 numbers_of(const struct place *p, const struct tile *t, i64 r)
 /* the place of a key */
 INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile *t, i64 at)
 {
-    return t->by_token ? token_of_key(p->call, p->batch, key_of(p, s, at)) : at;
+    return t->by_place ? token_of_key(p->call, p->batch, key_of(p, s, at)) : at;
 }
 
 /* where the numbers of a tile begin */
@@ -502,7 +503,7 @@ INLINE void add_tile_of(
                 add(scores + j * UNIT + c, factor, x);
             }
 #ifndef FLOAT64
-    for (; dtype == BFLOAT16 && !t->by_token && t->key == 1 && j + 2 * LANES <= n; j += 2 * LANES) /* pairs of keys */
+    for (; dtype == BFLOAT16 && !t->by_place && t->key == 1 && j + 2 * LANES <= n; j += 2 * LANES) /* pairs of keys */
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -521,7 +522,7 @@ INLINE void add_tile_of(
     struct picks picks;
     int picked = can_pick(t->key, dtype);
     if (picked) find_picks(&picks, t->key, dtype);
-    for (; !t->by_token && j + LANES <= n; j += LANES)
+    for (; !t->by_place && j + LANES <= n; j += LANES)
         for (int c = 0; c < rows; c += LANES) {
             vec x[LANES];
             for (int i = 0; i < LANES; i++) {
