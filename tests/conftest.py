@@ -42,6 +42,12 @@ def _no_call_is_like_one_of_another_test():
 
 
 @pytest.fixture
+def torch_is_faster(monkeypatch):
+    """As on a processor where a score takes a little longer by the library than by torch's operator."""
+    monkeypatch.setattr(native, "price", lambda *of, **by: 1.1)
+
+
+@pytest.fixture
 def without_the_library(monkeypatch):
     """As on a processor for which the library was not compiled: torch's operators compute everything."""
     for module in (native, one_query):

@@ -278,6 +278,7 @@ def test_a_bias_that_fits_a_call_in_two_ways_is_refused_until_it_says_which():
         Given(numbers[0, :2]).bind(Grid(2, 3, 5, 7))
 
 
+@pytest.mark.usefixtures("torch_is_faster")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dtype):
     query, key, value = (torch.randn(2, 4, 520, 16, dtype=dtype) for _ in range(3))
@@ -298,6 +299,7 @@ def test_a_finished_table_is_read_in_place_and_what_it_hides_reaches_nothing(dty
     assert learning.grad.isfinite().all()
 
 
+@pytest.mark.usefixtures("torch_is_faster")
 def test_a_trained_table_is_torchs_fused_operators_where_no_gradient_is_asked_for():
     query, key, value = (torch.randn(1, 8, 520, 16) for _ in range(3))
     table = torch.randn(1, 8, 520, 520, requires_grad=True)

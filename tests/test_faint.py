@@ -107,6 +107,7 @@ def test_the_gradients_of_sharp_scores_are_no_different(price, factors):
     assert (max(factors) == 0) == (price > 1)
 
 
+@pytest.mark.usefixtures("torch_is_faster")
 def test_calls_whose_gradients_have_many_such_weights_are_computed_by_strips(price):
     query, key, value = heads(600)
     table = torch.randn(1, 4, 600, 600)

@@ -28,7 +28,7 @@ from regard import (
     plan,
     processor,
 )
-from regard.kernels.strips import native, products, tuning
+from regard.kernels.strips import products, tuning
 from regard.observation import Entropy, Received, Top
 from regard.scores import Additive
 
@@ -475,10 +475,10 @@ def test_only_what_a_layer_holds_token_by_token_is_copied_to_form_one_stack(by_o
         assert not copied or query.is_contiguous()
 
 
+@pytest.mark.usefixtures("torch_is_faster")
 def test_a_table_in_half_precision_takes_products_where_these_are_faster(by_onednn, monkeypatch):
     monkeypatch.setattr(processor, "BFLOAT16", True)
     monkeypatch.setattr(processor, "MKL", True)
-    monkeypatch.setattr(native, "price", lambda *of, **by: 1.3)
     tensors = torch.randn(3, 2, 4, 512, 24).bfloat16()
     assert plan(*tensors, bias=torch.randn(1, 4, 512, 512).bfloat16()).kernel == "strips"
 

@@ -185,6 +185,7 @@ def test_products_suit_rows_that_are_short_and_stacks_that_are_high(monkeypatch)
     assert not suit(half)
 
 
+@pytest.mark.usefixtures("torch_is_faster")
 @pytest.mark.parametrize(
     "parts",
     [{"bias": Alibi(8)}, {"mask": ~Window(3)}, {"bias": torch.zeros(512, 512)}],
