@@ -30,6 +30,15 @@ def heads(batch=2, heads=4, length=7, size=8, kv_heads=2, dtype=torch.float32):
     return tuple(torch.randn(batch, h, length, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
 
 
+def in_threads(work, count):
+    """A function of 0, 1, 2, ..., each in a thread of its own, at once."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.fixture
 def checks(monkeypatch):
     """What `check_call` was asked, call after call."""
@@ -710,11 +719,7 @@ def test_one_query_that_hides_or_adds_something_leaves_nothing_to_the_next_nor_t
             except AssertionError as error:
                 wrong.append(f"{parts}: {error}")
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
 
 
@@ -810,11 +815,7 @@ def test_threads_do_not_meet_each_others_calls():
             except AssertionError as error:
                 wrong.append(str(error))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 8)
     assert wrong == []
     assert len(checked._KNOWN) <= checked.MAX_FORMS
 
@@ -824,14 +825,13 @@ def test_threads_do_not_meet_each_others_calls():
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_a_finished_table_that_torch_reads_may_be_another_one_in_every_call(axes, learns, kv_heads, checks):
     query, key, value = heads(kv_heads=kv_heads)
-    key[:, :, 3] = torch.nan  # hidden by some tables
+    key[:, :, 3] = torch.nan  # hidden by all tables
     key.requires_grad_(learns)
     for _ in range(4):
         table = torch.randn(2, 4, 7, 7) if axes == 4 else torch.randn(7, 7)
         table[..., 3] = -torch.inf
-        given = (query, key, value), {"bias": table}
-        output = attention(*given[0], **given[1], kernel="sdpa")
-        expected = attention(*given[0], **given[1], kernel="reference")
+        output = attention(query, key, value, bias=table, kernel="sdpa")
+        expected = attention(query, key, value, bias=table, kernel="reference")
         assert_close(output, expected)
         if learns:
             assert_close(*(torch.autograd.grad(o.sum(), key)[0] for o in (output, expected)))

@@ -96,7 +96,8 @@ class LazyMask(Lazy):
         """Output and lse of one layer's call with this mask, validated once for all layers of the same form; None if it
         is not of a form that can be told from others.
 
-        The mask is made for one step and never modified, so its structure is no part of the form.
+        The mask is made for one step and never modified, so its structure is no part of the form. The call is computed
+        now and as it is (`as_it_stands`).
         """
         if self.bias is not None:
             return None

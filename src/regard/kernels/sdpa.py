@@ -211,7 +211,8 @@ def finished_table(call: Call) -> Tensor | None:
 
 
 def _as_read(numbers: Tensor) -> Tensor:
-    """torch leaves its fused operator where a table could learn, though nothing does without a graph."""
+    """A table as torch's operator takes it: torch leaves that for another where a table could learn, though nothing
+    does without a graph."""
     return numbers.detach() if numbers.requires_grad and not torch.is_grad_enabled() else numbers
 
 

@@ -154,7 +154,7 @@ def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
 
 def library() -> Compiled:
     """That of float32, which must be there: or strips would not be computed by it."""
-    found = compiled()
+    found = compiled(torch.float32)  # as `library_for` asks: without the dtype it would be another object
     assert found is not None
     return found
 

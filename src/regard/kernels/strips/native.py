@@ -152,7 +152,7 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     if most <= 0:
         return False
     table, plan = has_table(call.scoring), plan_of(call)
-    if any(part.interval is not None for part in plan.parts) and not plan.others:
+    if plan.interval is not None and not plan.others:
         least = _scores(call, plan.within(None))  # is counted in less time
         if price(dtype, learns, table) * least < most:
             return True
