@@ -7,7 +7,8 @@
 static i64 backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
-    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * (5 * UNIT + 3 * D + 2 * E) + 16 * 22;
+    i64 of_keys = (5 + 2 * c->units) * UNIT + 3 * D + 2 * E;
+    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * of_keys + 16 * 24;
 }
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
@@ -60,6 +61,9 @@ struct room {
     real *lse, *delta;                         /* one number for each query */
     real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
     real *key, *value, *weighed, *seen_key, *seen_value; /* of some keys */
+    /* of all units, for (5), unless tiles multiply: [key][units * UNIT]; and the keys that each vector sees of them */
+    real *all_scores, *all_grads;
+    i64 from[2 * UNITS], end[2 * UNITS];
 };
 
 /* Takes queries that see no key as 0, with their gradients. */
@@ -94,20 +98,73 @@ static void forget_empty(const struct place *p, const struct room *m)
     }
 }
 
-/* (5): adds numbers of a part's scores, times a factor, times its queries or gradients to rows of its keys or values;
-   `rows` are times that factor, `pairs` are not */
+/* (5) by tiles, of one part: adds numbers of its scores, times a factor, times its queries or gradients to rows of its
+   keys or values; `rows` are times that factor, `pairs` are not */
 static void add_to_rows(
-    const struct place *p, const struct room *m, const struct part *part, const real *scores, real factor,
-    const real *rows, const real *pairs, i64 size, real *to, i64 apart)
+    const struct room *m, const struct part *part, const real *scores, real factor, const real *rows,
+    const real *pairs, i64 size, real *to, i64 apart)
 {
-    i64 row = part->row, padded = round_up(size, LANES);
-    i64 whole = p->call->products == TILES ? part->n / TILE * TILE : 0;
+    i64 row = part->row, padded = round_up(size, LANES), whole = part->n / TILE * TILE;
     if (whole)
         split_times(
             whole, part->rows, row % UNIT, scores, factor, m->split, pairs + row / UNIT * UNIT / 2 * size, size, to,
             apart);
     scores_times(
-        part->n - whole, scores + whole * UNIT, rows + row * padded, padded, part->rows, to + whole * apart, apart);
+        part->n - whole, scores + whole * UNIT, UNIT, rows + row * padded, padded, part->rows, to + whole * apart,
+        apart);
+}
+
+/* puts numbers of a part's scores among those of all units */
+static void keep_part(const struct place *p, const struct part *part, const real *scores, real *all_units)
+{
+    i64 apart = p->call->units * UNIT;
+    real *to = all_units + part->from * apart + part->row;
+    for (i64 j = 0; j < part->n; j++)
+        for (int w = 0; w < part->wide * LANES; w += LANES) store(to + j * apart + w, load(scores + j * UNIT + w));
+}
+
+/* Before the parts of n keys: which of them each vector sees; what no part puts there is 0. */
+static void begin_all(const struct place *p, struct room *m, const struct span *s, i64 first, i64 n)
+{
+    i64 apart = p->call->units * UNIT;
+    for (i64 v = 0; v * LANES < p->rows; v++) {
+        m->from[v] = least(n, most(0, first_seen(p, s, v) - first));
+        m->end[v] = most(m->from[v], least(n, end_seen(p, s, v) - first));
+        for (i64 j = 0; j < n; j++) {
+            if (m->from[v] <= j && j < m->end[v]) continue;
+            store(m->all_scores + j * apart + v * LANES, all(0));
+            store(m->all_grads + j * apart + v * LANES, all(0));
+        }
+    }
+}
+
+/* the vectors of queries that see any of some keys: of those from the first on, to before `end` */
+static i64 vectors_that_see(const struct place *p, const struct room *m, i64 key, i64 end_key, i64 *end)
+{
+    i64 first = round_up(p->rows, LANES) / LANES;
+    *end = 0;
+    for (i64 v = first - 1; v >= 0; v--)
+        if (m->from[v] < end_key && m->end[v] > key) *end = *end ? *end : v + 1, first = v;
+    return first;
+}
+
+/* (5): adds numbers of all units' scores with n keys times their queries or gradients to rows of keys or values. All
+   units at a time, since sums of many queries are long: every number added to them rounds them once more. */
+static void add_all(
+    const struct place *p, const struct room *m, i64 n, const real *all_units, const real *rows, i64 size, real *to,
+    i64 apart)
+{
+    i64 padded = round_up(size, LANES), of_key = p->call->units * UNIT, end, other_end;
+    for (i64 j = 0, stop; j < n; j = stop) {
+        i64 first = vectors_that_see(p, m, j, j + LEFT, &end), row = first * LANES;
+        for (stop = j + LEFT; stop < n; stop += LEFT)
+            if (vectors_that_see(p, m, stop, stop + LEFT, &other_end) != first || other_end != end) break;
+        stop = least(stop, n);
+        if (end)
+            scores_times(
+                stop - j, all_units + j * of_key + row, of_key, rows + row * padded, padded,
+                least(end * LANES, p->rows) - row, to + j * apart, apart);
+    }
 }
 
 /* What a part adds to the gradients of its queries and keys, and of what was added to scores; first: of its keys, which
@@ -140,7 +197,10 @@ static void pull_part(
         drop(p, s, row, first, n, wide, kept, grads);
     }
     real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
-    add_to_rows(p, m, part, kept, 1, m->grad_rows, m->grad_pairs, E, to_value, s->step * c->sum_value.row);
+    if (c->products == TILES)
+        add_to_rows(m, part, kept, 1, m->grad_rows, m->grad_pairs, E, to_value, s->step * c->sum_value.row);
+    else
+        keep_part(p, part, kept, m->all_scores);
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *x = grads + j * UNIT + w * LANES;
@@ -151,7 +211,10 @@ static void pull_part(
     if (c->softcap > 0)
         for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
     real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
-    add_to_rows(p, m, part, grads, c->scale, m->query_rows, m->query_pairs, D, to_key, s->step * c->sum_key.row);
+    if (c->products == TILES)
+        add_to_rows(m, part, grads, c->scale, m->query_rows, m->query_pairs, D, to_key, s->step * c->sum_key.row);
+    else
+        keep_part(p, part, grads, m->all_grads);
     weigh(c, D, weighed, grads, n, wide, 0, column_of(m->grad_query, row, D));
 }
 
@@ -190,6 +253,8 @@ static void backward_place(const struct place *p, real *memory)
     m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
     m.seen_key = part_of(&memory, KEYS_BACKWARD * D), m.seen_value = part_of(&memory, KEYS_BACKWARD * E);
     m.weighed = part_of(&memory, KEYS_BACKWARD * D);
+    m.all_scores = part_of(&memory, KEYS_BACKWARD * c->units * UNIT);
+    m.all_grads = part_of(&memory, KEYS_BACKWARD * c->units * UNIT);
     for (i64 u = 0; u < units; u++) {
         real *query_pairs = m.query_pairs + u * D * UNIT / 2, *grad_pairs = m.grad_pairs + u * E * UNIT / 2;
         real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
@@ -205,6 +270,8 @@ static void backward_place(const struct place *p, real *memory)
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m.key);
         struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, key, m.weighed);
         struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
+        i64 at = key_of(p, k.span, k.first);
+        if (c->products != TILES) begin_all(p, &m, k.span, k.first, k.n);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
@@ -214,6 +281,11 @@ static void backward_place(const struct place *p, real *memory)
                     weighed_from(c, weighed, from));
             }
         }
+        if (c->products == TILES) continue;
+        real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
+        add_all(p, &m, k.n, m.all_grads, m.query_rows, D, to_key, k.span->step * c->sum_key.row);
+        real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
+        add_all(p, &m, k.n, m.all_scores, m.grad_rows, E, to_value, k.span->step * c->sum_value.row);
     }
     real of_unit[UNIT * D];
     for (i64 r = 0; r < p->rows; r++) {

@@ -341,11 +341,12 @@ static void features_times(i64 n, const real *left, i64 row, const real *right, 
         blocks(n, 1, left, 1, row, right, UNIT, depth, out, UNIT, 1);
 }
 
-/* (5): numbers of all scores times rows of queries or gradients, `padded` features each */
-static void scores_times(i64 n, const real *left, const real *right, i64 padded, i64 depth, real *out, i64 out_row)
+/* (5): numbers of all scores, of which rows lie so far apart, times rows of queries or gradients, `padded` features each */
+static void scores_times(
+    i64 n, const real *left, i64 row, const real *right, i64 padded, i64 depth, real *out, i64 out_row)
 {
     i64 c = 0;
     for (; c + UNIT <= padded; c += UNIT)
-        blocks(n, 2, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
-    if (c < padded) blocks(n, 1, left, UNIT, 1, right + c, padded, depth, out + c, out_row, 1);
+        blocks(n, 2, left, row, 1, right + c, padded, depth, out + c, out_row, 1);
+    if (c < padded) blocks(n, 1, left, row, 1, right + c, padded, depth, out + c, out_row, 1);
 }
