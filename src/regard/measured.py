@@ -25,7 +25,10 @@ ROUNDS = 15
 """How often both are timed, in turns; the shortest times are compared, since other programs only add to them."""
 
 ENOUGH_SECONDS = 0.05
-"""No further round begins after this time."""
+"""No further round begins after this time ..."""
+
+FEWEST_ROUNDS = 3
+"""... but after so many: on a slow processor, the first round is still as slow as what warms up."""
 
 
 def ratio(name: str, one: Callable[[], object], other: Callable[[], object]) -> float:
@@ -68,9 +71,11 @@ def _ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
     torch.set_num_threads(1)
     try:
         both: tuple[list[float], list[float]] = [], []
-        began = time.perf_counter()
+        began = 0.0
         for number in range(1 + ROUNDS):  # the first is to warm up
-            if number > 1 and time.perf_counter() - began > ENOUGH_SECONDS:
+            if number == 1:
+                began = time.perf_counter()
+            if number > FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_SECONDS:
                 break
             for run, times in zip((one, other), both, strict=True):
                 start = time.perf_counter()

@@ -220,17 +220,19 @@ def _sees_all(mask: Mask, queries: range, keys: range) -> bool:
 
 def cells_on(diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
     """Cells computed of the diagonals of a rectangle, if so many queries skip together what none of them sees; at most
-    half as many are computed one by one."""
+    half as many are computed one by one, and so is a last eighth of twice as many."""
     low, high = diagonals
     rows, columns = len(queries), len(keys)
+    of_two, rest = rows % (2 * together), rows % together
+    alone = rows <= together // 2 or rest == 0 or (of_two <= together // 4 and rows > 2 * together)
     if low is None and high is None:
-        return rows * columns
-    cells, counted = 0, together if rows > together // 2 else rows
+        return (rows if alone else rows - rest + together) * columns
+    cells = 0
     for first in range(0, rows, together):
         last = min(first + together, rows) - 1
         start = 0 if low is None else min(max(0, first + low), columns)
         stop = columns if high is None else max(start, min(columns, last + high + 1))
-        cells += counted * (stop - start)
+        cells += (min(together, rows - first) if alone else together) * (stop - start)
     return cells
 
 

@@ -143,7 +143,10 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     learns, dtype = call.learns, call.query.dtype
     features, queries, threads = call.query.shape[3] + call.value.shape[3], call.query.shape[2], torch.get_num_threads()
     size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
-    scores *= max(1.0, tuning.FEW_QUERIES / queries) if queries > 1 else tuning.ONE_QUERY
+    if queries == 1:
+        scores *= tuning.ONE_QUERY
+    elif 2 * queries <= call.key.shape[2]:
+        scores *= 1 + tuning.QUERIES_TO_BEGIN / queries
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
     # without gradients, and in half precision, torch's own function takes as long to begin

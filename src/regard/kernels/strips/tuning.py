@@ -114,8 +114,9 @@ From calls of 8 to 256 features, of 8 heads and 256 tokens."""
 SCORES_TO_BEGIN_A_NODE = 3 << 11
 """The same that a node in a graph of torch.compile takes, which Python runs. Rows "compiled"."""
 
-FEW_QUERIES = 8
-"""Queries below which torch's own function takes hardly less time for fewer of them. Row "5 queries" of features.py."""
+QUERIES_TO_BEGIN = 4
+"""Of many keys, torch's own function takes as long as for so many queries more, since it copies all of them before it
+multiplies. Rows "5 queries", "16 queries", "17 queries" of features.py."""
 
 SCORES_PER_LOOK = 16
 """Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a

@@ -8,14 +8,14 @@
 
 /* out[row][KEYS] = sum_d key[d] query[row][d], of `rows` that divide LANES; queries filled up to `padded` */
 INLINE void fewest_scores(
-    const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
+    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     const int keys = LANES / rows;
     for (i64 j = 0; j < n; j += keys) {
         const real *of_key[LANES];
         vec sums[LANES];
         UNROLL
-        for (int k = 0; k < keys; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
+        for (int k = 0; k < keys; k++) of_key[k] = (const real *)key.at + least(j + k, n - 1) * key.apart;
         UNROLL
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
         UNROLL
@@ -37,19 +37,20 @@ INLINE void fewest_scores(
 
 /* The same of any `rows`: so many that keys are turned once for all of them, rather than the sums of each. */
 INLINE void few_scores_of_columns(
-    const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
+    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     for (i64 j = 0; j < n; j += LANES) {
         const real *of_key[LANES];
         vec sums[FEW], more[FEW], x[LANES];
-        for (int k = 0; k < LANES; k++) of_key[k] = key + least(j + k, n - 1) * key_row;
+        for (int k = 0; k < LANES; k++) of_key[k] = (const real *)key.at + least(j + k, n - 1) * key.apart;
+        i64 ahead = most(0, least(STEPS_AHEAD, key.there - LANES - j)) * key.apart;
         UNROLL
         for (int r = 0; r < rows; r++) sums[r] = all(0);
         for (i64 d = 0; d < size; d += LANES) {
             UNROLL
             for (int k = 0; k < LANES; k++) {
                 x[k] = load_some(of_key[k] + d, size - d);
-                fetch(of_key[k] + STEPS_AHEAD * key_row + d);
+                fetch(of_key[k] + ahead + d);
             }
             transpose(x);
             UNROLL
@@ -67,20 +68,21 @@ INLINE void few_scores_of_columns(
 }
 
 INLINE void few_scores(
-    const int rows, i64 n, const real *key, i64 key_row, const real *query, i64 padded, i64 size, real *out)
+    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     if (rows > 2 && FEW > 4)
-        few_scores_of_columns(rows, n, key, key_row, query, padded, size, out);
+        few_scores_of_columns(rows, n, key, query, padded, size, out);
     else
-        fewest_scores(rows, n, key, key_row, query, padded, size, out);
+        fewest_scores(rows, n, key, query, padded, size, out);
 }
 
 /* out[row][d] += sum_j weights[row][KEYS] value[j][d], for `wide` vectors from d on, of which the last has `left` numbers;
    added once, as in `block` */
 INLINE void few_outputs_of(
-    const int rows, const int wide, i64 n, const real *value, i64 value_row, const real *weights, i64 padded, i64 left,
+    const int rows, const int wide, i64 n, struct rows value, i64 d, const real *weights, i64 padded, i64 left,
     real *out)
 {
+    const real *from = (const real *)value.at + d;
     vec sums[FEW][4];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -90,8 +92,8 @@ INLINE void few_outputs_of(
         vec x[4];
         UNROLL
         for (int c = 0; c < wide; c++) {
-            x[c] = load_some(value + j * value_row + c * LANES, left);
-            fetch(value + (j + STEPS_AHEAD) * value_row + c * LANES);
+            x[c] = load_some(from + j * value.apart + c * LANES, left);
+            fetch(from + least(j + STEPS_AHEAD, value.there - 1) * value.apart + c * LANES);
         }
         UNROLL
         for (int r = 0; r < rows; r++)
@@ -109,14 +111,14 @@ INLINE void few_outputs_of(
 
 /* the same of all features, outputs filled up to `padded` */
 INLINE void few_outputs(
-    const int rows, i64 n, const real *value, i64 value_row, const real *weights, i64 padded, i64 size, real *out)
+    const int rows, i64 n, struct rows value, const real *weights, i64 padded, i64 size, real *out)
 {
     const int wide = rows > 4 ? 2 : 4;
     i64 d = 0;
     for (; d + wide * LANES <= size; d += wide * LANES)
-        few_outputs_of(rows, wide, n, value + d, value_row, weights, padded, LANES, out + d);
+        few_outputs_of(rows, wide, n, value, d, weights, padded, LANES, out + d);
     for (; d < size; d += LANES)
-        few_outputs_of(rows, 1, n, value + d, value_row, weights, padded, size - d, out + d);
+        few_outputs_of(rows, 1, n, value, d, weights, padded, size - d, out + d);
 }
 
 /* out[j][d] += sum_row weights[row][KEYS] right[row][d], of `padded` features */
@@ -213,7 +215,7 @@ static void few_scores_of(
     real *scores, real *slope)
 {
     const struct call *c = p->call;
-    WITH_ROWS(few_scores, p->rows, n, key.at, key.apart, query, round_up(c->head_dim, LANES), c->head_dim, scores);
+    WITH_ROWS(few_scores, p->rows, n, key, query, round_up(c->head_dim, LANES), c->head_dim, scores);
     for (i64 r = 0; r < p->rows; r++) {
         real *of_row = scores + r * KEYS;
         for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, 1, of_row + j, slope ? slope + r * KEYS + j : NULL);
@@ -286,7 +288,7 @@ static void few_place(const struct place *p, real *memory)
             if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS, NULL);
             for (i64 e = 0; by != 1 && e < E_padded; e++) output[r * E_padded + e] *= by;
         }
-        WITH_ROWS(few_outputs, p->rows, n, value.at, value.apart, scores, E_padded, E, output);
+        WITH_ROWS(few_outputs, p->rows, n, value, scores, E_padded, E, output);
     }
     for (i64 r = 0; r < p->rows; r++) write_row(p, r, output + r * E_padded, top[r], total[r]);
 }
@@ -355,7 +357,7 @@ static void few_backward_place(const struct place *p, real *memory)
             key = rows_if_seen(is_seen, n, key, D, sizeof(real), seen_key);
             value = rows_if_seen(is_seen, n, value, E, sizeof(real), seen_value);
         }
-        WITH_ROWS(few_scores, p->rows, n, value.at, value.apart, grad, E_padded, E, grads);
+        WITH_ROWS(few_scores, p->rows, n, value, grad, E_padded, E, grads);
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < n; j += LANES) {
                 real *x = scores + r * KEYS + j;
@@ -376,7 +378,7 @@ static void few_backward_place(const struct place *p, real *memory)
                 if (wants_gradient(c, c->tile + t)) few_pull(p, s, c->tile + t, r, k.first, n, of_row);
             for (i64 j = 0; c->softcap > 0 && j < n; j++) of_row[j] *= slope[r * KEYS + j];
         }
-        WITH_ROWS(few_outputs, p->rows, n, key.at, key.apart, grads, D_padded, D, grad_query);
+        WITH_ROWS(few_outputs, p->rows, n, key, grads, D_padded, D, grad_query);
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
         WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->sum_key.row);
     }

@@ -87,10 +87,10 @@ INLINE i64 key_of(const struct place *p, const struct span *s, i64 first)
     return s->start + p->time * s->shift + first * s->step;
 }
 
-/* Rows of keys or values, so many numbers apart. */
+/* Rows of keys or values, so many numbers apart; there: from this one on, so many may be read. */
 struct rows {
     const void *at;
-    i64 apart;
+    i64 apart, there;
 };
 
 /* where one of them begins */
@@ -105,13 +105,14 @@ static struct rows rows_as_they_are(
     void *room)
 {
     const char *rows = t->data;
-    if (!p->call->key_order) return (struct rows){rows + row_at(p, t, s, first) * bytes, s->step * t->row};
+    if (!p->call->key_order)
+        return (struct rows){rows + row_at(p, t, s, first) * bytes, s->step * t->row, s->count - first};
     for (i64 i = first; i < first + n; i++) {
         const char *next = rows + row_at(p, t, s, least(i + ROWS_AHEAD, s->count - 1)) * bytes;
         for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
         memcpy((char *)room + (i - first) * size * bytes, rows + row_at(p, t, s, i) * bytes, size * bytes);
     }
-    return (struct rows){room, size};
+    return (struct rows){room, size, n};
 }
 
 /* n of them in our dtype: where they are, or in `room` */
@@ -124,7 +125,7 @@ static struct rows rows_of(
         widen(t->data, row_at(p, t, s, first + i), size, p->call->dtype, room + i * size);
         for (i64 d = 0; d < size; d += 32) fetch((const uint16_t *)t->data + next + d);
     }
-    return (struct rows){room, size};
+    return (struct rows){room, size, n};
 }
 
 /* the same in bfloat16 */
@@ -145,8 +146,8 @@ INLINE struct rows rows_to_multiply(
 /* from a later one on */
 INLINE struct rows rows_from(const struct call *c, struct rows rows, i64 from)
 {
-    if (c->products == PLAIN) return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart};
-    return (struct rows){(const uint16_t *)rows.at + from * rows.apart, rows.apart};
+    i64 bytes = c->products == PLAIN ? sizeof(real) : sizeof(uint16_t);
+    return (struct rows){(const char *)rows.at + from * rows.apart * bytes, rows.apart, rows.there - from};
 }
 
 /* (1) and (3): rows times what lies side by side for a unit; and times a factor, unless that has it */
@@ -154,7 +155,7 @@ static void multiply(
     const struct call *c, i64 size, struct rows rows, const real *right, real factor, i64 n, int wide, real *out)
 {
     if (c->products == PLAIN)
-        rows_times(n, rows.at, rows.apart, right, size, wide, out);
+        rows_times(n, rows.at, rows.apart, rows.there, right, size, wide, out);
     else
         halves_times(c->products, n, rows.at, rows.apart, right, size, wide, factor, out);
 }
@@ -167,7 +168,7 @@ static struct rows rows_to_weigh(
 {
     if (p->call->products == PLAIN) return rows;
     if (p->call->products == PAIRS) return rows_of(p, t, s, first, n, size, room);
-    struct rows columns = {room, most + SPARE};
+    struct rows columns = {room, most + SPARE, 0};
     to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
     return columns;
 }
@@ -175,8 +176,8 @@ static struct rows rows_to_weigh(
 /* from a later key on */
 INLINE struct rows weighed_from(const struct call *c, struct rows rows, i64 from)
 {
-    if (c->products == TILES) return (struct rows){(const uint16_t *)rows.at + from, rows.apart};
-    return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart};
+    if (c->products == TILES) return (struct rows){(const uint16_t *)rows.at + from, rows.apart, 0};
+    return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart, rows.there - from};
 }
 
 /* (2) and (4): adds them, times numbers of all scores, which are lost; split: whether they are, for tiles */
@@ -187,7 +188,7 @@ static void weigh(
         if (!split) split_keys(n, wide, scores);
         columns_times(size, rows.at, rows.apart, scores, n, wide, out);
     } else
-        features_times(size, rows.at, rows.apart, scores, n, wide, out);
+        features_times(size, rows.at, rows.apart, rows.there, scores, n, wide, out);
 }
 
 /* numbers of a thread's memory, for one purpose */
@@ -223,7 +224,7 @@ static struct rows rows_if_seen(const int8_t *is_seen, i64 n, struct rows rows, 
         else
             memset(to, 0, size * bytes);
     }
-    return (struct rows){room, size};
+    return (struct rows){room, size, n};
 }
 
 /* the same of what `weigh` takes */
@@ -236,7 +237,7 @@ static struct rows weighed_if_seen(
         const uint16_t *from = (const uint16_t *)rows.at + d * rows.apart;
         for (i64 j = 0; j < apart; j++) ((uint16_t *)room)[d * apart + j] = j < n && is_seen[j] ? from[j] : 0;
     }
-    return (struct rows){room, apart};
+    return (struct rows){room, apart, 0};
 }
 
 /* how many keys of a span come before a key of the call */

@@ -282,11 +282,15 @@ INLINE void fetch(const void *at) { __builtin_prefetch(at, 0); }
 #define ROWS_AHEAD 16  /* rows of keys or values that are fetched early where some are read at a time ... */
 #define STEPS_AHEAD 32 /* ... and where they are read one after another */
 
-/* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns */
+/* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns; there: of the left
+   factor, rows from the first on or, if it adds, steps. What is fetched early is among them: for each address beyond all
+   memory, some processors look for the page anew. */
 INLINE void block(
-    const int n, const int wide, const real *left, i64 row, i64 step, const real *right, i64 right_row, i64 depth,
-    real *out, i64 out_row, const int add)
+    const int n, const int wide, const real *left, i64 row, i64 step, i64 there, const real *right, i64 right_row,
+    i64 depth, real *out, i64 out_row, const int add)
 {
+    const real *ahead = left + most(0, least(ROWS_AHEAD, there - 8)) * row;
+    i64 of_eight = there >= 8 ? 7 : 0;
     vec sum[LEFT][2];
     UNROLL
     for (int r = 0; r < n; r++)
@@ -295,9 +299,9 @@ INLINE void block(
         vec x[2];
         for (int c = 0; c < wide; c++) x[c] = load(right + k * right_row + c * LANES);
         if (!add)
-            fetch(left + (ROWS_AHEAD + k % 8) * row + k / 8 * 8); /* in `depth` steps all of 8 rows */
+            fetch(ahead + (k & of_eight) * row + k / 8 * 8); /* in `depth` steps all of 8 rows */
         else if (row == 1)
-            fetch(left + (k + STEPS_AHEAD) * step);
+            fetch(left + least(k + STEPS_AHEAD, there - 1) * step);
         UNROLL
         for (int r = 0; r < n; r++)
             for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[c];
@@ -311,34 +315,36 @@ INLINE void block(
 }
 
 INLINE void blocks(
-    i64 n, const int wide, const real *left, i64 row, i64 step, const real *right, i64 right_row, i64 depth,
-    real *out, i64 out_row, const int add)
+    i64 n, const int wide, const real *left, i64 row, i64 step, i64 there, const real *right, i64 right_row,
+    i64 depth, real *out, i64 out_row, const int add)
 {
     i64 r = 0;
-    for (; r + LEFT <= n; r += LEFT)
-        block(LEFT, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
-    for (; r + 2 <= n; r += 2)
-        block(2, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
-    for (; r < n; r++)
-        block(1, wide, left + r * row, row, step, right, right_row, depth, out + r * out_row, out_row, add);
+#define BLOCK(rows)                                                                                              \
+    block(rows, wide, left + r * row, row, step, add ? there : there - r, right, right_row, depth, out + r * out_row, \
+          out_row, add)
+    for (; r + LEFT <= n; r += LEFT) BLOCK(LEFT);
+    for (; r + 2 <= n; r += 2) BLOCK(2);
+    for (; r < n; r++) BLOCK(1);
+#undef BLOCK
 }
 
-/* (1) and (3): rows of keys or values times what lies side by side for a unit */
-static void rows_times(i64 n, const real *left, i64 row, const real *right, i64 depth, int wide, real *out)
+/* (1) and (3): rows of keys or values, of which there are so many, times what lies side by side for a unit */
+static void rows_times(i64 n, const real *left, i64 row, i64 there, const real *right, i64 depth, int wide, real *out)
 {
     if (wide == 2)
-        blocks(n, 2, left, row, 1, right, UNIT, depth, out, UNIT, 0);
+        blocks(n, 2, left, row, 1, there, right, UNIT, depth, out, UNIT, 0);
     else
-        blocks(n, 1, left, row, 1, right, UNIT, depth, out, UNIT, 0);
+        blocks(n, 1, left, row, 1, there, right, UNIT, depth, out, UNIT, 0);
 }
 
 /* (2) and (4): features of keys or values times numbers of all scores */
-static void features_times(i64 n, const real *left, i64 row, const real *right, i64 depth, int wide, real *out)
+static void features_times(
+    i64 n, const real *left, i64 row, i64 there, const real *right, i64 depth, int wide, real *out)
 {
     if (wide == 2)
-        blocks(n, 2, left, 1, row, right, UNIT, depth, out, UNIT, 1);
+        blocks(n, 2, left, 1, row, there, right, UNIT, depth, out, UNIT, 1);
     else
-        blocks(n, 1, left, 1, row, right, UNIT, depth, out, UNIT, 1);
+        blocks(n, 1, left, 1, row, there, right, UNIT, depth, out, UNIT, 1);
 }
 
 /* (5): numbers of all scores, of which rows lie so far apart, times rows of queries or gradients, `padded` features each */
@@ -347,6 +353,6 @@ static void scores_times(
 {
     i64 c = 0;
     for (; c + UNIT <= padded; c += UNIT)
-        blocks(n, 2, left, row, 1, right + c, padded, depth, out + c, out_row, 1);
-    if (c < padded) blocks(n, 1, left, row, 1, right + c, padded, depth, out + c, out_row, 1);
+        blocks(n, 2, left, row, 1, depth, right + c, padded, depth, out + c, out_row, 1);
+    if (c < padded) blocks(n, 1, left, row, 1, depth, right + c, padded, depth, out + c, out_row, 1);
 }
