@@ -51,8 +51,8 @@ no whole vectors: that of all heads would be new in every call. Row "17 queries,
 
 MAX_PRICE = 1.15
 """Times that a score takes beside torch's operator, up to which its strips are not compared: to cut them anew for every
-mask takes several times as long as the call. On a processor with AVX2, where a score costs 1.05 times torch's, rows
-"... new in every call" of features.py."""
+mask takes several times as long as the call. On an Intel processor limited to AVX2, where a score cost 1.05 times
+torch's, rows "... new in every call" of features.py."""
 
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
