@@ -186,7 +186,11 @@ def test_a_recording_can_be_asked_outside_of_inference_mode():
     with record(model) as expected:
         model(tokens)
     assert_close(recording["layers.1"].head(4).entropy(), expected["layers.1"].head(4).entropy())
-    assert recording.summary(tokens)[7] == expected.summary(tokens)[7]
+    one, other = (made.summary(tokens)[7] for made in (recording, expected))
+    rounded = "entropy", "spread", "distance"  # without gradients, torch may add up in another order
+    assert [getattr(one, name) for name in rounded] == pytest.approx([getattr(other, name) for name in rounded])
+    assert one.shares == pytest.approx(other.shares)
+    assert (one.layer, one.head, one.kind, one.reads) == (other.layer, other.head, other.kind, other.reads)
 
 
 # --- the blocks -------------------------------------------------------------------------------------------------------

@@ -263,17 +263,17 @@ def plan(
         lse: plan `attention_with_lse` instead of `attention`.
         tile_size: rows and columns of the tiles that are counted.
 
-    >>> print(plan(*torch.zeros(3, 1, 2, 300, 8), mask=Causal()))
-    scores  [batch=1, heads=2, query_len=300, key_len=300], mask Causal(offset=0)
+    >>> print(plan(*torch.zeros(3, 1, 2, 8192, 8), mask=Causal()))
+    scores  [batch=1, heads=2, query_len=8192, key_len=8192], mask Causal(offset=0)
     kernel  native: the compiled library computes what the mask allows, and little else, in less time
             not sdpa: supported, but native is preferred
             not flex: FlexAttention is used on CUDA devices only: on others it has no backward pass
             not strips: supported, but native is preferred
-            not direct: supported, but holds 540,000 numbers of query_len x key_len
-            not reference: supported, but holds 540,000 numbers of query_len x key_len
-    tiles   3 empty (33%), 3 partial (33%), 3 full (33%) of 128 x 128
-    FLOPs   3.11e+06 needed, 3.11e+06 computed
-    memory  75.0 KiB read and written, 21.1 KiB beside inputs at most; nothing quadratic
+            not direct: supported, but holds 402,653,184 numbers of query_len x key_len
+            not reference: supported, but holds 402,653,184 numbers of query_len x key_len
+    tiles   2016 empty (49%), 64 partial (2%), 2016 full (49%) of 128 x 128
+    FLOPs   2.15e+09 needed, 2.15e+09 computed
+    memory  2.0 MiB read and written, 576.0 KiB beside inputs at most; nothing quadratic
     """
     generator = torch.Generator()  # nothing is dropped here, so torch's default generator must not advance
     call = check_call("plan", query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, lse)
