@@ -71,11 +71,10 @@ def _ratio(one: Callable[[], object], other: Callable[[], object]) -> float:
     torch.set_num_threads(1)
     try:
         both: tuple[list[float], list[float]] = [], []
-        began = 0.0
         for number in range(1 + ROUNDS):  # the first is to warm up
-            if number == 1:
+            if number < 2:
                 began = time.perf_counter()
-            if number > FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_SECONDS:
+            elif number > FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_SECONDS:
                 break
             for run, times in zip((one, other), both, strict=True):
                 start = time.perf_counter()

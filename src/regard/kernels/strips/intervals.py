@@ -72,7 +72,8 @@ class Interval(NamedTuple):
         return Interval(self.first[index : index + 1], self.end[index : index + 1])
 
     def cells_on(self, diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
-        """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here."""
+        """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here; its
+        last queries are counted as any others, however few they are."""
         (low, high), (first, end, _) = diagonals, self
         spare = -len(queries) % together
         of_last = torch.arange(together - 1, len(queries) + spare, together, device="cpu").clamp(max=len(queries) - 1)

@@ -196,9 +196,10 @@ static void pull_part(
         kept = memcpy(m->dropped, scores, n * UNIT * sizeof(real));
         drop(p, s, row, first, n, wide, kept, grads);
     }
-    real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
     if (c->products == TILES)
-        add_to_rows(m, part, kept, 1, m->grad_rows, m->grad_pairs, E, to_value, s->step * c->sum_value.row);
+        add_to_rows(
+            m, part, kept, 1, m->grad_rows, m->grad_pairs, E, sum_row(p, &c->sum_value, c->chunk_value, at),
+            s->step * c->sum_value.row);
     else
         keep_part(p, part, kept, m->all_scores);
     for (i64 j = 0; j < n; j++)
@@ -210,9 +211,10 @@ static void pull_part(
         if (wants_gradient(c, c->tile + t)) pull_tile(p, s, c->tile + t, row, first, n, wide, grads);
     if (c->softcap > 0)
         for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
-    real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
     if (c->products == TILES)
-        add_to_rows(m, part, grads, c->scale, m->query_rows, m->query_pairs, D, to_key, s->step * c->sum_key.row);
+        add_to_rows(
+            m, part, grads, c->scale, m->query_rows, m->query_pairs, D, sum_row(p, &c->sum_key, c->chunk_key, at),
+            s->step * c->sum_key.row);
     else
         keep_part(p, part, grads, m->all_grads);
     weigh(c, D, weighed, grads, n, wide, 0, column_of(m->grad_query, row, D));
@@ -270,7 +272,6 @@ static void backward_place(const struct place *p, real *memory)
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m.key);
         struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, key, m.weighed);
         struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
-        i64 at = key_of(p, k.span, k.first);
         if (c->products != TILES) begin_all(p, &m, k.span, k.first, k.n);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
@@ -282,6 +283,7 @@ static void backward_place(const struct place *p, real *memory)
             }
         }
         if (c->products == TILES) continue;
+        i64 at = key_of(p, k.span, k.first);
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
         add_all(p, &m, k.n, m.all_grads, m.query_rows, D, to_key, k.span->step * c->sum_key.row);
         real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
