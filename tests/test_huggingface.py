@@ -63,6 +63,7 @@ LATENT = {
     "v_head_dim": 7, "moe_intermediate_size": HIDDEN, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
+INDEXED = {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "num_local_experts": 4}
 
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", WIDE),
@@ -111,6 +112,21 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Helium": ("HeliumForCausalLM", {**GROUPED, "head_dim": DIM // HEADS}),
     "BioGpt": ("BioGptForCausalLM", PLAIN),
 }
+SELECTING: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV32": ("DeepseekV32ForCausalLM", {**PLAIN, **INDEXED}),
+    "GlmMoeDsa": ("GlmMoeDsaForCausalLM", {**PLAIN, **INDEXED}),
+    "HYV4": ("HYV4ForCausalLM", {**PLAIN, **INDEXED}),
+    "AXK2": ("AXK2ForCausalLM", {**PLAIN, **INDEXED}),
+    "Dots3Note": ("Dots3NoteForCausalLM", {**PLAIN, **INDEXED}),
+    "MiniMaxM3VL, blocks of 3 keys": (
+        "MiniMaxM3VLForCausalLM",
+        {
+            **WIDE, **EXPERTS, "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": KV_HEADS,
+            "index_head_dim": 10, "index_block_size": 3, "index_topk_blocks": 2,
+        },
+    ),
+    "Doge": ("DogeForCausalLM", {**GROUPED, "keep_window_size": 4}),
+}  # fmt: skip
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT": ("BertModel", SIZES),
     "RoBERTa": ("RobertaModel", {**SIZES, "pad_token_id": 0}),
@@ -168,6 +184,8 @@ def pair(
     kind: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """One model twice: with attention by "eager" and by regard."""
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     made = getattr(transformers, kind)
     config = (
         made.config_class(**sizes)
@@ -239,6 +257,84 @@ def test_a_causal_family_generates_eagers_tokens_with_a_dynamic_and_a_static_cac
     expected = generated(theirs, tokens, attention_mask=real)
     assert torch.equal(generated(ours, tokens, attention_mask=real), expected)
     assert torch.equal(generated(ours, tokens, attention_mask=real, cache_implementation="static"), expected)
+
+
+def pair_of_selecting(kind: str, sizes: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A pair, of which the first takes torch's function where transformers has it for the family."""
+    theirs, ours = pair(kind, sizes)
+    if theirs._supports_sdpa:  # "eager" gives real tokens of MiniMax that see no real block another result
+        theirs.set_attn_implementation("sdpa")
+    return theirs, ours
+
+
+@of(SELECTING)
+def test_a_family_that_selects_keys_for_each_query_gives_the_same_logits(kind, sizes):
+    theirs, ours = pair_of_selecting(kind, sizes)
+    compiled = torch.compile(ours, backend="eager")
+    for side in ("none", "left", "right"):
+        real = real_tokens(side)
+        inputs = {"input_ids": some_tokens(), "attention_mask": real.long()}
+        agree(theirs, ours, real, **inputs)
+        agree(theirs, compiled, real, **inputs)
+    agree(theirs, ours, input_ids=some_tokens())
+
+
+@of(SELECTING)
+def test_a_family_that_selects_keys_for_each_query_generates_the_same_tokens(kind, sizes):
+    theirs, ours = pair_of_selecting(kind, sizes)
+    tokens, real = some_tokens(), real_tokens("left").long()
+    for cache in (None, "static"):  # which give different tokens in some of these families
+        expected, actual = (
+            generated(model, tokens, attention_mask=real, cache_implementation=cache) for model in (theirs, ours)
+        )
+        assert torch.equal(actual, expected), cache
+
+
+@of(SELECTING, "DeepseekV32", "MiniMaxM3VL", "Doge")
+def test_what_a_selecting_family_learns_and_its_weights_are_eagers(kind, sizes):
+    theirs, ours = pair(kind, sizes)
+    tokens = some_tokens()
+    for expected, actual in zip(*(m(tokens, output_attentions=True).attentions for m in (theirs, ours)), strict=True):
+        assert_close(actual.dense(), expected, tolerance=TOLERANCE)
+    assert (expected == 0).sum() > 0.55 * expected.numel()  # causality alone leaves out less than half
+    for model in (theirs, ours):
+        model(tokens, labels=tokens).loss.backward()
+    for expected, actual in zip(theirs.parameters(), ours.parameters(), strict=True):
+        if expected.grad is not None:
+            assert_close(actual.grad, expected.grad, tolerance=TOLERANCE * max(1.0, expected.grad.abs().max().item()))
+
+
+def test_the_keys_that_a_query_selects_are_those_of_the_mask_that_it_names():
+    query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    numbers = torch.tensor([[0, 3, 3, -1], [6, 1, 2, 0], [-1, -1, -1, 4], [5, 6, 7, 9], [-1, -1, -1, -1]])
+    numbers = torch.stack([numbers, numbers.flip(0)])
+    chosen = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
+    for row, query_number, place in torch.cartesian_prod(torch.arange(2), torch.arange(5), torch.arange(4)).tolist():
+        if 0 <= (number := int(numbers[row, query_number, place])) < 7:
+            chosen[row, 0, query_number, number] = True
+    lazy = mask_for_transformers(2, 5, 7, q_offset=2)
+    for mask, allowed in ((lazy, lazy.dense() & chosen), (None, Causal(0).allowed(range(5), range(7)) & chosen)):
+        made = attend(Layer(), query, key, value, mask, indices=numbers.int())[0]
+        assert_close(made, regard.attention(query, key, value, mask=Dense(allowed)).transpose(1, 2))
+    blocks = numbers.clamp(max=2)[:, None].expand(2, 2, 5, 4).clone()
+    blocks[:, 1, :, :2] = 1  # other blocks in the second group of heads
+    layer = Layer(indexer=Layer(block_size=3))
+    of_keys = torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    chosen = (blocks[..., None] == of_keys).any(3).repeat_interleave(3, dim=1)
+    made = attend(layer, query, key, value, lazy, block_indices=blocks)[0]
+    expected = regard.attention(query, key, value, mask=Dense(lazy.dense() & chosen))
+    assert_close(made, expected.transpose(1, 2))
+    one = attend(Layer(), query[:, :, :1], key, value, None, indices=numbers[:, :1])[0]
+    allowed = torch.tensor([[1, 0, 0, 1, 0, 0, 0], [0] * 7], dtype=torch.bool)[:, None, None]
+    assert_close(one, regard.attention(query[:, :, :1], key, value, mask=Dense(allowed)).transpose(1, 2))
+    for wrong in (numbers[:1], numbers.float(), numbers[0], [0, 1]):
+        with pytest.raises(ShapeError, match=r"regard: indices must be int \[2, 5, 'any'\]"):
+            attend(Layer(), query, key, value, lazy, indices=wrong)
+    with pytest.raises(ShapeError, match=r"regard: block_indices must be int \[2, 2, 5, 'any'\]"):
+        attend(layer, query, key, value, lazy, block_indices=numbers)
+    for other in ({"indices": numbers}, {}):
+        with pytest.raises(ValueError, match=r"as the layer's indexer.block_size says"):
+            attend(layer if other else Layer(), query, key, value, lazy, block_indices=blocks, **other)
 
 
 @of(ENCODERS)
@@ -718,9 +814,45 @@ def test_a_mask_takes_part_in_logic_and_in_nothing_else():
     assert_same_cells(~lazy, ~whole)
     assert_same_cells(torch.cat([lazy, whole], -1), torch.cat([whole, whole], -1))
     assert torch.equal(copy.deepcopy(lazy), whole)
-    for use in (lambda: lazy + 0.0, lambda: 1.0 - lazy, lambda: lazy[:, 0], lambda: lazy.float(), lambda: lazy.any()):
+    scores = torch.randn(whole.shape)
+    assert torch.equal(scores.masked_fill(~lazy, -1.0), scores.masked_fill(~whole, -1.0))
+    assert torch.equal(scores.masked_fill(lazy, -1.0), scores.masked_fill(whole, -1.0))
+    assert torch.equal(torch.where(lazy, 0.0, -1.0), torch.where(whole, 0.0, -1.0))
+    for use in (
+        lambda: lazy + 0.0, lambda: 1.0 - lazy, lambda: lazy.float(), lambda: lazy.any(), lambda: lazy == 0,
+        lambda: torch.where(whole, lazy, 0.0), lambda: torch.where(lazy, lazy, 0.0), lambda: scores[lazy],
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="works on its mask itself"):
             use()
+
+
+def test_a_part_of_a_mask_takes_part_in_logic_and_in_nothing_else():
+    lazy, whole = both(AFTER, stranger)
+    for part, cells in (
+        (lazy[:, 0], whole[:, 0]),
+        (lazy[..., :2], whole[..., :2]),
+        (lazy[:, 0][:, None].expand_as(whole).contiguous(), whole),
+        (lazy[:, :, -1].transpose(0, 2).unsqueeze(0).squeeze(0), whole[:, :, -1].transpose(0, 2)),
+        (lazy[:].repeat_interleave(2, dim=1).to(whole.device).detach(), whole.repeat_interleave(2, dim=1)),
+    ):
+        numbers = torch.randn(cells.shape)
+        assert (part.shape, part.dtype, part.dim()) == (cells.shape, torch.bool, cells.dim())
+        assert torch.equal(part & cells, cells)
+        assert torch.equal(~part, ~cells)
+        assert torch.equal(numbers.masked_fill(part, -1.0), numbers.masked_fill(cells, -1.0))
+        assert torch.equal(torch.where(part, numbers, 0.0), torch.where(cells, numbers, 0.0))
+        for use in (
+            lambda part, numbers: numbers + part, lambda part, numbers: part + 0.0, lambda part, numbers: 1.0 - part,
+            lambda part, numbers: part.float(), lambda part, numbers: part.to(torch.float32),
+            lambda part, numbers: part == 0, lambda part, numbers: numbers.masked_fill(part == 0, -1.0),
+            lambda part, numbers: part.any(), lambda part, numbers: torch.where(numbers > 0, part, 0.0),
+            lambda part, numbers: part.long().sum(), lambda part, numbers: numbers[part],
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="works on its mask itself"):
+                use(part, numbers)
+    query, key, value = torch.randn(3, 2, 4, whole.shape[3], 8)
+    query = query[:, :, -whole.shape[2] :]
+    assert_close(attend(Layer(), query, key, value, lazy[:])[0], attend(Layer(), query, key, value, whole)[0])
 
 
 # --- nothing square -----------------------------------------------------------------------------------------------
@@ -855,7 +987,7 @@ def test_padding_of_another_shape_is_refused():
 
 
 def test_an_argument_that_is_not_understood_is_refused_by_name(monkeypatch):
-    for name in ("block_indices", "head_mask", "indices", "sinks"):
+    for name in ("block_table", "head_mask", "sparse_keys", "sinks"):
         with pytest.raises(ValueError, match=f"was given {name}, and regard does not know"):
             computed(heads(), **{name: torch.zeros(1)})
         computed(heads(), **{name: None})

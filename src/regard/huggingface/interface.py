@@ -11,7 +11,8 @@ from regard.biases import Bias, as_bias
 from regard.graphs import as_it_stands, exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
-from regard.huggingface.masks import LazyMask
+from regard.huggingface.masks import Cells, LazyMask
+from regard.huggingface.selected import selected_keys
 from regard.huggingface.symbols import GraphMask
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.numerics import all_zero
@@ -57,6 +58,8 @@ def attend(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls; the names of its arguments are those of transformers.
@@ -71,6 +74,7 @@ def attend(
         is_causal: for a call without a mask; None: ``module.is_causal``, or True if that does not exist.
         sliding_window: ignored if there is a mask, which includes the window.
         s_aux: a sink logit for each head. position_bias: added to the scores.
+        indices, block_indices: the keys that each query may see, of those that the mask allows (`selected_keys`).
         others: those in `HARMLESS` are ignored; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate packed texts.
     Raises:
         ValueError: an unknown argument that may change the result; continuous batching.
@@ -84,6 +88,8 @@ def attend(
         position_bias = None  # of one query, to add it takes no longer than to ask
     one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
     way = attend_one if one else attention_mask.attend if type(attention_mask) is LazyMask else None
+    if indices is not None or block_indices is not None:
+        way = None
     if way is not None and _alone(others, dropout and module.training):
         results = way(query, key, value, scaling, softcap, s_aux, position_bias)
         if results is not None:
@@ -100,6 +106,7 @@ def attend(
         mask = _without_mask(*lengths, causal, sliding_window)
     if bounds != (None, None):
         mask = _joined(mask, _packed(*bounds, query, key))
+    mask = _joined(mask, selected_keys(module, query, key, indices, block_indices))
     if position_bias is not None:
         bias = position_bias if bias is None else as_bias(position_bias) + bias
     heads = Heads(query, key, value)
@@ -174,6 +181,8 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
             "regard: attention_mask must be bool (True = may attend) or floating (added to the scores) "
             f"[batch, heads, query_len, key_len] where a layer gets it, got {got}"
         )
+    if isinstance(given, Cells):
+        given = given.as_subclass(Tensor)
     return (Dense(given), None) if given.dtype == torch.bool else (None, given)
 
 

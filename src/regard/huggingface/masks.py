@@ -21,6 +21,16 @@ from regard.validation import check_call
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
 
+_WHERE = {torch.where: 0, Tensor.masked_fill: 1, Tensor.masked_fill_: 1, torch.masked_fill: 1}
+"""Where functions that choose by bools have these among their arguments."""
+
+_ARRANGING = (
+    "__getitem__", "narrow", "select", "view", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "permute",
+    "expand", "expand_as", "repeat", "repeat_interleave", "contiguous", "clone", "detach",
+)  # fmt: skip
+_VIEWS = {getattr(where, name) for where in (Tensor, torch) for name in _ARRANGING if hasattr(where, name)}
+"""Functions that only arrange what is there."""
+
 
 class LazyMask(Lazy):
     """A regard mask in place of transformers' bool tensor [batch, 1, query_len, key_len], True = may attend.
@@ -159,11 +169,15 @@ class LazyMask(Lazy):
 
     def dense(self) -> Tensor:
         self._check_size()
+        allowed = self._cells()
+        return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
+
+    def _cells(self) -> Tensor:
+        """Who may attend to whom, as bools of the mask's own shape."""
         batch, heads, query_len, key_len = self.shape
         bound = self.mask.bind(Grid(batch, heads, query_len, key_len, self.device))
         rows, columns = indices(range(query_len), self.device), indices(range(key_len), self.device)
-        allowed = bound.allowed(rows, columns).expand(self.shape)
-        return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
+        return bound.allowed(rows, columns).expand(self.shape)
 
     def _advice(self) -> str:
         return "ask .mask.allowed(queries, keys) for a rectangle"
@@ -183,15 +197,13 @@ class LazyMask(Lazy):
             lazy, other = args if isinstance(args[0], LazyMask) else args[::-1]
             if lazy._may_be_added(other):
                 return lazy._with(other if lazy.bias is None else lazy.bias + other)
+        if func is Tensor.__getitem__ and isinstance(args[0], LazyMask) and args[0].bias is None:
+            return args[0]._cells().as_subclass(Cells)[args[1]]
         logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
+        logical = logical or (_chooses(func, args, LazyMask) and args[_WHERE[func]].bias is None)
         copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
         if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
-            # typically a model without the interface that adds the mask, assumed to be 0 and -inf, to its scores
-            raise ValueError(  # not a TypeError, whose message `+` would replace
-                f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard "
-                'does not support; load it with attn_implementation="eager" '
-                "(.dense() returns the mask as a tensor)"
-            )
+            raise _works_on_its_mask(func)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _may_be_added(self, other: object) -> bool:
@@ -216,3 +228,41 @@ class LazyMask(Lazy):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         added = "" if self.bias is None else f" + {self.bias.dtype} {list(self.bias.shape)}"
         return f"LazyMask({self.mask}{added}, {list(self.shape)})"
+
+
+class Cells(Tensor):
+    """A part of a mask as a tensor of bools, True = may attend.
+
+    It may be arranged, combined and chosen by. In any other use it raises an error: a model that adds its mask to its
+    scores takes it for 0 and -inf.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        attribute = func in _OUTSIDE or getattr(func, "__name__", "") == "__get__"
+        arranged = func in _VIEWS and isinstance(args[0], Cells)  # not numbers that are chosen by cells
+        arranged = arranged or (func is Tensor.to and torch._C._nn._parse_to(*args[1:], **kwargs)[1] is None)
+        if not (attribute or arranged or func in _LOGICAL or _chooses(func, args, Cells)):
+            raise _works_on_its_mask(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            return result.as_subclass(Cells if attribute or arranged else Tensor)
+        return result
+
+
+def _chooses(func: Any, args: tuple[Any, ...], kind: type) -> bool:
+    """Whether tensors of that kind are only what a function chooses by."""
+    return func in _WHERE and [place for place, one in enumerate(args) if isinstance(one, kind)] == [_WHERE[func]]
+
+
+def _works_on_its_mask(func: Any) -> ValueError:
+    """Typically a model without the interface that adds the mask, assumed to be 0 and -inf, to its scores."""
+    return ValueError(  # not a TypeError, whose message `+` would replace
+        f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard "
+        'does not support; load it with attn_implementation="eager" '
+        "(.dense() returns the mask as a tensor)"
+    )

@@ -1,0 +1,49 @@
+"""Keys that a model selects for each query itself, as the indexers of DeepSeek V3.2 and MiniMax M3 do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.masks import Dense, Mask
+from regard.shapes import ShapeError
+
+
+def selected_keys(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blocks: Any) -> Mask | None:
+    """The mask that allows only the selected keys; None if nothing is selected.
+
+    Args:
+        keys: int [batch, query_len, any number], which keys each query may see, in all heads; -1: no key.
+        blocks: int [batch, kv_heads, query_len, any number], which blocks of as many keys as ``module.indexer``
+            says in ``block_size``; -1: no block.
+    """
+    if keys is None and blocks is None:
+        return None
+    (batch, heads, query_len, _), key_len = query.shape, key.shape[2]
+    if blocks is None:
+        _check("indices", keys, (batch, query_len))
+        return Dense(_marked(keys, key_len)[:, None])
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if keys is not None or not isinstance(size, int):
+        raise ValueError(
+            "regard: block_indices stand for blocks of as many keys as the layer's indexer.block_size says, "
+            f"and come without indices; got {size!r}{'' if keys is None else ' and indices'}"
+        )
+    _check("block_indices", blocks, (batch, key.shape[1], query_len))
+    allowed = _marked(blocks, -(-key_len // size)).repeat_interleave(size, dim=3)[..., :key_len]
+    return Dense(allowed.repeat_interleave(heads // key.shape[1], dim=1))
+
+
+def _check(name: str, numbers: Any, shape: tuple[int, ...]) -> None:
+    whole = isinstance(numbers, Tensor) and not (numbers.is_floating_point() or numbers.dtype == torch.bool)
+    if not whole or tuple(numbers.shape[:-1]) != shape:
+        got = f"{numbers.dtype} {list(numbers.shape)}" if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise ShapeError(f"regard: {name} must be int {[*shape, 'any']}, the numbers of selected keys, got {got}")
+
+
+def _marked(numbers: Tensor, count: int) -> Tensor:
+    """Bools [..., count] that are true at the numbers [..., any]; other numbers than 0 to count - 1 mark nothing."""
+    numbers = numbers.long()
+    places = torch.where((numbers >= 0) & (numbers < count), numbers, count)
+    marked = torch.zeros((*numbers.shape[:-1], count + 1), dtype=torch.bool, device=numbers.device)
+    return marked.scatter(-1, places, True)[..., :count]
