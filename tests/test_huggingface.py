@@ -1582,7 +1582,12 @@ def test_one_query_that_sees_every_key_has_no_mask_where_transformers_allows_it(
     causal, both = {"allow_is_causal_skip": True}, {"allow_is_bidirectional_skip": True}
     assert made(**causal) is made(**causal, attention_mask=torch.ones(2, 9)) is None
     assert made(function=bidirectional_mask_function, **both) is None
+    window, chunk = masking_utils.sliding_window_causal_mask_function, masking_utils.chunked_causal_mask_function
+    assert made(function=window(9), **causal) is made(start=20, kv_offset=12, function=window(9), **causal) is None
     for mask in (
+        made(function=window(9)), made(function=window(8), **causal), made(keys=10, function=window(99), **causal),
+        made(function=window(9), **causal, attention_mask=real), made(function=chunk(9, torch.zeros(2, dtype=torch.int64)), **causal),
+        made(function=masking_utils.or_masks(causal_mask_function, window(9)), **causal),
         made(), made(**both), made(keys=10, **causal), made(length=2, start=7, **causal),
         made(**causal, attention_mask=real),
         made(function=bidirectional_mask_function, **causal), made(function=lambda b, h, q, k: k <= q, **causal),

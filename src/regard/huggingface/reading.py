@@ -68,11 +68,11 @@ def mask_for_transformers(
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if bool(real.all()):
             real = None
-    if q_length == 1 and real is None:
-        maker = _maker(mask_function)
-        if allow_is_causal_skip and maker == "causal_mask_function" and place.offset + 1 >= kv_length:
-            return None
-        if allow_is_bidirectional_skip and maker == "bidirectional_mask_function":
+    if q_length == 1 and real is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
+        last = allow_is_causal_skip and place.offset + 1 >= kv_length
+        if (last and _sees_all_before(mask_function, place)) or (
+            allow_is_bidirectional_skip and _maker(mask_function) == "bidirectional_mask_function"
+        ):
             return None
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real)
@@ -181,6 +181,16 @@ def _maker(function: object) -> str:
     """The name of what makes such mask functions in transformers, if its reading is trusted; otherwise none."""
     code: CodeType | None = getattr(function, "__code__", None)
     return "" if code is None else _TRUSTED.get(code, "")
+
+
+def _sees_all_before(function: object, place: Place) -> bool:
+    """Whether a causal mask, perhaps with a window, is known to show the first query everything up to its place."""
+    maker = _maker(function)
+    if maker == "and_masks":
+        return all(_sees_all_before(part, place) for part in _inside(function)["mask_functions"])
+    if maker == "sliding_window_overlay":
+        return bool(place.offset < _inside(function)["sliding_window"])
+    return maker == "causal_mask_function"
 
 
 def _inside(function: Any) -> Inside:
