@@ -1600,6 +1600,42 @@ def test_one_query_that_sees_every_key_has_no_mask_where_transformers_allows_it(
         assert isinstance(mask, LazyMask)
 
 
+def test_one_query_with_a_mask_of_its_own_takes_the_short_way_and_sees_what_it_says(monkeypatch):
+    def too_long(*given: Any) -> None:
+        raise AssertionError("the ordinary way")
+
+    monkeypatch.setattr(hooks, "attend", too_long)
+    query, key, value = (x[:, :, -1:] if name == "query" else x for name, x in heads(9, 9)._asdict().items())
+    numbers = torch.tensor([[[1, 8, 5]], [[0, 2, 2]]])
+    selected = torch.zeros(2, 1, 1, 9, dtype=torch.bool).scatter_(-1, numbers[:, None], True)
+    lazy = mask_for_transformers(2, 1, 9, q_offset=8, attention_mask=torch.arange(9) >= torch.tensor([[3], [0]]))
+    window = mask_for_transformers(2, 1, 9, 8, 0, masking_utils.sliding_window_causal_mask_function(5))
+    bias = torch.randn(2, 6, 1, 9)
+    everything = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    for mask, allowed in (
+        (torch.rand(2, 6, 1, 9) > 0.3, None), (torch.rand(1, 1, 1, 9) > 0.5, None), (lazy, lazy.dense()),
+        (lazy[:], lazy.dense()), (window, window.dense()), (None, everything),
+    ):  # fmt: skip
+        allowed = mask if allowed is None else allowed
+        for added in (None, bias):
+            for chosen in (None, numbers, numbers.int()):
+                seen = allowed if chosen is None else allowed & selected
+                expected = regard.attention(query, key, value, mask=Dense(seen), bias=added, kernel="reference")
+                made = attend(Layer(), query, key, value, mask, position_bias=added, indices=chosen)[0]
+                assert_close(made, expected.transpose(1, 2))
+                if chosen is not None and not bool((allowed & selected).all()):  # what is hidden does nothing
+                    unseen = ~(allowed & selected).any(0).any(0).any(0)
+                    spoilt = value.masked_fill(unseen[:, None], math.nan)
+                    made = attend(Layer(), query, key, spoilt, mask, position_bias=added, indices=chosen)[0]
+                    assert_close(made, expected.transpose(1, 2))
+    for added in (bias, bias[:1, :1], bias.masked_fill(torch.rand(2, 6, 1, 9) > 0.5, torch.finfo(torch.float32).min)):
+        expected = regard.attention(query, key, value, bias=added, kernel="reference")
+        assert_close(attend(Layer(), query, key, value, added)[0], expected.transpose(1, 2))
+    for wrong in (torch.ones(2, 1, 1, 8, dtype=torch.bool), torch.ones(3, 1, 1, 9), torch.ones(2, 1, 9)):
+        with pytest.raises((AssertionError, ValueError), match=r"the ordinary way|attention_mask must be"):
+            attend(Layer(), query, key, value, wrong)
+
+
 def test_one_query_without_a_mask_sees_no_further_than_the_window_of_its_layer():
     query, key, value = heads()
     one = Heads(query[:, :, -1:], key, value)

@@ -12,11 +12,12 @@ from regard.graphs import as_it_stands, exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
 from regard.huggingface.masks import Cells, LazyMask
-from regard.huggingface.selected import selected_keys
+from regard.huggingface.selected import selected_cells
 from regard.huggingface.symbols import GraphMask
+from regard.kernels.hidden import Hidden
 from regard.masks import Causal, Dense, Document, Mask, Window
 from regard.numerics import all_zero
-from regard.one_query import attend_one
+from regard.one_query import EVERY_KEY, Seen, attend_one
 from regard.reference import all_weights
 from regard.validation import check_call
 
@@ -74,7 +75,7 @@ def attend(
         is_causal: for a call without a mask; None: ``module.is_causal``, or True if that does not exist.
         sliding_window: ignored if there is a mask, which includes the window.
         s_aux: a sink logit for each head. position_bias: added to the scores.
-        indices, block_indices: the keys that each query may see, of those that the mask allows (`selected_keys`).
+        indices, block_indices: the keys that each query may see, of those that the mask allows (`selected_cells`).
         others: those in `HARMLESS` are ignored; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` separate packed texts.
     Raises:
         ValueError: an unknown argument that may change the result; continuous batching.
@@ -86,12 +87,21 @@ def attend(
         )
     if position_bias is not None and query.shape[2] > 1 and _adds_nothing(position_bias, query.shape[2], key.shape[2]):
         position_bias = None  # of one query, to add it takes no longer than to ask
-    one = attention_mask is None and query.shape[2] == 1 and (sliding_window is None or sliding_window >= key.shape[2])
-    way = attend_one if one else attention_mask.attend if type(attention_mask) is LazyMask else None
-    if indices is not None or block_indices is not None:
-        way = None
-    if way is not None and _alone(others, dropout and module.training):
-        results = way(query, key, value, scaling, softcap, s_aux, position_bias)
+    if _alone(others, dropout and module.training):
+        results, added, selects = None, position_bias, indices is not None or block_indices is not None
+        if type(attention_mask) is LazyMask and not selects:
+            results = attention_mask.attend(query, key, value, scaling, softcap, s_aux, added)
+        elif query.shape[2] == 1 and (
+            sliding_window is None or sliding_window >= key.shape[2]
+            if attention_mask is None
+            else isinstance(attention_mask, Tensor)
+        ):
+            seen: Seen | None = EVERY_KEY
+            if attention_mask is not None or selects:
+                chosen = selected_cells(module, query, key, indices, block_indices) if selects else None
+                seen, added = _seen_by_one(attention_mask, chosen, query, key, added)
+            if seen is not None:
+                results = attend_one(query, key, value, scaling, softcap, s_aux, added, seen)
         if results is not None:
             return results[0].transpose(1, 2).contiguous(), None
     bounds = others.pop("cu_seq_lens_q", None), others.pop("cu_seq_lens_k", None)
@@ -106,7 +116,8 @@ def attend(
         mask = _without_mask(*lengths, causal, sliding_window)
     if bounds != (None, None):
         mask = _joined(mask, _packed(*bounds, query, key))
-    mask = _joined(mask, selected_keys(module, query, key, indices, block_indices))
+    chosen = selected_cells(module, query, key, indices, block_indices)
+    mask = _joined(mask, None if chosen is None else Dense(chosen))
     if position_bias is not None:
         bias = position_bias if bias is None else as_bias(position_bias) + bias
     heads = Heads(query, key, value)
@@ -120,6 +131,36 @@ def attend(
     if asked_for:  # a graph cannot compute them on demand, so it computes all
         weights = _all_weights(heads, scoring) if compute is None else compute.weights(heads, scoring)
     return output.transpose(1, 2).contiguous(), weights
+
+
+def _seen_by_one(
+    given: Tensor | None, chosen: Tensor | None, query: Tensor, key: Tensor, bias: Tensor | None
+) -> tuple[Seen | None, Tensor | None]:
+    """What the only query of a call sees, given its mask and the cells that are chosen of it, and what is added to its
+    scores. Nothing for what it sees if the ordinary way has to find out."""
+    seen: Seen | None = EVERY_KEY
+    if type(given) is LazyMask:
+        seen = given.seen_by_one(query, key) if given.bias is None else None
+    elif given is not None:
+        (batch, heads, _, _), key_len = query.shape, key.shape[2]
+        fits = given.dim() == 4 and given.shape[2:] == (1, key_len)
+        if not (fits and given.shape[0] in (1, batch) and given.shape[1] in (1, heads) and given.is_cpu):
+            return None, bias
+        if given.dtype == torch.bool:
+            cells = given.as_subclass(Tensor)
+            chosen = cells if chosen is None else cells & chosen
+        elif bias is None:
+            bias = given
+        else:
+            return None, bias
+    if chosen is None or seen is None:
+        return seen, bias
+    keys, hidden = seen
+    if keys is not None:
+        chosen = chosen[..., keys.start : keys.stop]
+    if hidden is not None:
+        chosen = chosen & hidden.allowed
+    return Seen(keys, Hidden(chosen, hides=True)), bias
 
 
 def _adds_nothing(bias: Tensor, query_len: int, key_len: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.checked import MAX_SCORES, Checked, Form, kinds_of
-from regard.huggingface.lazy import _LOGICAL, _OUTSIDE, Lazy
+from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
 from regard.kernels.hidden import Hidden
@@ -111,13 +111,9 @@ class LazyMask(Lazy):
         """
         if self.bias is not None:
             return None
-        rows, query_len, key_len, device = self._made_for
-        if query_len == 1:
-            seen, of_query = self._seen, query.shape
-            fits = of_query[2] == 1 and key.shape[2] == key_len and rows in (1, of_query[0]) and query.device == device
-            if seen is None or not fits:
-                return None
-            return attend_one(query, key, value, scale, softcap, sink, bias, seen)
+        if self._made_for[1] == 1:
+            seen = self.seen_by_one(query, key)
+            return None if seen is None else attend_one(query, key, value, scale, softcap, sink, bias, seen)
         kinds = kinds_of(query, key, value, scale, softcap, sink)
         if kinds is None or bias is not None:  # which is compared by its contents
             return None
@@ -129,6 +125,13 @@ class LazyMask(Lazy):
                 return None
             self._checked[form] = checked
         return checked.run(query, key, value, sink, None)
+
+    def seen_by_one(self, query: Tensor, key: Tensor) -> Seen | None:
+        """What the only query of a layer's call sees; None if that costs much to find out, or the call does not fit."""
+        rows, query_len, key_len, device = self._made_for
+        batch, _, queries, _ = query.shape
+        fits = queries == query_len == 1 and key.shape[2] == key_len and rows in (1, batch) and query.device == device
+        return self._seen if fits else None
 
     def _first(
         self,
@@ -169,15 +172,20 @@ class LazyMask(Lazy):
 
     def dense(self) -> Tensor:
         self._check_size()
-        allowed = self._cells()
+        allowed = self._computed()
         return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
 
-    def _cells(self) -> Tensor:
+    def _computed(self) -> Tensor:
         """Who may attend to whom, as bools of the mask's own shape."""
         batch, heads, query_len, key_len = self.shape
         bound = self.mask.bind(Grid(batch, heads, query_len, key_len, self.device))
         rows, columns = indices(range(query_len), self.device), indices(range(key_len), self.device)
         return bound.allowed(rows, columns).expand(self.shape)
+
+    @cached_property
+    def _cells(self) -> Tensor:
+        """The same, made once for all layers that look at it; nobody may write to it."""
+        return self._computed()
 
     def _advice(self) -> str:
         return "ask .mask.allowed(queries, keys) for a rectangle"
@@ -198,9 +206,12 @@ class LazyMask(Lazy):
             if lazy._may_be_added(other):
                 return lazy._with(other if lazy.bias is None else lazy.bias + other)
         if func is Tensor.__getitem__ and isinstance(args[0], LazyMask) and args[0].bias is None:
-            return args[0]._cells().as_subclass(Cells)[args[1]]
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0]._cells[args[1]].as_subclass(Cells)
+        if _chooses(func, args, LazyMask) and args[_WHERE[func]].bias is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*(one._cells if isinstance(one, LazyMask) else one for one in args), **kwargs)
         logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
-        logical = logical or (_chooses(func, args, LazyMask) and args[_WHERE[func]].bias is None)
         copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
         if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
             raise _works_on_its_mask(func)
@@ -242,16 +253,15 @@ class Cells(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        attribute = func in _OUTSIDE or getattr(func, "__name__", "") == "__get__"
         arranged = func in _VIEWS and isinstance(args[0], Cells)  # not numbers that are chosen by cells
-        arranged = arranged or (func is Tensor.to and torch._C._nn._parse_to(*args[1:], **kwargs)[1] is None)
-        if not (attribute or arranged or func in _LOGICAL or _chooses(func, args, Cells)):
-            raise _works_on_its_mask(func)
+        if not (arranged or func in _LOGICAL or _chooses(func, args, Cells)):
+            if func is Tensor.to and torch._C._nn._parse_to(*args[1:], **kwargs)[1] in (None, torch.bool):
+                arranged = True
+            elif func not in _OUTSIDE and (getattr(func, "__name__", "") != "__get__" or func in _INSIDE_PROPERTIES):
+                raise _works_on_its_mask(func)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            return result.as_subclass(Cells if attribute or arranged else Tensor)
-        return result
+        return result.as_subclass(Cells) if arranged else result
 
 
 def _chooses(func: Any, args: tuple[Any, ...], kind: type) -> bool:

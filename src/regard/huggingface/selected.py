@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.masks import Dense, Mask
+from regard.graphs import tracing
 from regard.shapes import ShapeError
 
 
-def selected_keys(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blocks: Any) -> Mask | None:
-    """The mask that allows only the selected keys; None if nothing is selected.
+def selected_cells(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blocks: Any) -> Tensor | None:
+    """Bools [batch, 1 or heads, query_len, key_len] that are true for the selected keys; None if none are named.
 
     Args:
         keys: int [batch, query_len, any number], which keys each query may see, in all heads; -1: no key.
@@ -22,7 +22,7 @@ def selected_keys(module: nn.Module, query: Tensor, key: Tensor, keys: Any, bloc
     (batch, heads, query_len, _), key_len = query.shape, key.shape[2]
     if blocks is None:
         _check("indices", keys, (batch, query_len))
-        return Dense(_marked(keys, key_len)[:, None])
+        return _marked(keys, key_len)[:, None]
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if keys is not None or not isinstance(size, int):
         raise ValueError(
@@ -31,7 +31,7 @@ def selected_keys(module: nn.Module, query: Tensor, key: Tensor, keys: Any, bloc
         )
     _check("block_indices", blocks, (batch, key.shape[1], query_len))
     allowed = _marked(blocks, -(-key_len // size)).repeat_interleave(size, dim=3)[..., :key_len]
-    return Dense(allowed.repeat_interleave(heads // key.shape[1], dim=1))
+    return allowed.repeat_interleave(heads // key.shape[1], dim=1)
 
 
 def _check(name: str, numbers: Any, shape: tuple[int, ...]) -> None:
@@ -44,6 +44,10 @@ def _check(name: str, numbers: Any, shape: tuple[int, ...]) -> None:
 def _marked(numbers: Tensor, count: int) -> Tensor:
     """Bools [..., count] that are true at the numbers [..., any]; other numbers than 0 to count - 1 mark nothing."""
     numbers = numbers.long()
-    places = torch.where((numbers >= 0) & (numbers < count), numbers, count)
+    if numbers.is_cpu and not tracing():
+        try:
+            return torch.zeros((*numbers.shape[:-1], count), dtype=torch.bool).scatter_(-1, numbers, True)
+        except RuntimeError:  # some numbers mark nothing; to find that out first takes as long as all the rest
+            pass
     marked = torch.zeros((*numbers.shape[:-1], count + 1), dtype=torch.bool, device=numbers.device)
-    return marked.scatter(-1, places, True)[..., :count]
+    return marked.scatter_(-1, torch.where(numbers < 0, count, numbers).clamp_(max=count), True)[..., :count]
