@@ -1600,6 +1600,23 @@ def test_one_query_that_sees_every_key_has_no_mask_where_transformers_allows_it(
         assert isinstance(mask, LazyMask)
 
 
+def test_a_second_text_of_the_same_form_is_not_checked_again(monkeypatch):
+    theirs, ours = pair("MistralForCausalLM", {**WIDE, "sliding_window": WINDOW})
+    agree(theirs, ours, input_ids=some_tokens())
+
+    def again(*given: Any) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(masks, "check_call", again)
+    agree(theirs, ours, input_ids=some_tokens())
+    for model in (theirs, ours):
+        model.config.sliding_window = WINDOW + 1
+    with pytest.raises(AssertionError, match="checked again"):
+        ours(some_tokens())
+    monkeypatch.undo()
+    agree(theirs, ours, input_ids=some_tokens())
+
+
 def test_one_query_with_a_mask_of_its_own_takes_the_short_way_and_sees_what_it_says(monkeypatch):
     def too_long(*given: Any) -> None:
         raise AssertionError("the ordinary way")

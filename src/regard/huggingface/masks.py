@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checked import MAX_SCORES, Checked, Form, kinds_of
+from regard.checked import MAX_SCORES, Checked, Form, form_of, kinds_of, recall, remember
 from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
@@ -148,8 +148,16 @@ class LazyMask(Lazy):
         alike = query.dtype == key.dtype == value.dtype and batch == key.shape[0] == value.shape[0]
         if not alike or query.device != self._made_for[3] or batch * heads * query_len * key_len > MAX_SCORES:
             return None
-        call = check_call("attention", query, key, value, self.mask, None, scale, softcap, sink, None)
-        return Checked(call, choose(call))
+        mask = self.mask
+        given = query, key, value, mask, None, scale, softcap, sink, None, 0.0, None, False
+        form = form_of(*given, "auto") if self._real is None else None  # else it is another mask in each step
+        checked = None if form is None else recall(form)
+        if checked is None:
+            call = check_call("attention", *given)
+            kernel = choose(call)
+            checked = None if form is None else remember(form, call, kernel, None)
+            checked = checked or Checked(call, kernel)
+        return checked
 
     @cached_property
     def _seen(self) -> Seen | None:
