@@ -573,9 +573,16 @@ def test_a_mutant_of_attention_is_noticed(monkeypatch, family, mutant):
         agree(theirs, ours, **inputs)
 
 
-def test_a_lost_position_bias_is_noticed(monkeypatch):
+@pytest.mark.parametrize("short", [True, False])
+def test_a_lost_position_bias_is_noticed(monkeypatch, short):
     theirs, ours = pair(*SEQ2SEQ["T5, position bias"])
-    monkeypatch.setattr(hooks, "attention", without("bias"))
+    attend_mask = LazyMask.attend
+    if short:
+        monkeypatch.setattr(LazyMask, "attend", lambda lazy, *given: attend_mask(lazy, *given[:6]))
+    else:
+        monkeypatch.setattr(LazyMask, "attend", lambda *given: None)
+        agree(theirs, ours, input_ids=some_tokens(), decoder_input_ids=some_tokens(5))
+        monkeypatch.setattr(hooks, "attention", without("bias"))
     with pytest.raises(AssertionError, match="off by"):
         agree(theirs, ours, input_ids=some_tokens(), decoder_input_ids=some_tokens(5))
 

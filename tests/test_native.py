@@ -206,6 +206,37 @@ binding._instructions, binding.__file__ = lambda: "x86-64-v2", {str(tmp_path / "
     assert run(instead + SAME).strip() == "4"
 
 
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {}, {"mask": Causal()}, {"mask": Padding([33, 20])}, {"mask": Document(torch.arange(33)[None] % 3)},
+        {"bias": Alibi(4)}, {"sink": torch.linspace(-1, 1, 4)}, {"mask": Causal() & Strided(4)},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("learns", [True, False])
+def test_each_call_with_dropout_like_the_one_before_drops_its_own_weights(parts, dtype, learns):
+    grad = torch.randn(2, 4, 33, 16).to(dtype)
+
+    def answers(kernel, seed, by_token):
+        torch.manual_seed(seed)
+        shapes = (2, 4, 33, 16), (2, 2, 33, 16), (2, 2, 33, 16)
+        given = [torch.randn(shape).to(dtype) for shape in shapes]
+        if by_token:
+            given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+        given = [x.requires_grad_(learns) for x in given]
+        output = attention(*given, **parts, dropout=0.3, kernel=kernel)
+        return output, *(torch.autograd.grad(output, given, grad) if learns else ())
+
+    for seed, by_token in ((0, False), (1, False), (2, True), (3, True), (1, False)):
+        for n, (one, right) in enumerate(
+            zip(answers("native", seed, by_token), answers("reference", seed, by_token), strict=True)
+        ):
+            assert_close(one, right, f"{n} of call {seed}")
+
+
 # --- which calls it takes ---------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checked import MAX_SCORES, Checked, Form, form_of, kinds_of, recall, remember
+from regard.checked import MAX_SCORES, Checked, Form, InPlace, form_of, kinds_of, recall, remember
 from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy
 from regard.indexing import indices
 from regard.kernels import choose
@@ -15,8 +15,11 @@ from regard.kernels.hidden import Hidden
 from regard.masks import Mask, Padding
 from regard.masks.planning import common_keys
 from regard.one_query import Seen, attend_one
-from regard.shapes import Grid, ShapeError
+from regard.shapes import Grid, ShapeError, is_plain
 from regard.validation import check_call
+
+_NEW: Any = object()
+"""In place of a call whose form is not there."""
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
@@ -48,7 +51,7 @@ class LazyMask(Lazy):
     _real: Tensor | None
     _mask: Mask | None
     _made_for: tuple[int, int, int, torch.device]
-    _checked: dict[Form, Checked]
+    _checked: dict[Form, Checked | None]
 
     def __new__(
         cls,
@@ -115,16 +118,17 @@ class LazyMask(Lazy):
             seen = self.seen_by_one(query, key)
             return None if seen is None else attend_one(query, key, value, scale, softcap, sink, bias, seen)
         kinds = kinds_of(query, key, value, scale, softcap, sink)
-        if kinds is None or bias is not None:  # which is compared by its contents
+        if kinds is None:
             return None
-        form = query.shape, key.shape, value.shape, kinds
-        checked = self._checked.get(form)
-        if checked is None:
-            checked = self._first(query, key, value, scale, softcap, sink)
-            if checked is None:
+        form: Form = (query.shape, key.shape, value.shape, kinds)
+        if bias is not None:
+            if type(bias) is not Tensor or not is_plain(bias) or bias.is_neg():
                 return None
-            self._checked[form] = checked
-        return checked.run(query, key, value, sink, None)
+            form = (*form, bias.dtype, bias.shape, bias.stride(), bias.requires_grad)
+        checked = self._checked.get(form, _NEW)
+        if checked is _NEW:
+            checked = self._checked[form] = self._first(query, key, value, scale, softcap, sink, bias)
+        return None if checked is None else checked.run(query, key, value, sink, bias)
 
     def seen_by_one(self, query: Tensor, key: Tensor) -> Seen | None:
         """What the only query of a layer's call sees; None if that costs much to find out, or the call does not fit."""
@@ -141,22 +145,24 @@ class LazyMask(Lazy):
         scale: float | None,
         softcap: float | None,
         sink: Tensor | None,
+        bias: Tensor | None,
     ) -> Checked | None:
-        """The call of the first layer of a form, made ready for all of them."""
+        """The call of the first layer of a form, made ready for all of them; None if its kernel keeps the bias."""
         (batch, heads, query_len), key_len = query.shape[:3], key.shape[2]
         self._check_lengths(batch, query_len, key_len)
         alike = query.dtype == key.dtype == value.dtype and batch == key.shape[0] == value.shape[0]
         if not alike or query.device != self._made_for[3] or batch * heads * query_len * key_len > MAX_SCORES:
             return None
-        mask = self.mask
-        given = query, key, value, mask, None, scale, softcap, sink, None, 0.0, None, False
+        given = query, key, value, self.mask, bias, scale, softcap, sink, None, 0.0, None, False
         form = form_of(*given, "auto") if self._real is None else None  # else it is another mask in each step
-        checked = None if form is None else recall(form)
-        if checked is None:
+        by_numbers = form is not None and bias is not None and type(form[-1]) is not InPlace
+        checked = None if form is None or by_numbers else recall(form)
+        if checked is None and not by_numbers:
             call = check_call("attention", *given)
             kernel = choose(call)
-            checked = None if form is None else remember(form, call, kernel, None)
-            checked = checked or Checked(call, kernel)
+            if bias is None or kernel.reads_in_place(call):
+                known = None if form is None else remember(form, call, kernel, bias)
+                checked = Checked(call, kernel) if known is None else known
         return checked
 
     @cached_property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given
-from regard.graphs import exporting, tracing, whole
+from regard.graphs import concrete, exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores
 from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared
 from regard.kernels.hidden import (
@@ -159,7 +159,7 @@ def _reading(call: Call, given: Given, attend: Callable[..., Tensor]) -> Prepare
         numbers = bias.numbers if isinstance(bias, Given) else bias
         if not isinstance(numbers, Tensor) or numbers.dim() < 4:
             numbers = given.of(bias).numbers
-        if learns and not harmless(query, key, value):
+        if learns and not (_hides_nothing(numbers, query) or harmless(query, key, value)):
             return _with_zeros(Call(query, key, value, scoring.with_bias(given.of(numbers)))), None
         output = attend(query, key, value, _as_read(numbers))
         if not learns and has_nan(output):
@@ -167,6 +167,12 @@ def _reading(call: Call, given: Given, attend: Callable[..., Tensor]) -> Prepare
         return output, None
 
     return attend_with
+
+
+def _hides_nothing(added: Tensor, query: Tensor) -> bool:
+    """Whether it is soon found out that all numbers that are added to scores are larger than -inf."""
+    few = added.numel() <= query.numel() and concrete(added.device)
+    return few and added.numel() > 0 and added.detach().amin().item() > -math.inf
 
 
 def single(call: Call) -> Single | None:

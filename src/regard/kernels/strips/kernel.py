@@ -200,7 +200,7 @@ class Planned:
         """The same, of such a call."""
         of_call = self.scoring.bias if self.given is None else self.given.of(bias)
         wants_lse = self.wants_lse
-        found = ready.forward(query, key, value, sink, of_call, self.plan, wants_lse, False)
+        found = ready.forward(query, key, value, sink, of_call, None, self.plan, wants_lse, False)
         if found is None:
             return self(query, key, value, sink, bias)
         return found[0], found[1] if wants_lse else None

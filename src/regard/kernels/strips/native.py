@@ -321,9 +321,9 @@ def forward(
     """
     likeness = wants_lse, learns, by_token
     scoring = plan.in_order(scoring)
-    alike = plan.told is not None and dropout is None and not plan.others
+    alike = plan.told is not None and not plan.others
     if alike:
-        found = ready.forward(query, key, value, sink, scoring.bias, plan, *likeness)
+        found = ready.forward(query, key, value, sink, scoring.bias, dropout, plan, *likeness)
         if found is not None:
             return found
     orders = orders_of(query, key, value, sink, scoring, dropout, plan)
@@ -344,7 +344,7 @@ def forward(
         if not any(order.is_suspect() for order in orders):
             break  # otherwise a hidden key may have had a part
     if alike and not careful:
-        ready.remember_forward(orders[0], query, key, value, *likeness)
+        ready.remember_forward(orders[0], query, key, value, dropout, *likeness)
     return output, lse, exact
 
 
@@ -364,13 +364,13 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
     scoring = plan.in_order(scoring)
-    alike = plan.told is not None and dropout is None and not any(tensor.requires_grad for tensor in learned)
+    alike = plan.told is not None and not any(tensor.requires_grad for tensor in learned)
     grad_output = as_read(grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
     found: Sequence[Tensor] | None = None
     of_learned: Iterator[Tensor] = iter(())
     if alike:
         given = output, lse, grad_output, grad_lse
-        found = ready.backward(query, key, value, sink, scoring.bias, plan, *given)
+        found = ready.backward(query, key, value, sink, scoring.bias, dropout, plan, *given)
     if found is None:
         order = Order(query, key, value, sink, scoring, dropout, plan, learned)
         order.tensors("output" if output.dtype is query.dtype else "exact", output)
@@ -383,7 +383,7 @@ def backward(
             order.begin_again()
             found, _ = _gradients(order, query, key, value, careful=True)
         elif alike:
-            ready.remember_backward(order, (query, key, value), output, grad_output, grad_lse, sums)
+            ready.remember_backward(order, (query, key, value), dropout, output, grad_output, grad_lse, sums)
         of_learned = iter(order.added.finish() if order.learns else ())
     grad_sink = None
     if sink is not None:

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from regard.kernels.strips.work import Work, gradients_of, strides_of, works
 from regard.numerics import wide
 from regard.rules import contents
 from regard.scores import Scoring
+from regard.shapes import Grid
 
 MAX_KEPT = 16
 """Calls of a plan that are kept: those of a model whose layers differ in their biases by distance."""
@@ -101,13 +102,7 @@ class Order:
         self._of_plan = self._held[3:]
         self._held += tell_added(self._words, sink, scoring.bias, self.compiled.dtype)
         if dropout is not None:
-            numbers = dropout.numbers(scoring.grid, self.compiled.write_random)
-            self.numbers("row_bits", numbers.rows)
-            self.numbers("column_bits", numbers.columns)
-            self.numbers("column_odd", numbers.odds().expand_as(numbers.columns).int())
-            self.number("column_batch", scoring.grid.key_len if len(numbers.columns) > 1 else 0)
-            ctypes.c_double.from_buffer(self._words, 8 * AT["kept_factor"]).value = dropout.factor
-            self.number("kept_least", dropout.least)
+            self._held += tell_dropout(self._words, dropout, scoring.grid, self.compiled)
 
     def tensors(self, name: str, *tensors: Tensor) -> None:
         """Tells of tensors [batch, heads, length, size], the first by this name and the others by those that follow; of
@@ -287,6 +282,31 @@ def tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch
         held.append(sink)
         words[AT["sink"]] = sink.data_ptr()
     return held
+
+
+def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) -> list[object]:
+    """Tells of the random numbers that decide which weights are dropped; returns what must not be freed before the
+    library is done."""
+    numbers = dropout.numbers(grid, compiled.write_random)
+    odd = _odd_keys(grid.key_len, numbers.odd) if isinstance(numbers.odd, int) else numbers.odds()
+    held = [
+        numbers.rows,
+        numbers.columns,
+        odd if odd.shape == numbers.columns.shape else odd.expand_as(numbers.columns),
+    ]
+    held = [tensor.contiguous() for tensor in held]
+    words[AT["row_bits"]], words[AT["column_bits"]], words[AT["column_odd"]] = map(Tensor.data_ptr, held)
+    words[AT["column_batch"]] = grid.key_len if len(numbers.columns) > 1 else 0
+    words[AT["kept_least"]] = dropout.least
+    ctypes.c_double.from_buffer(words, 8 * AT["kept_factor"]).value = dropout.factor
+    return list(held)
+
+
+@lru_cache(maxsize=8)
+def _odd_keys(length: int, odd: int) -> Tensor:
+    """Which of consecutive keys are the second of their pair: [1, 1, keys]."""
+    with torch.inference_mode(False):
+        return (torch.arange(length, dtype=torch.int32, device="cpu") + odd).bitwise_and_(1)[None, None]
 
 
 def _tell(words: Told, work: Work) -> None:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
+from regard.dropout import Dropout
 from regard.kernels.known import keep
 from regard.kernels.strips.binding import AT, Compiled, Words
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import Order, laid_like, tell_added
+from regard.kernels.strips.order import Order, laid_like, tell_added, tell_dropout
+from regard.shapes import Grid
 
 MAX_KEPT = 8
 """Ways in which the tensors of calls of one form may lie: one for each kind of layer and pass."""
@@ -44,12 +46,13 @@ class Pass(NamedTuple):
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan,
-    wants_lse: bool, learns: bool, by_token: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
+    plan: StripPlan, wants_lse: bool, learns: bool, by_token: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `native.forward`; None where the general way has to be taken."""
     assert plan.told is not None
-    told: Pass | None = plan.told.get((query.stride(), key.stride(), value.stride(), wants_lse, learns, by_token))
+    likeness = query.stride(), key.stride(), value.stride(), dropout is None, wants_lse, learns, by_token
+    told: Pass | None = plan.told.get(likeness)
     if told is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
     compiled, words, size = told.compiled, Words.from_buffer_copy(told.call), value.shape[3]
@@ -63,19 +66,21 @@ def forward(
         exact = laid_like(query, size, compiled.dtype, by_token=by_token)
         words[_EXACT] = exact.data_ptr()
     held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
+    if dropout is not None:
+        held += tell_dropout(words, dropout, _grid(query, key), compiled)
     compiled.forward(words)
     del held
     return None if words[_SUSPECT] else (output, lse, exact)  # something hidden may have had a part
 
 
 def backward(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, plan: StripPlan,
-    output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
+    plan: StripPlan, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
 ) -> list[Tensor] | None:  # fmt: skip
     """The gradients of query, key and value; None where the general way has to be taken."""
     assert plan.told is not None
     tensors, has_lse, threads = (query, key, value, output, grad_output), grad_lse is not None, torch.get_num_threads()
-    told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), has_lse, threads))
+    told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), dropout is None, has_lse, threads))
     if told is None or any(map(Tensor.is_neg, tensors)) or not lse.is_contiguous():
         return None
     compiled, words = told.compiled, Words.from_buffer_copy(told.call)
@@ -99,6 +104,8 @@ def backward(
             rooms.append(grad.new_empty(numbers, dtype=compiled.dtype))
             words[at_sum] = rooms[-1].data_ptr()
     held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
+    if dropout is not None:
+        held += tell_dropout(words, dropout, _grid(query, key), compiled)
     compiled.backward(words)
     if words[_SUSPECT]:
         return None
@@ -108,7 +115,9 @@ def backward(
     return grads
 
 
-def remember_forward(order: Order, query: Tensor, key: Tensor, value: Tensor, *likeness: bool) -> None:
+def remember_forward(
+    order: Order, query: Tensor, key: Tensor, value: Tensor, dropout: Dropout | None, *likeness: bool
+) -> None:
     """What the library was told, for passes like this one.
 
     Args:
@@ -117,12 +126,12 @@ def remember_forward(order: Order, query: Tensor, key: Tensor, value: Tensor, *l
     *_, by_token = likeness
     like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
     strides = query.stride(), key.stride(), value.stride()
-    _remember(order, (*strides, *likeness), (query, key, value), (like,), (0, 0))
+    _remember(order, (*strides, dropout is None, *likeness), (query, key, value), (like,), (0, 0))
 
 
 def remember_backward(
-    order: Order, three: tuple[Tensor, Tensor, Tensor], output: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    sums: tuple[int, int],
+    order: Order, three: tuple[Tensor, Tensor, Tensor], dropout: Dropout | None, output: Tensor, grad_output: Tensor,
+    grad_lse: Tensor | None, sums: tuple[int, int],
 ) -> None:  # fmt: skip
     """The same of the gradients.
 
@@ -130,7 +139,7 @@ def remember_backward(
         sums: numbers that threads add up elsewhere for keys and for values.
     """
     tensors = *three, output, grad_output
-    likeness = *map(Tensor.stride, tensors), grad_lse is not None, torch.get_num_threads()
+    likeness = *map(Tensor.stride, tensors), dropout is None, grad_lse is not None, torch.get_num_threads()
     _remember(order, likeness, tensors, tuple(map(_is_laid, three)), sums)
 
 
@@ -150,3 +159,8 @@ def _is_laid(tensor: Tensor) -> bool:
     _, heads, length, size = tensor.shape
     whole = heads * length * size
     return tensor.stride() in ((whole, length * size, size, 1), (whole, size, heads * size, 1))
+
+
+def _grid(query: Tensor, key: Tensor) -> Grid:
+    batch, heads, query_len, _ = query.shape
+    return Grid(batch, heads, query_len, key.shape[2], query.device)
