@@ -16,7 +16,7 @@ from regard.huggingface.selected import selected_cells
 from regard.huggingface.symbols import GraphMask
 from regard.kernels.hidden import Hidden
 from regard.masks import Causal, Dense, Document, Mask, Window
-from regard.numerics import all_zero
+from regard.numerics import all_zero, wide
 from regard.one_query import EVERY_KEY, Seen, attend_one
 from regard.reference import all_weights
 from regard.validation import check_call
@@ -97,9 +97,11 @@ def attend(
             else isinstance(attention_mask, Tensor)
         ):
             seen: Seen | None = EVERY_KEY
-            if attention_mask is not None or selects:
-                chosen = selected_cells(module, query, key, indices, block_indices) if selects else None
-                seen, added = _seen_by_one(attention_mask, chosen, query, key, added)
+            if attention_mask is not None:
+                seen, added = _seen_by_one(attention_mask, query, key, added)
+            if selects:
+                chosen = selected_cells(module, query, key, indices, block_indices, wide(query.dtype))
+                added = chosen if added is None else added + cast(Tensor, chosen)
             if seen is not None:
                 results = attend_one(query, key, value, scaling, softcap, s_aux, added, seen)
         if results is not None:
@@ -134,33 +136,21 @@ def attend(
 
 
 def _seen_by_one(
-    given: Tensor | None, chosen: Tensor | None, query: Tensor, key: Tensor, bias: Tensor | None
+    given: Tensor | None, query: Tensor, key: Tensor, bias: Tensor | None
 ) -> tuple[Seen | None, Tensor | None]:
-    """What the only query of a call sees, given its mask and the cells that are chosen of it, and what is added to its
-    scores. Nothing for what it sees if the ordinary way has to find out."""
-    seen: Seen | None = EVERY_KEY
+    """What the only query of a call sees under the mask that it is given, and what is added to its scores. Nothing for
+    what it sees if the ordinary way has to find out."""
+    if given is None:
+        return EVERY_KEY, bias
     if type(given) is LazyMask:
-        seen = given.seen_by_one(query, key) if given.bias is None else None
-    elif given is not None:
-        (batch, heads, _, _), key_len = query.shape, key.shape[2]
-        fits = given.dim() == 4 and given.shape[2:] == (1, key_len)
-        if not (fits and given.shape[0] in (1, batch) and given.shape[1] in (1, heads) and given.is_cpu):
-            return None, bias
-        if given.dtype == torch.bool:
-            cells = given.as_subclass(Tensor)
-            chosen = cells if chosen is None else cells & chosen
-        elif bias is None:
-            bias = given
-        else:
-            return None, bias
-    if chosen is None or seen is None:
-        return seen, bias
-    keys, hidden = seen
-    if keys is not None:
-        chosen = chosen[..., keys.start : keys.stop]
-    if hidden is not None:
-        chosen = chosen & hidden.allowed
-    return Seen(keys, Hidden(chosen, hides=True)), bias
+        return (given.seen_by_one(query, key) if given.bias is None else None), bias
+    (batch, heads, _, _), key_len = query.shape, key.shape[2]
+    fits = given.dim() == 4 and given.shape[2:] == (1, key_len) and given.is_cpu
+    if not (fits and given.shape[0] in (1, batch) and given.shape[1] in (1, heads)):
+        return None, bias
+    if given.dtype == torch.bool:
+        return Seen(None, Hidden(given.as_subclass(Tensor), hides=True)), bias
+    return (EVERY_KEY, given) if bias is None else (None, bias)
 
 
 def _adds_nothing(bias: Tensor, query_len: int, key_len: int) -> bool:

@@ -192,6 +192,13 @@ class LazyMask(Lazy):
     def _computed(self) -> Tensor:
         """Who may attend to whom, as bools of the mask's own shape."""
         batch, heads, query_len, key_len = self.shape
+        seen = self._seen if query_len == 1 else None
+        if seen is not None and seen.hidden is None:
+            allowed = torch.ones(1, 1, 1, key_len, dtype=torch.bool, device=self.device)
+            if seen.keys is not None:
+                allowed[..., : seen.keys.start] = False
+                allowed[..., seen.keys.stop :] = False
+            return allowed.expand(self.shape)
         bound = self.mask.bind(Grid(batch, heads, query_len, key_len, self.device))
         rows, columns = indices(range(query_len), self.device), indices(range(key_len), self.device)
         return bound.allowed(rows, columns).expand(self.shape)

@@ -1,5 +1,6 @@
 """Keys that a model selects for each query itself, as the indexers of DeepSeek V3.2 and MiniMax M3 do."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from regard.graphs import tracing
 from regard.shapes import ShapeError
 
 
-def selected_cells(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blocks: Any) -> Tensor | None:
-    """Bools [batch, 1 or heads, query_len, key_len] that are true for the selected keys; None if none are named.
+def selected_cells(
+    module: nn.Module, query: Tensor, key: Tensor, keys: Any, blocks: Any, dtype: torch.dtype = torch.bool
+) -> Tensor | None:
+    """[batch, 1 or heads, query_len, key_len], True for the selected keys, or 0 for them and -inf for others in a
+    floating dtype; None if none are named.
 
     Args:
         keys: int [batch, query_len, any number], which keys each query may see, in all heads; -1: no key.
@@ -22,7 +26,7 @@ def selected_cells(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blo
     (batch, heads, query_len, _), key_len = query.shape, key.shape[2]
     if blocks is None:
         _check("indices", keys, (batch, query_len))
-        return _marked(keys, key_len)[:, None]
+        return _marked(keys, key_len, dtype)[:, None]
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if keys is not None or not isinstance(size, int):
         raise ValueError(
@@ -30,7 +34,7 @@ def selected_cells(module: nn.Module, query: Tensor, key: Tensor, keys: Any, blo
             f"and come without indices; got {size!r}{'' if keys is None else ' and indices'}"
         )
     _check("block_indices", blocks, (batch, key.shape[1], query_len))
-    allowed = _marked(blocks, -(-key_len // size)).repeat_interleave(size, dim=3)[..., :key_len]
+    allowed = _marked(blocks, -(-key_len // size), dtype).repeat_interleave(size, dim=3)[..., :key_len]
     return allowed.repeat_interleave(heads // key.shape[1], dim=1)
 
 
@@ -41,13 +45,15 @@ def _check(name: str, numbers: Any, shape: tuple[int, ...]) -> None:
         raise ShapeError(f"regard: {name} must be int {[*shape, 'any']}, the numbers of selected keys, got {got}")
 
 
-def _marked(numbers: Tensor, count: int) -> Tensor:
-    """Bools [..., count] that are true at the numbers [..., any]; other numbers than 0 to count - 1 mark nothing."""
-    numbers = numbers.long()
+def _marked(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """[..., count] that is True, or 0, at the numbers [..., any], and False, or -inf, elsewhere. Numbers other than 0
+    to count - 1 mark nothing."""
+    numbers, shape = numbers.long(), numbers.shape[:-1]
+    unmarked, mark = (False, True) if dtype == torch.bool else (-math.inf, 0.0)
     if numbers.is_cpu and not tracing():
         try:
-            return torch.zeros((*numbers.shape[:-1], count), dtype=torch.bool).scatter_(-1, numbers, True)
+            return torch.full((*shape, count), unmarked, dtype=dtype).scatter_(-1, numbers, mark)
         except RuntimeError:  # some numbers mark nothing; to find that out first takes as long as all the rest
             pass
-    marked = torch.zeros((*numbers.shape[:-1], count + 1), dtype=torch.bool, device=numbers.device)
-    return marked.scatter_(-1, torch.where(numbers < 0, count, numbers).clamp_(max=count), True)[..., :count]
+    marked = torch.full((*shape, count + 1), unmarked, dtype=dtype, device=numbers.device)
+    return marked.scatter_(-1, torch.where(numbers < 0, count, numbers).clamp_(max=count), mark)[..., :count]
