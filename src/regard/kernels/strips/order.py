@@ -289,17 +289,12 @@ def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) 
     library is done."""
     numbers = dropout.numbers(grid, compiled.write_random)
     odd = _odd_keys(grid.key_len, numbers.odd) if isinstance(numbers.odd, int) else numbers.odds()
-    held = [
-        numbers.rows,
-        numbers.columns,
-        odd if odd.shape == numbers.columns.shape else odd.expand_as(numbers.columns),
-    ]
-    held = [tensor.contiguous() for tensor in held]
+    held = [tensor.contiguous() for tensor in (numbers.rows, numbers.columns, odd.expand_as(numbers.columns))]
     words[AT["row_bits"]], words[AT["column_bits"]], words[AT["column_odd"]] = map(Tensor.data_ptr, held)
     words[AT["column_batch"]] = grid.key_len if len(numbers.columns) > 1 else 0
     words[AT["kept_least"]] = dropout.least
     ctypes.c_double.from_buffer(words, 8 * AT["kept_factor"]).value = dropout.factor
-    return list(held)
+    return [*held]
 
 
 @lru_cache(maxsize=8)
