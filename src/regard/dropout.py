@@ -52,8 +52,12 @@ class Numbers(NamedTuple):
         """For each key, also of consecutive ones: [batch or 1, 1, keys]."""
         if isinstance(self.odd, Tensor):
             return self.odd
-        keys = torch.arange(self.columns.shape[2], dtype=torch.int32, device=self.columns.device)
-        return keys.add_(self.odd).bitwise_and_(1)[None, None]
+        return odd_keys(self.columns.shape[2], self.odd, self.columns.device)
+
+
+def odd_keys(length: int, odd: int, device: torch.device) -> Tensor:
+    """Which of consecutive keys are the second of their pair, if the first is (1) or is not (0): [1, 1, length]."""
+    return torch.arange(length, dtype=torch.int32, device=device).add_(odd).bitwise_and_(1)[None, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,10 +99,10 @@ def attend(
             seen: Seen | None = EVERY_KEY
             if attention_mask is not None:
                 seen, added = _seen_by_one(attention_mask, query, key, added)
-            if selects:
-                chosen = selected_cells(module, query, key, indices, block_indices, wide(query.dtype))
-                added = chosen if added is None else added + cast(Tensor, chosen)
             if seen is not None:
+                chosen = selected_cells(module, query, key, indices, block_indices, wide(query.dtype))
+                if chosen is not None:
+                    added = chosen if added is None else added + chosen
                 results = attend_one(query, key, value, scaling, softcap, s_aux, added, seen)
         if results is not None:
             return results[0].transpose(1, 2).contiguous(), None
@@ -135,13 +135,9 @@ def attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _seen_by_one(
-    given: Tensor | None, query: Tensor, key: Tensor, bias: Tensor | None
-) -> tuple[Seen | None, Tensor | None]:
+def _seen_by_one(given: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Seen | None, Tensor | None]:
     """What the only query of a call sees under the mask that it is given, and what is added to its scores. Nothing for
     what it sees if the ordinary way has to find out."""
-    if given is None:
-        return EVERY_KEY, bias
     if type(given) is LazyMask:
         return (given.seen_by_one(query, key) if given.bias is None else None), bias
     (batch, heads, _, _), key_len = query.shape, key.shape[2]

@@ -68,11 +68,10 @@ def mask_for_transformers(
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if bool(real.all()):
             real = None
-    if q_length == 1 and real is None and (allow_is_causal_skip or allow_is_bidirectional_skip):
-        last = allow_is_causal_skip and place.offset + 1 >= kv_length
-        if (last and _sees_all_before(mask_function, place)) or (
-            allow_is_bidirectional_skip and _maker(mask_function) == "bidirectional_mask_function"
-        ):
+    if q_length == 1 and real is None:
+        if allow_is_causal_skip and place.offset + 1 >= kv_length and _sees_all_before(mask_function, place):
+            return None
+        if allow_is_bidirectional_skip and _maker(mask_function) == "bidirectional_mask_function":
             return None
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given
-from regard.dropout import Dropout
+from regard.dropout import Dropout, odd_keys
 from regard.kernels.known import keep
 from regard.kernels.strips.added import Added, is_read, read_by_place, tensors_of
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Told, Words, compiled
@@ -288,7 +288,7 @@ def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) 
     """Tells of the random numbers that decide which weights are dropped; returns what must not be freed before the
     library is done."""
     numbers = dropout.numbers(grid, compiled.write_random)
-    odd = _odd_keys(grid.key_len, numbers.odd) if isinstance(numbers.odd, int) else numbers.odds()
+    odd = _kept_odd_keys(grid.key_len, numbers.odd) if isinstance(numbers.odd, int) else numbers.odds()
     held = [tensor.contiguous() for tensor in (numbers.rows, numbers.columns, odd.expand_as(numbers.columns))]
     words[AT["row_bits"]], words[AT["column_bits"]], words[AT["column_odd"]] = map(Tensor.data_ptr, held)
     words[AT["column_batch"]] = grid.key_len if len(numbers.columns) > 1 else 0
@@ -298,10 +298,9 @@ def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) 
 
 
 @lru_cache(maxsize=8)
-def _odd_keys(length: int, odd: int) -> Tensor:
-    """Which of consecutive keys are the second of their pair: [1, 1, keys]."""
+def _kept_odd_keys(length: int, odd: int) -> Tensor:
     with torch.inference_mode(False):
-        return (torch.arange(length, dtype=torch.int32, device="cpu") + odd).bitwise_and_(1)[None, None]
+        return odd_keys(length, odd, torch.device("cpu"))
 
 
 def _tell(words: Told, work: Work) -> None:
