@@ -125,13 +125,17 @@ def at_rest(page):
         """async (patience) => {
             const root = document.getElementById('regard');
             const until = performance.now() + 1000 * patience;
-            for (let quiet = 0; quiet < 4 && performance.now() < until;) {
-                await new Promise((done) => setTimeout(done, 40));
-                quiet = root.dataset.idle === 'true' ? quiet + 1 : 0;
+            const idle = () => root.dataset.idle === 'true';
+            const frame = () => new Promise((done) => requestAnimationFrame(done));
+            while (performance.now() < until) {
+                let quiet = 0;
+                for (; quiet < 4 && idle(); quiet += 1) await new Promise((done) => setTimeout(done, 40));
+                // what is asked for within a frame is drawn in the next; it may ask for more, and the wait begins again
+                await frame();
+                await frame();
+                if (quiet === 4 && idle()) return;
             }
-            // what is asked for within a frame is drawn in the next
-            for (let frame = 0; frame < 2; frame += 1) await new Promise((done) => requestAnimationFrame(done));
-            if (root.dataset.idle !== 'true') throw new Error('the page did not come to rest');
+            throw new Error('the page did not come to rest');
         }""",
         PATIENCE,
     )
