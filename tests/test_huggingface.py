@@ -813,10 +813,59 @@ def test_a_mask_moves_with_its_data():
     assert lazy.mask.left.right.query_ids.device.type == "meta"
 
 
-def test_a_model_that_does_not_use_the_interface_is_refused():
-    _, ours = pair("MPNetModel", SIZES)
-    with pytest.raises(ValueError, match=r'works on its mask itself \(softmax\).*attn_implementation="eager"'):
-        ours(some_tokens(), attention_mask=real_tokens("right").long())
+@pytest.mark.parametrize("kind", ["MPNetModel", "BigBirdPegasusModel"])
+def test_a_model_that_computes_its_weights_itself_gives_the_same(kind):
+    """The first in all layers, the second in those of its encoder."""
+    decodes = kind == "BigBirdPegasusModel"
+    names = {"hidden_size": "d_model", "intermediate_size": "encoder_ffn_dim", "num_hidden_layers": "encoder_layers"}
+    names |= {"num_attention_heads": "encoder_attention_heads"}
+    more = {"decoder_layers": LAYERS, "decoder_attention_heads": HEADS, "decoder_ffn_dim": HIDDEN}
+    sizes = {**{names.get(name, name): size for name, size in SIZES.items()}, **more} if decodes else SIZES
+    theirs, ours = pair(kind, sizes)
+    compiled = torch.compile(ours, backend="eager")
+    for side in ("none", "left", "right"):
+        real = real_tokens(side)
+        inputs = {"input_ids": some_tokens(), "attention_mask": real.long()}
+        if decodes:
+            inputs["decoder_input_ids"], real = some_tokens(7), None
+        agree(theirs, ours, real, **inputs)
+        agree(theirs, compiled, real, **inputs)
+    grads = []
+    for model in (theirs, ours):
+        state(model(**inputs)).square().mean().backward()
+        grads.append([one.grad for one in model.parameters() if one.grad is not None])
+    assert len(grads[0]) == len(grads[1])
+    for expected, actual in zip(*grads, strict=True):
+        assert_close(actual, expected, tolerance=TOLERANCE)
+    if decodes:
+        with regard.record(ours) as recording:
+            ours(**inputs)
+        assert len(recording) == 2 * LAYERS  # of the decoder
+    else:
+        with pytest.raises(ValueError, match="computes its attention itself"), regard.record(ours):
+            ours(**inputs)
+
+
+def test_a_sum_with_a_mask_stands_for_the_scores_of_a_model_that_computes_its_weights_itself():
+    lazy, whole = both(AFTER, stranger)
+    scores = torch.randn(whole.shape[0], 4, *whole.shape[2:])
+    numbers = scores.masked_fill(~whole, torch.finfo(scores.dtype).min)
+    found = scores + lazy
+    assert_close(found.softmax(-1), numbers.softmax(-1))
+    assert_close(torch.nn.functional.softmax(found, dim=-1, dtype=torch.float64), numbers.double().softmax(-1))
+    assert_close(torch.maximum(found, numbers), numbers)
+    assert_close(found.float().sum(-1), numbers.sum(-1))
+    with pytest.raises(ValueError, match=r"works on its mask itself \(mul_\)"):
+        found.mul_(2.0)
+
+
+def test_a_model_that_takes_its_mask_for_numbers_in_another_way_is_refused():
+    _, ours = pair("NllbMoeModel", {"vocab_size": VOCAB, "d_model": DIM, "encoder_layers": 1, "decoder_layers": 1,
+                                    "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
+                                    "encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 2,
+                                    "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN})  # fmt: skip
+    with pytest.raises(ValueError, match=r'works on its mask itself \(bool\).*attn_implementation="eager"'):
+        ours(some_tokens(), attention_mask=real_tokens("right").long(), decoder_input_ids=some_tokens(5))
 
 
 def test_a_mask_takes_part_in_logic_and_in_nothing_else():

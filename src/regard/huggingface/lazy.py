@@ -79,8 +79,8 @@ class Lazy(Tensor):
                 return func(*args, **kwargs)
             if func in (Tensor.contiguous, Tensor.clone):
                 return args[0]
-            written = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-            if ((written or name == "__set__") and isinstance(args[0], Lazy)) or isinstance(kwargs.get("out"), Lazy):
+            written = (writes(func) or name == "__set__") and isinstance(args[0], Lazy)
+            if written or isinstance(kwargs.get("out"), Lazy):
                 raise _would_write(getattr(func, "__self__", func) if name == "__set__" else func)
             args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense(), (args, kwargs))
             return func(*args, **kwargs)
@@ -94,6 +94,12 @@ class Lazy(Tensor):
             raise _would_write(func)
         args, kwargs = tree_map_only(Lazy, lambda lazy: lazy.dense().detach(), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def writes(func: Any) -> bool:
+    """Whether a function writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _would_write(func: Any) -> ValueError:

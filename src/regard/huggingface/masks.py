@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.checked import MAX_SCORES, Checked, Form, InPlace, form_of, kinds_of, recall, remember
-from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy
+from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy, writes
 from regard.indexing import indices
 from regard.kernels import choose
 from regard.kernels.hidden import Hidden
@@ -38,7 +38,8 @@ _VIEWS = {getattr(where, name) for where in (Tensor, torch) for name in _ARRANGI
 class LazyMask(Lazy):
     """A regard mask in place of transformers' bool tensor [batch, 1, query_len, key_len], True = may attend.
 
-    A model may add numbers to it, as BEiT adds its positions: the result stands for these, with -inf where hidden.
+    A model may add numbers to it, as BEiT adds its positions: the result stands for these, with -inf where hidden. What
+    else is done with the result, as by MPNet, which takes the softmax itself, is done with scores as under eager.
 
     Args:
         mask: with fixed offsets. shape: batch, query_len and key_len.
@@ -189,6 +190,11 @@ class LazyMask(Lazy):
         allowed = self._computed()
         return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
 
+    def _scores(self) -> Tensor:
+        """What was added, with the least number where hidden, as transformers hides: no row of weights is NaN."""
+        assert self.bias is not None
+        return self.bias.expand(self.shape).masked_fill(~self._cells, torch.finfo(self.bias.dtype).min)
+
     def _computed(self) -> Tensor:
         """Who may attend to whom, as bools of the mask's own shape."""
         batch, heads, query_len, key_len = self.shape
@@ -234,9 +240,12 @@ class LazyMask(Lazy):
                 return func(*(one._cells if isinstance(one, LazyMask) else one for one in args), **kwargs)
         logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
         copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
-        if not (func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__"):
-            raise _works_on_its_mask(func)
-        return super().__torch_function__(func, types, args, kwargs)
+        if func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs)
+        summed = args and isinstance(args[0], LazyMask) and args[0].bias is not None
+        if summed and func not in _LOGICAL and not writes(func):
+            return func(args[0]._scores(), *args[1:], **kwargs)  # of a model that computes attention itself
+        raise _works_on_its_mask(func)
 
     def _may_be_added(self, other: object) -> bool:
         """Whether it can be a bias: an ordinary tensor that does not enlarge batch, query_len or key_len."""
@@ -291,7 +300,7 @@ def _chooses(func: Any, args: tuple[Any, ...], kind: type) -> bool:
 
 
 def _works_on_its_mask(func: Any) -> ValueError:
-    """Typically a model without the interface that adds the mask, assumed to be 0 and -inf, to its scores."""
+    """Of a model that takes its mask for 0 and -inf, in a way in which bools would give something else."""
     return ValueError(  # not a TypeError, whose message `+` would replace
         f"regard: the model works on its mask itself ({getattr(func, '__name__', func)}), which regard "
         'does not support; load it with attn_implementation="eager" '
