@@ -48,6 +48,8 @@ class LazyMask(Lazy):
     """
 
     bias: Tensor | None
+    _alone: "LazyMask | None"
+    _added: dict[torch.dtype, Tensor | None]
     _rule: Mask
     _real: Tensor | None
     _mask: Mask | None
@@ -69,7 +71,7 @@ class LazyMask(Lazy):
         made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
         made._rule, made._real, made.bias, made._made_for = mask, real, bias, (batch, query_len, key_len, device)
         made._mask = mask if real is None else None
-        made._checked = {}
+        made._checked, made._added, made._alone = {}, {}, None
         return made
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -191,9 +193,21 @@ class LazyMask(Lazy):
         return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
 
     def _scores(self) -> Tensor:
-        """What was added, with the least number where hidden, as transformers hides: no row of weights is NaN."""
+        """What was added, and the least number where hidden, as under eager: no row of weights is NaN."""
         assert self.bias is not None
-        return self.bias.expand(self.shape).masked_fill(~self._cells, torch.finfo(self.bias.dtype).min)
+        assert self._alone is not None
+        numbers = self._alone._numbers(self.bias.dtype)
+        return self.bias if numbers is None else self.bias + numbers
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor | None:
+        """0 for who may attend and otherwise the least number, made once for all layers that add them; None if nothing
+        is hidden."""
+        if dtype not in self._added:
+            allowed = self._computed()
+            numbers = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            hides = not bool(allowed.all())
+            self._added[dtype] = numbers.masked_fill_(~allowed, torch.finfo(dtype).min) if hides else None
+        return self._added[dtype]
 
     def _computed(self) -> Tensor:
         """Who may attend to whom, as bools of the mask's own shape."""
@@ -257,14 +271,16 @@ class LazyMask(Lazy):
 
     def _with(self, bias: Tensor) -> "LazyMask":
         *shape, device = self._made_for
-        return LazyMask(self._rule, (shape[0], shape[1], shape[2]), device, bias, self._real)
+        made = LazyMask(self._rule, (shape[0], shape[1], shape[2]), device, bias, self._real)
+        made._alone = self if self._alone is None else self._alone
+        return made
 
     def _on(self, device: torch.device | None) -> "LazyMask":
         batch, query_len, key_len, own_device = self._made_for
         if device is None or device == own_device:
             return self
-        bias = None if self.bias is None else self.bias.to(device)
-        return LazyMask(self.mask.to(device), (batch, query_len, key_len), device, bias)
+        moved = LazyMask(self.mask.to(device), (batch, query_len, key_len), device)
+        return moved if self.bias is None else moved._with(self.bias.to(device))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         added = "" if self.bias is None else f" + {self.bias.dtype} {list(self.bias.shape)}"
