@@ -4,7 +4,7 @@
     python benchmarks/features.py --random 50 --seed 7     calls drawn at random: other sizes, and features together
     python benchmarks/features.py --report       writes docs/cost-per-score.md; measures nothing
 
-Each row is one call, 8 heads of 64, forward, and forward with its backward pass. Two ratios are told:
+Each row is one call, of 8 heads of 64 unless it says so, forward, and forward with its backward pass. Two ratios:
 
     per score      time per score that the mask allows, over that of torch's plain causal attention of the same length
     against torch  time of the best that can be written with torch, over regard's: `scaled_dot_product_attention` with a
@@ -150,6 +150,8 @@ def _sparse(length: int) -> Mask:
 ROWS = (
     Row("causal", _fixed(mask=Causal())),
     Row("causal, 1 head", _fixed(mask=Causal()), heads=1, kv_heads=1),
+    Row("full, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512),
+    Row("causal, 2 heads of 256", _fixed(mask=Causal()), heads=2, kv_heads=2, head_dim=256, value_dim=256),
     Row("causal, 3 heads", _fixed(mask=Causal()), heads=3, kv_heads=3),
     Row("full", _fixed()),
     Row("grouped heads, causal", _fixed(mask=Causal()), kv_heads=2),
@@ -214,7 +216,7 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     draw = torch.Generator().manual_seed(number)
     dtype = of.choice([torch.float32, torch.float32, torch.bfloat16])
     batch, kv_heads, group = of.choice([1, 1, 2, 4]), of.choice([1, 2, 4, 8]), of.choice([1, 1, 2, 4])
-    heads, size, length = kv_heads * group, of.choice([32, 64, 64, 80, 128]), int(2 ** of.uniform(7, 11.5))
+    heads, size, length = kv_heads * group, of.choice([32, 64, 64, 80, 128, 256, 512]), int(2 ** of.uniform(7, 11.5))
     queries = of.choice([length, length, length, length // 2, 100])
     masks = {
         "full": lambda: None,
@@ -384,8 +386,8 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "# Cost per allowed score",
         "",
         "Written by `python benchmarks/features.py --report` from `benchmarks/results/features-*.json`; `make bench`",
-        "measures anew. Each row is one call with 8 heads of 64. Which library multiplies what",
-        "depends on the processor, and there is a part for each kind.",
+        "measures anew. Each row is one call, with 8 heads of 64 unless it says so. Which library multiplies",
+        "what depends on the processor, and there is a part for each kind.",
         "",
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
         "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",

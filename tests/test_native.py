@@ -364,7 +364,7 @@ def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypa
     """As on a processor where torch's operator multiplies faster than numbers are read."""
     if dtype is torch.bfloat16 and not processor.BFLOAT16:
         pytest.skip(f"no instructions for {dtype}: torch's operator is not taken")
-    monkeypatch.setattr(native, "price", lambda dtype, learns, table, **by: 1.3 if table else 0.7)
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table, of_head, **by: 1.3 if table else 0.7)
 
     def kernel(bias, **parts):
         return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, bias=bias, **parts)).name
@@ -380,9 +380,29 @@ def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypa
 
 
 @needs_library
+def test_large_heads_have_a_price_of_their_own(monkeypatch):
+    """As on a processor where torch's operator multiplies large matrices faster."""
+    prices = {64: 0.8, 128: 0.95, 256: 1.05, 512: 1.3}
+    monkeypatch.setattr(native, "price", lambda dtype, learns, table, of_head, **by: prices[of_head])
+
+    def kernel(size, **parts):
+        return choose(checked(shape=(1, 2, 1200, size), kv_heads=2, **parts)).name
+
+    assert [kernel(size) for size in (8, 64, 96, 97, 128, 192)] == ["native"] * 6
+    assert [kernel(size) for size in (193, 256, 512, 1000)] == ["sdpa"] * 4
+    call = checked(shape=(1, 2, 70, 200), kv_heads=2)
+    assert native.head_size(call._replace(value=call.value[..., :100])) == 128
+    assert kernel(512, mask=Causal() & Window(100)) == kernel(256, mask=Causal(), softcap=20.0) == "native"
+    for size in native.HEAD_SIZES:
+        one, other = native._two_ways(torch.float32, learns=True, of_head=size)
+        for mine, theirs in zip(one(), other(), strict=False):
+            assert_close(mine, theirs)
+
+
+@needs_library
 def test_a_table_that_torchs_operator_alone_reads_is_part_of_its_price(monkeypatch):
     """As on a processor where a score by the library costs a little more, and less than to read a number, too."""
-    monkeypatch.setattr(native, "price", lambda dtype, learns, table, by_table=False: 0.9 if by_table else 1.05)
+    monkeypatch.setattr(native, "price", lambda *of, by_table=False: 0.9 if by_table else 1.05)
 
     def kernel(length=1200, **parts):
         return choose(checked(shape=(1, 8, length, 64), kv_heads=8, **parts)).name

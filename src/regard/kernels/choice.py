@@ -96,9 +96,14 @@ def _leaves_out_faint(call: Call) -> bool:
 _SKIPS = "it skips what the mask hides, in memory linear in the length"
 
 
+def _kind(call: Call) -> tuple[torch.dtype, bool, bool, int]:
+    """What it depends on how long the compiled library takes for a score."""
+    return call.query.dtype, call.learns, native.has_table(call.scoring), native.head_size(call)
+
+
 def _library_pays(call: Call) -> bool:
     """Whether strips take no more time by the compiled library than by torch's operator."""
-    return native.pays(call.query.dtype, call.learns, native.has_table(call.scoring))
+    return native.pays(*_kind(call))
 
 
 def _suits_the_library(call: Call) -> bool:
@@ -107,7 +112,7 @@ def _suits_the_library(call: Call) -> bool:
     here."""
     if tracing():
         share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
-        least = native.scores_for_a_node(call.query.dtype, call.learns, share, native.has_table(call.scoring))
+        least = native.scores_for_a_node(*_kind(call), share)
         return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True

@@ -54,6 +54,11 @@ MAX_PRICE = 1.15
 mask takes several times as long as the call. On an Intel processor limited to AVX2, where a score cost 1.05 times
 torch's, rows "... new in every call" of features.py."""
 
+HEAD_SIZES = {64: (1024, 1024), 128: (768, 512), 256: (768, 256), 512: (768, 256)}
+"""Features of the heads for which it is measured what a score takes beside torch's operator, and by how many queries
+and keys: the larger the products, the more it takes. Of 768 queries and more, torch's operator takes more at a time.
+Rows "full, 1 head of 512" and "causal, 2 heads of 256" of features.py."""
+
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
 
@@ -154,16 +159,16 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     most = scores - to_begin * threads / size
     if most <= 0:
         return False
-    table, plan = has_table(call.scoring), plan_of(call)
+    table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
     if plan.interval is not None and not plan.others:
         least = _scores(call, plan.within(None))  # is counted in less time
-        if price(dtype, learns, table) * least < most:
+        if price(dtype, learns, table, of_head) * least < most:
             return True
     own = sum(_scores(call, part) for part in plan.parts)
     own += len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
-    if price(dtype, learns, table) * own < most:
+    if price(dtype, learns, table, of_head) * own < most:
         return True
-    return by_table and not table and price(dtype, learns, False, by_table=True) * own < most
+    return by_table and not table and price(dtype, learns, False, of_head, by_table=True) * own < most
 
 
 @cache
@@ -190,35 +195,44 @@ def has_table(scoring: Scoring) -> bool:
     return any(isinstance(term, Given) and term.numbers.shape[2] > 1 < term.numbers.shape[3] for term in terms)
 
 
+def head_size(call: Call) -> int:
+    """About how many features a head has, of query and key and of value: the next of those that are measured."""
+    features = call.query.shape[3] + call.value.shape[3]
+    return next((size for size in HEAD_SIZES if features <= 3 * size), max(HEAD_SIZES))
+
+
 @cache
-def price(dtype: torch.dtype, learns: bool, table: bool = False, *, by_table: bool = False) -> float:
+def price(dtype: torch.dtype, learns: bool, table: bool, of_head: int, *, by_table: bool = False) -> float:
     """How long a score takes, with its gradients if something learns, over the time that torch's operator takes here;
     1 where nothing is measured.
 
     Args:
         table: whether to both a number is added that is read from memory. by_table: whether to torch's alone.
+        of_head: as of `head_size`.
     """
     if dtype is torch.bfloat16:
         settle_products()
     products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
     tables = ", a table" if table else ", a table for torch" if by_table else ""
-    kinds = f"{', gradients' * learns}{tables}, {products} products"
-    ways = _two_ways(dtype, learns, here=table, there=table or by_table)
+    wide_heads = f", heads of {of_head}" if of_head > min(HEAD_SIZES) else ""
+    kinds = f"{', gradients' * learns}{tables}, {products} products{wide_heads}"
+    ways = _two_ways(dtype, learns, of_head, here=table, there=table or by_table)
     return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}{kinds}", *ways))
 
 
-def pays(dtype: torch.dtype, learns: bool, table: bool = False) -> bool:
+def pays(dtype: torch.dtype, learns: bool, table: bool, of_head: int) -> bool:
     """Whether strips take no more time than by torch's operator, which computes more scores than a mask allows."""
-    return price(dtype, learns, table) <= MAX_PRICE
+    return price(dtype, learns, table, of_head) <= MAX_PRICE
 
 
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
-def scores_for_a_node(dtype: torch.dtype, learns: bool, share: float, table: bool) -> float:
+def scores_for_a_node(dtype: torch.dtype, learns: bool, table: bool, of_head: int, share: float) -> float:
     """Fewest scores of torch's own function that take as long as a node in a graph of torch.compile, which computes
-    this share of them. table: as of `price`."""
-    saved, to_begin = 1 - share * price(dtype, learns, table), tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
+    this share of them. table, of_head: as of `price`."""
+    saved = 1 - share * price(dtype, learns, table, of_head)
+    to_begin = tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
     if learns and dtype in fused.HALF:  # torch's own function takes nearly as long to begin
         to_begin //= 8
     return to_begin * torch.get_num_threads() / saved if saved > 0 else math.inf
@@ -228,27 +242,29 @@ scores_for_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _two_ways(
-    dtype: torch.dtype, learns: bool, *, here: bool = False, there: bool = False
+    dtype: torch.dtype, learns: bool, of_head: int = 64, *, here: bool = False, there: bool = False
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """As many scores, computed here and by torch's operator, of which each may be given a table."""
+    queries, keys = HEAD_SIZES[of_head]
     draw = torch.Generator().manual_seed(0)
-    three = query, key, value = torch.randn(3, 1, 1, 1024, 64, generator=draw).to(dtype).unbind()
-    leaves = [tensor.detach().requires_grad_() for tensor in three]
-    numbers = torch.randn(1, 1, 1024, 1024, generator=draw).to(dtype)
+    drawn = torch.randn(1, 1, 2 * queries + 2 * keys, of_head, generator=draw).to(dtype)
+    query, key, value, grad = drawn.split([queries, keys, keys, queries], dim=2)
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    numbers = torch.randn(1, 1, queries, keys, generator=draw).to(dtype)
     table, bias = numbers if there else None, Given(numbers) if here else None
-    scoring = Scoring(Grid(1, 1, 1024, 1024, query.device), 0.125, None, bias, None, None, None)
+    scoring = Scoring(Grid(1, 1, queries, keys, query.device), 0.125, None, bias, None, None, None)
     given = query, key, value, None, scoring, None, plan_of(Call(query, key, value, scoring))
 
     def of_ours() -> object:
         output, lse, exact = forward(*given, wants_lse=learns, learns=learns)
-        return backward(*given, output=exact, lse=lse, grad_output=value, grad_lse=None) if learns else output
+        return backward(*given, output=exact, lse=lse, grad_output=grad, grad_lse=None) if learns else output
 
     def by_torch() -> object:
         if not learns:
             return fused.full_attention(query, key, value, scale=0.125, attn_mask=table)
         with torch.enable_grad():
             output = fused.full_attention(leaves[0], leaves[1], leaves[2], scale=0.125, attn_mask=table)
-            return torch.autograd.grad(output, leaves, value)
+            return torch.autograd.grad(output, leaves, grad)
 
     return of_ours, by_torch
 
