@@ -385,12 +385,14 @@ def test_large_heads_have_a_price_of_their_own(monkeypatch):
     prices = {64: 0.8, 128: 0.95, 256: 1.05, 512: 1.3}
     monkeypatch.setattr(native, "price", lambda dtype, learns, table, of_head, **by: prices[of_head])
 
-    def kernel(size, **parts):
-        return choose(checked(shape=(1, 2, 1200, size), kv_heads=2, **parts)).name
+    def kernel(size, length=1200, **parts):
+        return choose(checked(shape=(1, 2, length, size), kv_heads=2, **parts)).name
 
     assert [kernel(size) for size in (8, 64, 96, 97, 128, 192)] == ["native"] * 6
     assert [kernel(size) for size in (193, 256, 512, 1000)] == ["sdpa"] * 4
-    call = checked(shape=(1, 2, 70, 200), kv_heads=2)
+    assert kernel(512, length=190) == kernel(256, length=190) == "native"  # of which torch's takes few at a time
+    assert kernel(512, length=200) == kernel(256, length=200) == "sdpa"
+    call = checked(shape=(1, 2, 800, 200), kv_heads=2)
     assert native.head_size(call._replace(value=call.value[..., :100])) == 128
     assert kernel(512, mask=Causal() & Window(100)) == kernel(256, mask=Causal(), softcap=20.0) == "native"
     for size in native.HEAD_SIZES:

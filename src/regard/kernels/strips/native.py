@@ -56,8 +56,13 @@ torch's, rows "... new in every call" of features.py."""
 
 HEAD_SIZES = {64: (1024, 1024), 128: (768, 512), 256: (768, 256), 512: (768, 256)}
 """Features of the heads for which it is measured what a score takes beside torch's operator, and by how many queries
-and keys: the larger the products, the more it takes. Of 768 queries and more, torch's operator takes more at a time.
-Rows "full, 1 head of 512" and "causal, 2 heads of 256" of features.py."""
+and keys: the larger the products, the more it takes. Rows "full, 1 head of 512" and "causal, 2 heads of 256" of
+features.py."""
+
+FEWEST_QUERIES = {128: 768, 256: 192, 512: 192}
+"""Of heads of these sizes for which that holds: torch's operator takes 32 queries at a time, from 192 on 64, and from
+768 on 256 (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), and large products of few rows take it longer. The same
+rows."""
 
 BYTES_OF_A_CELL = 1 / 8
 """Of a mask, as the library reads it."""
@@ -196,9 +201,11 @@ def has_table(scoring: Scoring) -> bool:
 
 
 def head_size(call: Call) -> int:
-    """About how many features a head has, of query and key and of value: the next of those that are measured."""
-    features = call.query.shape[3] + call.value.shape[3]
-    return next((size for size in HEAD_SIZES if features <= 3 * size), max(HEAD_SIZES))
+    """About how many features a head has, of query and key and of value: the next of those that are measured, and that
+    matter for so many queries."""
+    smallest, features = min(HEAD_SIZES), call.query.shape[3] + call.value.shape[3]
+    size = next((size for size in HEAD_SIZES if features <= 3 * size), max(HEAD_SIZES))
+    return size if size == smallest or call.query.shape[2] >= FEWEST_QUERIES[size] else smallest
 
 
 @cache
