@@ -200,6 +200,10 @@ ROWS = (
     Row("17 queries, 32 texts", _fixed(), 2, 2, 256, 32, 17, most=2048, head_dim=256),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
+    Row(
+        "16 heads of 128 beside one another, causal", _fixed(mask=Causal()), heads=16, kv_heads=16, head_dim=128,
+        value_dim=128, most=2048, by_token=True,
+    ),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
     Row("bias, dense, new in every call", _dense(None), most=2048, anew=True),

@@ -532,6 +532,42 @@ def test_sums_of_a_thread_are_those_of_the_whole_call(monkeypatch, dtype, size, 
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        Causal(),
+        Causal() & Window(30),
+        Strided(16),
+        Padding(torch.arange(300)[None] % 150 >= torch.tensor([[9], [0]])),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(8, 8, 128, 256), (4, 2, 64, 22)])
+def test_heads_side_by_side_in_each_token_give_the_same_numbers_to_the_last_bit(
+    dtype, mask, heads, kv_heads, size, value_size
+):
+    draw = torch.Generator().manual_seed(0)
+    sizes = (heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size)
+    by_token = [torch.randn(2, 300, *of, generator=draw).to(dtype).transpose(1, 2) for of in sizes]
+    if type(mask) is Padding:  # so that it is computed twice
+        by_token[2][0, :, :9] = by_token[1][0, :, 150:159] = math.nan
+    found = []
+    for inputs in (by_token, [tensor.contiguous() for tensor in by_token]):
+        forget()
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
+        for _ in range(3):  # of the second its strips are known, of the third all that the library is told
+            output, lse = attention_with_lse(*leaves, mask=mask, kernel="native")
+            grads = torch.autograd.grad((output, lse), leaves, (inputs[3], torch.ones_like(lse)))
+            found.append((output, lse, *grads))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert bool(one.isfinite().all())
+            assert torch.equal(one, two)
+
+
+@needs_library
 def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)

@@ -114,7 +114,7 @@ class CallOf(ctypes.Structure):
         ("statistic", _address),
         *((name, _i64) for name in ("statistics", "knows_lse", "goes_on")),
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
-        *((name, _i64) for name in ("careful", "suspect", "products", "units", "first_batch", "last_batch")),
+        *((name, _i64) for name in ("careful", "suspect", "products", "units", "keeps", "first_batch", "last_batch")),
         ("share", _address),
     )
 

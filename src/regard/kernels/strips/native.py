@@ -46,8 +46,9 @@ MAX_SUMS = 1 << 27
 every thread of a machine of many cores would have as many as the keys and values have."""
 
 MAX_SUMS_OF_A_THREAD = 1 << 20
-"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, where gradients are in half precision or
-no whole vectors: that of all heads would be new in every call. Row "17 queries, 32 texts" of features.py."""
+"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, where gradients are in half precision, no
+whole vectors, or lie apart: that of all heads would be new in every call. Rows "17 queries, 32 texts" and "16 heads of
+128 beside one another, causal" of features.py."""
 
 MAX_PRICE = 1.15
 """Times that a score takes beside torch's operator, up to which its strips are not compared: to cut them anew for every
@@ -435,7 +436,9 @@ def _gradients(
     of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
     by_thread = chunks == 1 and order.is_whole and of_a_thread <= MAX_SUMS_OF_A_THREAD
     for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2]))):
-        if chunks == 1 and grad.shape[3] % lanes == 0 and grad.dtype is dtype and order.plan.reordering is None:
+        whole = grad.shape[3] % lanes == 0 and grad.dtype is dtype and order.plan.reordering is None
+        lie_apart = grad.stride(2) != grad.shape[3]
+        if chunks == 1 and whole and not (by_thread and lie_apart):
             order.tensors(f"sum_{name}", grad)
         elif by_thread:
             order.number(f"sum_{name}", 0)

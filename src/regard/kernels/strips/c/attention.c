@@ -11,8 +11,9 @@
        dkey[key][d]          += sum_i  dscores[key][i]  query[i][d]
 
    are all one loop, `block` of vectors.h: numbers of the left factor, read where they are, times vectors of the right
-   one. Keys and values are neither copied nor transposed, and the softmax adds up and compares whole vectors. Products
-   are of float32 or float64 numbers; of bfloat16 ones where the processor has instructions for that: see halves.h.
+   one. Keys and values are not transposed, and copied only where they lie apart or are of another dtype. The softmax
+   adds up and compares whole vectors. Products are of float32 or float64 numbers; of bfloat16 ones where the processor has
+   instructions for that: see halves.h.
 
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
@@ -127,14 +128,23 @@ static void find_keys(struct place *p)
     }
 }
 
+/* before the places of another kv head */
+static void forget_copies(struct place *p)
+{
+    if (p->keys.rows) memset(p->keys.is_there, 0, p->call->key_len);
+    if (p->values.rows) memset(p->values.is_there, 0, p->call->key_len);
+}
+
 /* head: a kv head if the strip is folded */
 static void find_place(
     struct place *p, const struct call *c, const struct strip *s, i64 batch, i64 head, i64 time, i64 number)
 {
     i64 group = c->heads / c->kv_heads, folded = is_folded(c, s), start = number * c->units * UNIT;
     i64 rows = rows_in(c, s), rest = rest_of(c, s);
+    i64 batch_before = p->batch, head_before = p->kv_head;
     p->call = c, p->strip = s, p->batch = batch, p->time = time;
     p->kv_head = folded ? head : head / group;
+    if (batch != batch_before || p->kv_head != head_before) forget_copies(p);
     p->rows = least(c->units * UNIT, rows - rest - start);
     if (p->rows <= 0) start = rows - rest, p->rows = rest;
     for (i64 r = 0; r < round_up(p->rows, UNIT); r++) {
@@ -149,6 +159,33 @@ static void find_place(
         p->last_query = r ? most(p->last_query, p->token[r]) : p->token[r];
     }
     find_keys(p);
+}
+
+/* Most numbers of copies that a thread has, 8 MiB in float32. */
+#define MOST_COPIED ((i64)1 << 21)
+
+/* whether copies of keys and values are made for all places of a kv head, of which there are so many */
+static i64 keeps_copies(const struct call *c, i64 places)
+{
+    return c->products == PLAIN && places > 1 && c->key_len * (c->head_dim + c->value_dim) <= MOST_COPIED;
+}
+
+static i64 copies_numbers(const struct call *c)
+{
+    if (!c->keeps) return 0;
+    return round_up(c->key_len * c->head_dim, 16) + round_up(c->key_len * c->value_dim, 16) + round_up(c->key_len, 16);
+}
+
+/* tells a place of the memory for them */
+static void take_copies(const struct call *c, struct place *p, real *memory)
+{
+    p->keys = p->values = (struct copies){0};
+    p->batch = p->kv_head = -1;
+    if (!c->keeps) return;
+    real *keys = part_of(&memory, c->key_len * c->head_dim), *values = part_of(&memory, c->key_len * c->value_dim);
+    uint8_t *is_there = (uint8_t *)memory;
+    if (is_copied(c, &c->key, c->head_dim)) p->keys = (struct copies){keys, is_there};
+    if (is_copied(c, &c->value, c->value_dim)) p->values = (struct copies){values, is_there + c->key_len};
 }
 
 /* Numbers too small to be normal are 0 while we compute: some processors multiply them a hundred times as slowly. */
@@ -196,9 +233,11 @@ static i64 items_of(const struct call *c, const struct strip *s)
 static void forward_work(void *of_call)
 {
     struct call *c = of_call;
-    real *memory = memory_for(forward_numbers(c));
+    i64 of_copies = copies_numbers(c);
+    real *copies = memory_for(of_copies + forward_numbers(c)), *memory = copies + of_copies;
     struct state before_us = begin_work(c);
     struct place p;
+    take_copies(c, &p, copies);
     i64 items = 0, before = 0; /* items of all strips, and of those before this one */
     for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
     const struct strip *s = c->strip;
@@ -223,10 +262,11 @@ typedef void compute(const struct place *, real *);
 /* The queries of a batch index and of some kv heads that are those of one of `chunks` threads, block by block: those of
    all heads that have something in common are computed one after another. */
 static void deal_to_one(
-    const struct call *c, i64 batch, i64 kv_head, i64 kv_heads, i64 chunk, compute *of_place, real *memory)
+    const struct call *c, i64 batch, i64 kv_head, i64 kv_heads, i64 chunk, compute *of_place, real *copies, real *memory)
 {
     i64 dealt = 0;
     struct place p = {.chunk = chunk};
+    take_copies(c, &p, copies);
     for (const struct strip *s = c->strip; s < c->strip + c->strips; s++) {
         if (s->batch >= 0 && s->batch != batch) continue;
         i64 each = heads_of(c, s) / c->kv_heads, first = kv_head * each, blocks = blocks_of(c, s);
@@ -287,7 +327,8 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
     i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
     i64 of_keys = adds_up ? own_sums(c, &c->sum_key, &c->grad_key, c->head_dim, together) : 0;
     i64 of_values = adds_up ? own_sums(c, &c->sum_value, &c->grad_value, c->value_dim, together) : 0;
-    real *memory = memory_for(of_keys + of_values + numbers), *rest = memory + of_keys + of_values;
+    i64 of_sums = of_keys + of_values, of_copies = copies_numbers(c);
+    real *memory = memory_for(of_sums + of_copies + numbers), *copies = memory + of_sums, *rest = copies + of_copies;
     struct state before_us = begin_work(c);
     struct call own = *c;
     /* Heads of a batch index may lie in the same pages of memory, which threads wait for each other to get: of many batch
@@ -304,7 +345,7 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
                 if (of_values) take_own(c, &own.sum_value, c->value_dim, memory + of_keys, n);
                 for (i64 head = n; adds_up && !c->goes_on && head < n + together; head++)
                     begin_sums(&own, batch, head, chunk);
-                deal_to_one(&own, batch, n, together, chunk, of_place, rest);
+                deal_to_one(&own, batch, n, together, chunk, of_place, copies, rest);
                 for (i64 head = n; head < n + together; head++) {
                     if (of_keys) finish_sums(c, &own.sum_key, 0, &c->grad_key, c->head_dim, batch, head, 0, c->key_len);
                     if (of_values)
@@ -384,12 +425,13 @@ API void regard_set_threads(void (*parallel)(void (*)(void *), void *, unsigned,
 API void regard_forward(struct call *c)
 {
     c->products = products_of(c);
-    c->units = c->products == TILES ? UNITS : UNITS_BY_LANES;
-    for (; c->units > 1; c->units /= 2) { /* enough places for all threads */
-        i64 items = 0;
+    i64 items;
+    for (c->units = c->products == TILES ? UNITS : UNITS_BY_LANES;; c->units /= 2) { /* enough places for all threads */
+        items = 0;
         for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
-        if (items >= 4 * c->threads) break;
+        if (c->units == 1 || items >= 4 * c->threads) break;
     }
+    c->keeps = keeps_copies(c, items / (c->batches * c->kv_heads));
     run(c, forward_work);
 }
 
@@ -397,11 +439,14 @@ API void regard_forward(struct call *c)
 static void divide(struct call *c)
 {
     c->products = products_of(c);
-    for (c->units = UNITS_BY_LANES; c->units > 1; c->units /= 2) {
-        i64 dealt = 0;
+    i64 dealt;
+    for (c->units = UNITS_BY_LANES;; c->units /= 2) {
+        dealt = 0;
         for (i64 n = 0; n < c->strips; n++) dealt += blocks_of(c, c->strip + n) * c->strip[n].times;
-        if (dealt >= 4 * c->chunks || c->chunks == 1) break;
+        if (c->units == 1 || dealt >= 4 * c->chunks || c->chunks == 1) break;
     }
+    i64 places = dealt / c->chunks * (c->heads / c->kv_heads);
+    c->keeps = !c->heads_in_common && keeps_copies(c, places); /* otherwise those of all heads come in turns */
 }
 
 /* Whether the n-th query of a strip is another one in each batch index: if strips differ, or the order of tokens. */

@@ -111,7 +111,8 @@ struct call {
                     are added to; forward and for statistics, of other keys of the same queries, whose results are there */
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */
     i64 first_query, last_query; /* ... and only those with any of these */
-    /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number */
-    i64 careful, suspect, products, units, first_batch, last_batch;
+    /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number; keeps: whether
+       copies of keys and values serve several places */
+    i64 careful, suspect, products, units, keeps, first_batch, last_batch;
     struct share *share; /* of each thread */
 };

@@ -49,10 +49,18 @@ static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
     }
 }
 
+/* Keys, or values, that lie elsewhere than where they are multiplied: copied when a place first reads them, for all places
+   of a kv head that a thread computes one after another. rows: NULL if none are kept. */
+struct copies {
+    real *rows;
+    uint8_t *is_there; /* of each key */
+};
+
 /* Some queries of a strip with one kv head: those of one head, or, where they are few, of all that share it. */
 struct place {
     const struct call *call;
     const struct strip *strip;
+    struct copies keys, values;
     i64 batch, kv_head, time, chunk, rows;
     i64 head[UNITS * UNIT];       /* of the call */
     int32_t query[UNITS * UNIT];  /* of the call */
@@ -99,14 +107,26 @@ INLINE i64 row_at(const struct place *p, const struct tensor *t, const struct sp
     return place_in(t, p->batch, p->kv_head, token_of_key(p->call, p->batch, key_of(p, s, at)));
 }
 
-/* n of them as they are, of so many bytes a number: where they lie, or, of sorted tokens, in `room` */
+INLINE const char *address(const void *numbers, i64 at, const int dtype)
+{
+    return (const char *)numbers + at * (dtype == OWN ? sizeof(real) : sizeof(uint16_t));
+}
+
+/* Whether rows so far apart have the same few places in a cache, which are then too few for those of one tile, as the keys
+   of 8 heads of 128 float32 numbers do where the heads of a token lie side by side. Row "16 heads of 128 beside one
+   another, causal" of features.py. */
+#define SAME_PLACES 4096
+INLINE int crowd(i64 apart, i64 size, const i64 bytes) { return apart != size && apart * bytes % SAME_PLACES == 0; }
+
+/* n of them as they are, of so many bytes a number: where they lie, or in `room` */
 static struct rows rows_as_they_are(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const i64 bytes,
     void *room)
 {
     const char *rows = t->data;
-    if (!p->call->key_order)
-        return (struct rows){rows + row_at(p, t, s, first) * bytes, s->step * t->row, s->count - first};
+    i64 apart = s->step * t->row;
+    if (!p->call->key_order && !(p->rows > FEW && crowd(apart, size, bytes)))
+        return (struct rows){rows + row_at(p, t, s, first) * bytes, apart, s->count - first};
     for (i64 i = first; i < first + n; i++) {
         const char *next = rows + row_at(p, t, s, least(i + ROWS_AHEAD, s->count - 1)) * bytes;
         for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
@@ -115,17 +135,31 @@ static struct rows rows_as_they_are(
     return (struct rows){room, size, n};
 }
 
-/* n of them in our dtype: where they are, or in `room` */
+/* Whether keys, or values, are copied for all places of a kv head, in our dtype and one after another: one place takes
+   longer to read them where they are. The same row, which took 1.5 times as long as with each head by itself. */
+INLINE int is_copied(const struct call *c, const struct tensor *t, i64 size)
+{
+    return c->dtype != OWN || c->key_order || t->row != size;
+}
+
+/* n of them in our dtype: where they are, or in `room`, or among copies */
 static struct rows rows_of(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
-    if (p->call->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, sizeof(real), room);
+    const struct call *c = p->call;
+    const struct copies *copies = t == &c->key ? &p->keys : &p->values;
+    i64 key = key_of(p, s, first), keeps = copies->rows && s->step == 1;
+    if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, sizeof(real), room);
+    real *to = keeps ? copies->rows + key * size : room;
+    i64 line = c->dtype == OWN ? 64 / sizeof(real) : 32;
     for (i64 i = 0; i < n; i++) {
+        if (keeps && copies->is_there[key + i]) continue;
         i64 next = row_at(p, t, s, least(first + i + STEPS_AHEAD, s->count - 1));
-        widen(t->data, row_at(p, t, s, first + i), size, p->call->dtype, room + i * size);
-        for (i64 d = 0; d < size; d += 32) fetch((const uint16_t *)t->data + next + d);
+        for (i64 d = 0; d < size; d += line) fetch(address(t->data, next + d, c->dtype));
+        widen(t->data, row_at(p, t, s, first + i), size, c->dtype, to + i * size);
+        if (keeps) copies->is_there[key + i] = 1;
     }
-    return (struct rows){room, size, n};
+    return (struct rows){to, size, keeps ? c->key_len - key : n};
 }
 
 /* the same in bfloat16 */
@@ -334,11 +368,6 @@ INLINE i64 key_in(const struct place *p, const struct span *s, const struct tile
 INLINE const void *numbers_in(const struct place *p, const struct tile *t)
 {
     return t->gradient > 0 ? p->call->given[t->gradient - 1] + (i64)t->numbers : t->numbers;
-}
-
-INLINE const char *address(const void *numbers, i64 at, const int dtype)
-{
-    return (const char *)numbers + at * (dtype == OWN ? sizeof(real) : sizeof(uint16_t));
 }
 
 /* Biases are fetched so many bytes after what is read of a row now, or for a later key: without that, a dense one takes
