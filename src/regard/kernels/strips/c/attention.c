@@ -313,7 +313,7 @@ static void finish_sums(
     for (i64 row = first; row < stop; row++) {
         const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
         real total[size];
-        memcpy(total, from, size * sizeof(real));
+        copy(total, from, size);
         for (i64 n = 1; n < c->chunks; n++)
             for (i64 d = 0; d < size; d++) total[d] += from[n * chunk + d];
         narrow(out->data, place_in(out, batch, head, token_of_key(c, batch, row)), size, c->dtype, total);

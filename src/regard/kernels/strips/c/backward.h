@@ -22,8 +22,10 @@ static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse,
     const struct call *c = p->call;
     const struct tensor *output = c->exact.data ? &c->exact : &c->output;
     i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->token[r]);
-    real row[c->value_dim];
-    widen(output->data, from, c->value_dim, c->exact.data ? OWN : c->dtype, row);
+    i64 dtype = c->exact.data ? OWN : c->dtype;
+    real room[c->value_dim];
+    const real *row = dtype == OWN ? (const real *)output->data + from : room;
+    if (dtype != OWN) widen(output->data, from, c->value_dim, dtype, room);
     double exact = c->lse[at] == NONE ? 0 : c->lse[at] / LN_2;
     lse[r] = exact - (c->products == PLAIN ? rint(fmin(fmax(exact, 0), MOST_LEFT)) : 0);
     real factor = c->products == PLAIN ? exp2(lse[r] - exact) : 1;

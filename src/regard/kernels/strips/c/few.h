@@ -239,8 +239,8 @@ static real few_softmax(i64 n, real *scores, real *top, real *total)
         vec x = load(scores + j);
         most = larger_of(x, most);
     }
-    real before = *top, from;
-    for (int i = 0; i < LANES; i++) *top = most[i] > *top ? most[i] : *top;
+    real before = *top, from, now = largest_of(most);
+    *top = now > before ? now : before;
     from = *top == NONE ? 0 : *top; /* -inf - -inf is NaN */
     for (i64 j = 0; j < n; j += LANES) {
         vec weight = exp2_of(load(scores + j) - from);
@@ -248,9 +248,7 @@ static real few_softmax(i64 n, real *scores, real *top, real *total)
         store(scores + j, weight);
     }
     vec by = exp2_of(all(before - from));
-    real more = 0;
-    for (int i = 0; i < LANES; i++) more += sum[i];
-    *total = *total * by[0] + more;
+    *total = *total * by[0] + sum_of(sum);
     return by[0];
 }
 

@@ -56,7 +56,7 @@ INLINE int softmax_of(
         most[w] = pick(most[w] == NONE, all(0), most[w]); /* -inf - -inf is NaN */
         by[w] = exp2_of(before[w] - most[w]);
         sum[w] = all(0);
-        for (int i = 0; i < LANES; i++) grew |= by[w][i] != 1;
+        grew |= any_of((ints)(by[w] != 1));
     }
     if (split)
         split_weights(n, wide, scores, factor, most, sum);

@@ -8,7 +8,7 @@
 INLINE void widen(const void *from, i64 at, i64 count, i64 dtype, real *to)
 {
     if (dtype == OWN)
-        memcpy(to, (const real *)from + at, count * sizeof(real));
+        copy(to, (const real *)from + at, count);
     else if (dtype == BFLOAT16) {
         const uint16_t *numbers = (const uint16_t *)from + at;
         i64 i = 0;
@@ -32,7 +32,7 @@ INLINE void widen(const void *from, i64 at, i64 count, i64 dtype, real *to)
 static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
 {
     if (dtype == OWN)
-        memcpy((real *)to + at, from, count * sizeof(real));
+        copy((real *)to + at, from, count);
     else if (dtype == BFLOAT16)
         for (i64 i = 0; i < count; i++) { /* to nearest, even */
             float wide = from[i];

@@ -179,32 +179,7 @@ INLINE vec exp2_of(vec x)
 }
 #endif
 
-/* sum x y, of rows of numbers */
-INLINE real dot(const real *x, const real *y, i64 size)
-{
-    vec sums = all(0);
-    real sum = 0;
-    i64 d = 0;
-    for (; d + LANES <= size; d += LANES) sums += load(x + d) * load(y + d);
-    for (; d < size; d++) sum += x[d] * y[d];
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    return sum;
-}
-
-/* whether all numbers of a row are finite: 0 times others is NaN */
-INLINE int is_finite(const real *x, i64 size)
-{
-    vec sums = all(0);
-    real sum = 0;
-    i64 d = 0;
-    for (; d + LANES <= size; d += LANES) sums += load(x + d) * 0;
-    for (; d < size; d++) sum += x[d] * 0;
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    return sum == 0;
-}
-
-
-/* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
+/* for each lane, one of a shuffle */
 #if LANES == 16
 #define EACH_LANE(of, half) \
     of(0, half), of(1, half), of(2, half), of(3, half), of(4, half), of(5, half), of(6, half), of(7, half), \
@@ -217,6 +192,57 @@ INLINE int is_finite(const real *x, i64 size)
 #else
 #define EACH_LANE(of, half) of(0, half), of(1, half)
 #endif
+#define OF_OTHER(lane, half) ((lane) ^ (half))
+#define BESIDE(x, half) __builtin_shufflevector(x, x, EACH_LANE(OF_OTHER, half))
+
+/* The sum of all lanes, the largest, and whether any is not 0: in log2(LANES) rounds, since each waits for the one before. */
+#if LANES == 16
+#define EACH_ROUND(of) of(8), of(4), of(2), of(1)
+#elif LANES == 8
+#define EACH_ROUND(of) of(4), of(2), of(1)
+#elif LANES == 4
+#define EACH_ROUND(of) of(2), of(1)
+#else
+#define EACH_ROUND(of) of(1)
+#endif
+#define ADD_BESIDE(half) x += BESIDE(x, half)
+#define LARGER_BESIDE(half) x = larger_of(BESIDE(x, half), x)
+#define OR_BESIDE(half) x |= BESIDE(x, half)
+INLINE real sum_of(vec x) { return EACH_ROUND(ADD_BESIDE), x[0]; }
+INLINE real largest_of(vec x) { return EACH_ROUND(LARGER_BESIDE), x[0]; }
+INLINE int any_of(ints x) { return EACH_ROUND(OR_BESIDE), x[0] != 0; }
+
+/* sum x y, of rows of numbers */
+INLINE real dot(const real *x, const real *y, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * load(y + d);
+    for (; d < size; d++) sum += x[d] * y[d];
+    return sum + sum_of(sums);
+}
+
+/* whether all numbers of a row are finite: 0 times others is NaN */
+INLINE int is_finite(const real *x, i64 size)
+{
+    vec sums = all(0);
+    real sum = 0;
+    i64 d = 0;
+    for (; d + LANES <= size; d += LANES) sums += load(x + d) * 0;
+    for (; d < size; d++) sum += x[d] * 0;
+    return sum + sum_of(sums) == 0;
+}
+
+/* n numbers, of which there are too few for the function that the library of C has for it */
+INLINE void copy(real *to, const real *from, i64 n)
+{
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+    for (; i < n; i++) to[i] = from[i];
+}
+
+/* LANES rows of LANES numbers become columns: in log2(LANES) rounds, halves, quarters ... change places. */
 #define OF_FIRST(lane, half) ((lane) & (half) ? (lane) + LANES - (half) : (lane)) /* of both rows, one after the other */
 #define OF_SECOND(lane, half) (OF_FIRST(lane, half) + (half))
 #define CHANGE_PLACES(x, i, half)                                                            \
