@@ -568,6 +568,30 @@ def test_heads_side_by_side_in_each_token_give_the_same_numbers_to_the_last_bit(
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(9)], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_bias_tensors_of_later_calls_get_gradients_of_their_own(dtype, mask, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in ((1, 2, 70, 70), (3, 1, 70, 70), (3, 2, 1, 70), (1, 1, 70, 1)):
+            forget()
+            for seed in range(4):  # of the third, all that the library is told is known
+                draw = torch.Generator().manual_seed(seed)
+                inputs = [torch.randn(3, 2, 70, 16, generator=draw).to(dtype) for _ in range(4)]
+                numbers, found = torch.randn(shape, generator=draw).to(dtype), []
+                for kernel in ("native", "reference"):
+                    leaves = [tensor.clone().requires_grad_() for tensor in (*inputs[:3], numbers)]
+                    output = attention(*leaves[:3], mask=mask, bias=leaves[3], kernel=kernel)
+                    found.append((output, *torch.autograd.grad(output, leaves, inputs[3])))
+                for one, right in zip(*found, strict=True):
+                    assert_close(one, right)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
 def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)

@@ -117,6 +117,12 @@ class Added:
         """Whether a gradient of `row` is wanted."""
         return self._grad_distances is not None
 
+    @property
+    def in_place(self) -> bool:
+        """Whether all gradients are added up in `grads`, and none follows from others."""
+        totals = {total.data_ptr() for _, total in self.given if total is not None}
+        return totals == {grad.data_ptr() for grad in self.grads} and not self._parts and not self.learns_by_distance
+
     def pull_distances(self, grads: Tensor) -> None:
         """Adds to the gradient of `row`: [batch, heads, query_len + key_len - 1]."""
         assert self._grad_distances is not None

@@ -11,7 +11,7 @@ Scores, weights and all sums are float32 or wider, whatever the dtype of query, 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -388,13 +388,11 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, sink and `learned`."""
     scoring = plan.in_order(scoring)
-    alike = plan.told is not None and not any(tensor.requires_grad for tensor in learned)
     grad_output = as_read(grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
-    found: Sequence[Tensor] | None = None
-    of_learned: Iterator[Tensor] = iter(())
-    if alike:
+    found: tuple[list[Tensor], list[Tensor]] | None = None
+    if plan.told is not None:
         given = output, lse, grad_output, grad_lse
-        found = ready.backward(query, key, value, sink, scoring.bias, dropout, plan, *given)
+        found = ready.backward(query, key, value, sink, scoring.bias, dropout, plan, learned, *given)
     if found is None:
         order = Order(query, key, value, sink, scoring, dropout, plan, learned)
         order.tensors("output" if output.dtype is query.dtype else "exact", output)
@@ -402,19 +400,21 @@ def backward(
         order.numbers("lse", lse)
         if grad_lse is not None:
             order.numbers("grad_lse", grad_lse.to(lse.dtype))
-        found, sums = _gradients(order, query, key, value)
+        three = query, key, value
+        grads, sums = _gradients(order, *three)
         if order.is_suspect():
             order.begin_again()
-            found, _ = _gradients(order, query, key, value, careful=True)
-        elif alike:
-            ready.remember_backward(order, (query, key, value), dropout, output, grad_output, grad_lse, sums)
-        of_learned = iter(order.added.finish() if order.learns else ())
+            grads, _ = _gradients(order, *three, careful=True)
+        elif plan.told is not None:
+            ready.remember_backward(order, three, learned, dropout, output, grad_output, grad_lse, sums)
+        found = grads, order.added.finish() if order.learns else []
     grad_sink = None
     if sink is not None:
         delta = row_products(grad_output, output)
         grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    grads = (next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
-    return (*found, grad_sink, *grads)
+    grads, of_learned = found[0], iter(found[1])
+    rest = (next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
+    return (*grads, grad_sink, *rest)
 
 
 def _gradients(

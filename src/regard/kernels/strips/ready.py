@@ -5,7 +5,8 @@ calls takes 200 there. So as little as possible is looked at here, and whatever 
 way of `native`, which tells afterwards what the library was told.
 """
 
-from collections.abc import Hashable, Iterable
+import ctypes
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,14 @@ from regard.kernels.known import keep
 from regard.kernels.strips.binding import AT, Compiled, Words
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import Order, laid_like, tell_added, tell_dropout
+from regard.kernels.strips.work import gradients_of, places_of_gradients
 from regard.shapes import Grid
 
 MAX_KEPT = 8
 """Ways in which the tensors of calls of one form may lie: one for each kind of layer and pass."""
 
 _QUERY, _KEY, _VALUE, _OUTPUT, _EXACT = (AT[name] for name in ("query", "key", "value", "output", "exact"))
-_GRAD_OUTPUT, _GRAD_QUERY = AT["grad_output"], AT["grad_query"]
+_GRAD_OUTPUT, _GRAD_QUERY, _GRADIENT = AT["grad_output"], AT["grad_query"], AT["gradient"]
 _SUMS = tuple((AT[f"grad_{name}"], AT[f"sum_{name}"]) for name in ("key", "value"))
 _LSE, _GRAD_LSE, _GIVEN, _THREADS, _SUSPECT = (AT[name] for name in ("lse", "grad_lse", "given", "threads", "suspect"))
 
@@ -36,6 +38,8 @@ class Pass(NamedTuple):
         held: what must not be freed before the last of them.
         like: for each of the results, whether torch lays it like the tensor that it belongs to.
         sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
+        gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
+            the addresses of those that learn.
     """
 
     compiled: Compiled
@@ -43,6 +47,7 @@ class Pass(NamedTuple):
     held: object
     like: tuple[bool, ...]
     sums: tuple[int, int]
+    gradients: tuple[bytes, tuple[int, ...]] | None = None
 
 
 def forward(
@@ -75,12 +80,14 @@ def forward(
 
 def backward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
-    plan: StripPlan, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-) -> list[Tensor] | None:  # fmt: skip
-    """The gradients of query, key and value; None where the general way has to be taken."""
+    plan: StripPlan, learned: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]] | None:  # fmt: skip
+    """The gradients of query, key and value, and of those of `learned` that want one; None where the general way has to
+    be taken."""
     assert plan.told is not None
-    tensors, has_lse, threads = (query, key, value, output, grad_output), grad_lse is not None, torch.get_num_threads()
-    told: Pass | None = plan.told.get((*map(Tensor.stride, tensors), dropout is None, has_lse, threads))
+    tensors = query, key, value, output, grad_output
+    told: Pass | None = plan.told.get(_likeness(tensors, learned, dropout, grad_lse))
     if told is None or any(map(Tensor.is_neg, tensors)) or not lse.is_contiguous():
         return None
     compiled, words = told.compiled, Words.from_buffer_copy(told.call)
@@ -104,6 +111,15 @@ def backward(
             rooms.append(grad.new_empty(numbers, dtype=compiled.dtype))
             words[at_sum] = rooms[-1].data_ptr()
     held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
+    of_learned: list[Tensor] = []
+    if told.gradients is not None:
+        array, places = told.gradients
+        of_learned = [t.new_zeros(t.shape, dtype=compiled.dtype) for t in learned if t.requires_grad]
+        addresses = (ctypes.c_int64 * (len(array) // 8)).from_buffer_copy(array)
+        for place, grad in zip(places, of_learned, strict=True):
+            addresses[place] = grad.data_ptr()
+        words[_GRADIENT] = ctypes.addressof(addresses)
+        held.append(addresses)
     if dropout is not None:
         held += tell_dropout(words, dropout, _grid(query, key), compiled)
     compiled.backward(words)
@@ -112,7 +128,7 @@ def backward(
     if rooms:
         compiled.finish(words)
     del held
-    return grads
+    return grads, of_learned
 
 
 def remember_forward(
@@ -130,28 +146,43 @@ def remember_forward(
 
 
 def remember_backward(
-    order: Order, three: tuple[Tensor, Tensor, Tensor], dropout: Dropout | None, output: Tensor, grad_output: Tensor,
-    grad_lse: Tensor | None, sums: tuple[int, int],
+    order: Order, three: tuple[Tensor, Tensor, Tensor], learned: Sequence[Tensor], dropout: Dropout | None,
+    output: Tensor, grad_output: Tensor, grad_lse: Tensor | None, sums: tuple[int, int],
 ) -> None:  # fmt: skip
     """The same of the gradients.
 
     Args:
         sums: numbers that threads add up elsewhere for keys and for values.
     """
+    gradients = None
+    if order.learns:
+        places = places_of_gradients(order.added)
+        if places is None:
+            return
+        gradients = bytes(gradients_of(order.added, None)), places
     tensors = *three, output, grad_output
-    likeness = *map(Tensor.stride, tensors), dropout is None, grad_lse is not None, torch.get_num_threads()
-    _remember(order, likeness, tensors, tuple(map(_is_laid, three)), sums)
+    likeness = _likeness(tensors, learned, dropout, grad_lse)
+    _remember(order, likeness, tensors, tuple(map(_is_laid, three)), sums, gradients)
+
+
+def _likeness(
+    tensors: Iterable[Tensor], learned: Sequence[Tensor], dropout: Dropout | None, grad_lse: Tensor | None
+) -> Hashable:
+    """By what gradients of calls of one form are told apart."""
+    which = tuple(tensor.requires_grad for tensor in learned)
+    return *map(Tensor.stride, tensors), which, dropout is None, grad_lse is not None, torch.get_num_threads()
 
 
 def _remember(
-    order: Order, likeness: Hashable, tensors: Iterable[Tensor], like: tuple[bool, ...], sums: tuple[int, int]
-) -> None:
+    order: Order, likeness: Hashable, tensors: Iterable[Tensor], like: tuple[bool, ...], sums: tuple[int, int],
+    gradients: tuple[bytes, tuple[int, ...]] | None = None,
+) -> None:  # fmt: skip
     plan = order.plan
     as_they_are = all(tensor.stride(3) == 1 and not tensor.is_neg() for tensor in tensors)
     if plan.told is None or not (order.is_whole and as_they_are) or order.is_suspect():
         return
     call, held = order.of_form()
-    keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums), MAX_KEPT)
+    keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums, gradients), MAX_KEPT)
 
 
 def _is_laid(tensor: Tensor) -> bool:

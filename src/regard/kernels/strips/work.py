@@ -110,6 +110,15 @@ def gradients_of(added: Added, by_distance: Tensor | None) -> Any:
     return _array(GradientAt, rows)
 
 
+def places_of_gradients(added: Added) -> tuple[int, ...] | None:
+    """For each tensor that learns, which of the numbers of `gradients_of` is the address of its gradient; None if that
+    is computed from others."""
+    if not added.in_place:
+        return None
+    places = {total.data_ptr(): n for n, (_, total) in enumerate(added.given, OF_TENSORS) if total is not None}
+    return tuple(places[grad.data_ptr()] * len(GradientAt._fields_) for grad in added.grads)
+
+
 class Tiles:
     """What is added to the scores of strips, as the library reads it.
 
