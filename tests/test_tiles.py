@@ -82,6 +82,7 @@ CASES = {
     "causal": ((257, 257, 64, 64, 2, 2), {"mask": Causal()}),
     "causal, grouped": ((131, 131, 32, 32, 4, 2), {"mask": Causal()}),
     "a few queries of many heads": ((5, 300, 64, 64, 8, 2), {}),
+    "heads whose tokens lie 4,096 bytes apart": ((150, 150, 128, 128, 16, 16), {"mask": Causal()}),
     "window": ((300, 300, 64, 32, 2, 2), {"mask": Causal() & Window(37)}),
     "documents": ((300, 300, 64, 64, 2, 2), {"mask": Causal() & Document(torch.arange(300) // 43)}),
     "keys apart": ((300, 300, 64, 64, 2, 2), {"mask": Causal() & Strided(3)}),
