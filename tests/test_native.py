@@ -391,7 +391,7 @@ def test_large_heads_have_a_price_of_their_own(monkeypatch):
     assert [kernel(size) for size in (8, 64, 96, 97, 128, 192)] == ["native"] * 6
     assert [kernel(size) for size in (193, 256, 512, 1000)] == ["sdpa"] * 4
     assert kernel(512, length=190) == kernel(256, length=190) == "native"  # of which torch's takes few at a time
-    assert kernel(512, length=200) == kernel(256, length=200) == "sdpa"
+    assert kernel(512, length=200) == kernel(256, length=768) == "sdpa" != kernel(256, length=767)
     call = checked(shape=(1, 2, 800, 200), kv_heads=2)
     assert native.head_size(call._replace(value=call.value[..., :100])) == 128
     assert kernel(512, mask=Causal() & Window(100)) == kernel(256, mask=Causal(), softcap=20.0) == "native"
@@ -399,6 +399,33 @@ def test_large_heads_have_a_price_of_their_own(monkeypatch):
         one, other = native._two_ways(torch.float32, learns=True, of_head=size)
         for mine, theirs in zip(one(), other(), strict=False):
             assert_close(mine, theirs)
+
+
+@needs_library
+def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few():
+    def kernel(size=256, length=600, dtype=torch.float32, learns=True, **parts):
+        call = checked(shape=(1, 2, length, size), kv_heads=2, dtype=dtype, **parts)
+        three = [tensor.detach().requires_grad_(learns) for tensor in call[:3]]
+        return choose(call._replace(query=three[0], key=three[1], value=three[2])).name
+
+    assert kernel() == kernel(512) == kernel(256, 1024) == kernel(512, 200) == "direct"
+    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 191), kernel(512, 2048)}
+    assert "direct" not in {kernel(learns=False), kernel(dtype=torch.bfloat16), kernel(mask=Causal())}
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_queries_of_many_keys_take_torchs_operator_longer(dtype, monkeypatch):
+    monkeypatch.setattr(native, "price", lambda *of, **by: 0.9)
+
+    def kernel(queries, learns):
+        shapes = (4, 2, queries, 64), (4, 2, 1024, 64), (4, 2, 1024, 64)
+        three = [torch.zeros(shape, dtype=dtype).requires_grad_(learns) for shape in shapes]
+        return choose(check_call("attention", *three, *[None] * 6)).name
+
+    assert [kernel(queries, True) for queries in (5, 9, 17, 33)] == ["native"] * 4
+    few = ["native", "sdpa", "native" if dtype is torch.float32 else "sdpa"]
+    assert [kernel(queries, False) for queries in (5, 9, 17)] == few
 
 
 @needs_library

@@ -65,6 +65,13 @@ MIN_STACK = 16
 the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of models.py in bfloat16."""
 
 
+LARGE_HEAD = 256
+"""Features of a head from which on gradients take less time with all weights kept."""
+
+FEWEST_OF_LARGE_HEADS = 192
+"""Fewest queries and keys of them: of fewer, the compiled library begins so much sooner."""
+
+
 def cannot(call: Call) -> str | None:
     """Why this kernel does not support a call."""
     if tracing():
@@ -241,6 +248,21 @@ def pays(call: Call) -> bool:
         return True
     enough = grid.batch * grid.heads >= MIN_HEADS_IN_HALF_PRECISION and scores >= MIN_SCORES_IN_HALF_PRECISION
     return enough and plain(call.scoring) and _rounds_weights(call)  # one operator multiplies all else as fast
+
+
+def saves_a_product(call: Call) -> bool:
+    """Whether heads are so large that to keep all weights for the gradients takes less time than to compute scores
+    again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. These
+    take no more memory than the queries, keys and values. Row "full, 1 head of 512" of features.py."""
+    scoring, grid = call.scoring, call.scoring.grid
+    more = scoring.bias, scoring.softcap, scoring.sink, scoring.additive, call.dropout
+    if scoring.mask_or_everything is not EVERYTHING or any(part is not None for part in more):
+        return False
+    if not (call.concrete and call.learns and call.query.dtype is torch.float32):
+        return False
+    size = min(call.query.shape[3], call.value.shape[3])
+    few_keys = grid.key_len <= 4 * size and all_scores(call) <= 4 * MAX_SCORES
+    return few_keys and size >= LARGE_HEAD and min(grid.query_len, grid.key_len) >= FEWEST_OF_LARGE_HEADS
 
 
 def _rounds_weights(call: Call) -> bool:

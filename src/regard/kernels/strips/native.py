@@ -60,7 +60,7 @@ HEAD_SIZES = {64: (1024, 1024), 128: (768, 512), 256: (768, 256), 512: (768, 256
 and keys: the larger the products, the more it takes. Rows "full, 1 head of 512" and "causal, 2 heads of 256" of
 features.py."""
 
-FEWEST_QUERIES = {128: 768, 256: 192, 512: 192}
+FEWEST_QUERIES = {128: 768, 256: 768, 512: 192}
 """Of heads of these sizes for which that holds: torch's operator takes 32 queries at a time, from 192 on 64, and from
 768 on 256 (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), and large products of few rows take it longer. The same
 rows."""
@@ -157,7 +157,9 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     if queries == 1:
         scores *= tuning.ONE_QUERY
     elif 2 * queries <= call.key.shape[2]:
-        scores *= 1 + tuning.QUERIES_TO_BEGIN / queries
+        scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if learns else tuning.QUERIES_TO_BEGIN) / queries
+        if dtype not in fused.HALF and queries > tuning.QUERIES_AT_A_TIME:
+            scores *= -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
     # without gradients, and in half precision, torch's own function takes as long to begin
