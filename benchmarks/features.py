@@ -8,7 +8,8 @@ Each row is one call, of 8 heads of 64 unless it says so, forward, and forward w
 
     per score      time per score that the mask allows, over that of torch's plain causal attention of the same length
     against torch  time of the best that can be written with torch, over regard's: `scaled_dot_product_attention` with a
-                   dense mask or a finished table of biases, or the formula; above 1, regard takes less
+                   dense mask or a finished table of biases, or the formula, whichever is faster; above 1, regard takes
+                   less
 
 All of a row take turns in one run, and medians of the ratios of one turn are told. Times are those of the clock: run it
 where nothing else runs; it takes about a quarter of an hour.
@@ -41,6 +42,12 @@ HEADS, HEAD_DIM = 8, 64
 LENGTHS = [128, 512, 2048, 8192]
 MAX_TABLE_NUMBERS = 1 << 28
 """Numbers of a dense table that torch is given; longer rows have no peer."""
+
+BOTH = "function and formula"
+"""Beside what a run measured; earlier ones had one peer in each row."""
+
+MAX_FORMULA_SCORES = 1 << 22
+"""Most scores of which the formula is a peer of torch's function: of more, it writes and reads far more memory."""
 
 QUICK_SECONDS, MAX_QUICK_REPEATS = 0.3, 50
 """Calls that take little time are repeated until they have taken so much, or so often: theirs vary the most."""
@@ -261,11 +268,27 @@ def allowed(mask: Mask | None, row: Row, length: int) -> Tensor:
     return cells.expand(-1, -1, queries, length)
 
 
-def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The best that can be written with torch: what can be made beforehand is not timed."""
-    mask, bias, softcap, rate = (given.get(name) for name in ("mask", "bias", "softcap", "dropout"))
+def torch_ways(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> list[Callable[..., Tensor]]:
+    """What can be written with torch, each of which is the best for some calls: its function, where there is one, and
+    the formula, where it is as exact, gives no NaN, and has not so many scores that it is slower. What can be made
+    beforehand is not timed."""
+    by_function, formula = _by_function(row, given, length, dtype), _formula(row, given, length, dtype)
+    if by_function is None:
+        return [formula]
+    scores = row.batch * row.heads * (row.queries or length) * length
+    few = dtype is torch.float32 and scores <= MAX_FORMULA_SCORES and not row.compiled
+    mask = given.get("mask")
+    all_see = few and (mask is None or bool(allowed(mask, row, length).any(-1).all()))
+    return [by_function, formula] if all_see else [by_function]
+
+
+def _by_function(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """`scaled_dot_product_attention`; None where it cannot do it."""
+    mask, bias = given.get("mask"), given.get("bias")
     grouped, queries = row.heads != row.kv_heads, row.queries or length
-    if bias is None and softcap is None and not rate and given.get("sink") is None:
+    if any(given.get(name) for name in ("softcap", "dropout")) or given.get("sink") is not None:
+        return None
+    if bias is None:
         if mask is None:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
         if isinstance(mask, Causal) and queries == length:
@@ -275,6 +298,16 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
         cells = allowed(mask, row, length)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
+    table = _table_of(row, given, length)
+    finished = None if row.learns else table().to(dtype)
+    return lambda q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=table().to(dtype) if finished is None else finished, enable_gqa=grouped
+    )
+
+
+def _table_of(row: Row, given: dict[str, Any], length: int) -> Callable[[], Any]:
+    """A function that makes what mask and bias add to the scores; None if nothing."""
+    mask, bias, queries = given.get("mask"), given.get("bias"), row.queries or length
     cells = None if mask is None else allowed(mask, row, length)
 
     def table() -> Tensor | None:
@@ -289,23 +322,25 @@ def torch_way(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) 
             return torch.zeros(cells.shape).masked_fill(~cells, -math.inf)
         return numbers.masked_fill(~cells, -math.inf)
 
-    finished = None if row.learns else table()
-    if finished is not None:
-        finished = finished.to(dtype)
-    sink = given.get("sink")
-    if softcap is None and not rate and sink is None:
-        return lambda q, k, v: F.scaled_dot_product_attention(
-            q, k, v, attn_mask=finished if finished is not None else table().to(dtype), enable_gqa=grouped
-        )
+    return table
+
+
+def _formula(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Two products with a softmax between them."""
+    softcap, rate, sink = (given.get(name) for name in ("softcap", "dropout", "sink"))
+    table = _table_of(row, given, length)
+    made = None if row.learns else table()
+    finished = None if made is None else made.to(dtype)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if grouped:
+        if row.heads != row.kv_heads:
             k, v = (tensor.repeat_interleave(row.heads // row.kv_heads, 1) for tensor in (k, v))
-        scores = q @ k.mT * row.head_dim**-0.5
+        scores = q @ k.mT * q.shape[3] ** -0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if finished is not None:
-            scores = scores + finished
+        added = table() if row.learns else finished
+        if added is not None:
+            scores = scores + added
         if sink is not None:
             scores = torch.cat([scores, sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         weights = scores.softmax(-1)
@@ -347,11 +382,14 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
         "plain": (plain, others),
         "regard": (lambda q, k, v: regard.attention(q, k, v, **given), inputs),
     }
+    peers: list[str] = []
     if row.heads * queries * length <= MAX_TABLE_NUMBERS:
-        calls["torch"] = torch_way(row, given, length, dtype), inputs
+        ways = torch_ways(row, given, length, dtype)
+        peers = [f"torch {number}" for number in range(len(ways))]
+        calls |= {name: (one, inputs) for name, one in zip(peers, ways, strict=True)}
     if row.compiled:
         torch._dynamo.reset()  # each length has a graph of its own
-        for name in ("regard", "torch"):
+        for name in ("regard", *peers):
             calls[name] = torch.compile(calls[name][0]), inputs
     found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
     for way in ("forward", "backward"):
@@ -378,10 +416,14 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
             "ms": round(statistics.median(times["regard"]) * 1e3, 3),
             "per_score": round(statistics.median(ratios) * plain_scores / scores, 3),
         }
-        if "torch" in calls:
-            against = [theirs / ours for ours, theirs in zip(times["regard"], times["torch"], strict=True)]
-            found[way]["against_torch"] = round(statistics.median(against), 3)
+        if peers:
+            found[way]["against_torch"] = min(_against(times["regard"], times[name]) for name in peers)
     return found
+
+
+def _against(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the ratios of each turn."""
+    return round(statistics.median(peer / own for own, peer in zip(ours, theirs, strict=True)), 3)
 
 
 def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
@@ -396,13 +438,18 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
         "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",
         "- **against torch**: time of the best that can be written with torch (`scaled_dot_product_attention` with a",
-        "  dense mask or a finished table, else the formula) over regard's. Above 1, regard takes less. In bfloat16",
-        "  the formula rounds scores and weights to bfloat16, and is less exact: regard's scores are float32.",
+        "  dense mask or a finished table, or the formula) over regard's. Above 1, regard takes less. In bfloat16",
+        "  the formula rounds scores and weights to bfloat16, and is less exact: regard's scores are float32. Of few",
+        "  float32 scores, the formula may be faster than torch's function: then it is the peer. Where a part below",
+        "  does not say so, it was measured before, beside the function wherever there is one.",
         "",
         "The first number is forward, the second forward and backward.",
     ]
     for data in kinds_of_processors:
-        lines += [*kinds.heading(data["machine"]), *_tables(data)]
+        lines += kinds.heading(data["machine"])
+        if data.get("peers") == BOTH:
+            lines += ["", "Against torch: the faster of its function and the formula."]
+        lines += _tables(data)
     return "\n".join(lines) + "\n"
 
 
@@ -453,7 +500,7 @@ def main() -> None:
     if chosen.random:
         return
     whole = chosen.rows == "*" and chosen.lengths == LENGTHS and len(chosen.dtypes) == 2
-    data: dict[str, Any] = {"machine": machine(), "rows": []}
+    data: dict[str, Any] = {"machine": machine(), "peers": BOTH, "rows": []}
     output = chosen.output or (kinds.file("features", data["machine"]) if whole else None)
     for dtype in chosen.dtypes:
         for length in chosen.lengths:
