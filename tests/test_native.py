@@ -619,6 +619,16 @@ def test_bias_tensors_of_later_calls_get_gradients_of_their_own(dtype, mask, thr
 
 
 @needs_library
+def test_a_bias_tensor_that_is_added_twice_gets_both_gradients_in_every_call():
+    draw = torch.Generator().manual_seed(0)
+    twice = Given(torch.randn(1, 2, 70, 70, generator=draw).requires_grad_())
+    for _ in range(4):
+        query, key, value, grad = torch.randn(4, 3, 2, 70, 16, generator=draw)
+        outputs = [attention(query, key, value, bias=twice + twice, kernel=name) for name in ("native", "reference")]
+        assert_close(*(torch.autograd.grad(output, twice.numbers, grad)[0] for output in outputs))
+
+
+@needs_library
 def test_learned_biases_by_distance_and_of_every_score_get_their_gradients():
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 90, 8, dtype=torch.float64, generator=draw)

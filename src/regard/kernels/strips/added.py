@@ -119,9 +119,10 @@ class Added:
 
     @property
     def in_place(self) -> bool:
-        """Whether all gradients are added up in `grads`, and none follows from others."""
-        totals = {total.data_ptr() for _, total in self.given if total is not None}
-        return totals == {grad.data_ptr() for grad in self.grads} and not self._parts and not self.learns_by_distance
+        """Whether each of `grads` is that of one bias tensor, and none follows from others."""
+        totals = [total.data_ptr() for _, total in self.given if total is not None]
+        one_by_one = sorted(totals) == sorted(grad.data_ptr() for grad in self.grads)
+        return one_by_one and not self._parts and not self.learns_by_distance
 
     def pull_distances(self, grads: Tensor) -> None:
         """Adds to the gradient of `row`: [batch, heads, query_len + key_len - 1]."""
