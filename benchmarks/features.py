@@ -272,14 +272,15 @@ def torch_ways(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype)
     """What can be written with torch, each of which is the best for some calls: its function, where there is one, and
     the formula, where it is as exact, gives no NaN, and has not so many scores that it is slower. What can be made
     beforehand is not timed."""
-    by_function, formula = _by_function(row, given, length, dtype), _formula(row, given, length, dtype)
+    by_function = _by_function(row, given, length, dtype)
     if by_function is None:
-        return [formula]
+        return [_formula(row, given, length, dtype)]
     scores = row.batch * row.heads * (row.queries or length) * length
     few = dtype is torch.float32 and scores <= MAX_FORMULA_SCORES and not row.compiled
     mask = given.get("mask")
-    all_see = few and (mask is None or bool(allowed(mask, row, length).any(-1).all()))
-    return [by_function, formula] if all_see else [by_function]
+    if not few or not (mask is None or bool(allowed(mask, row, length).any(-1).all())):
+        return [by_function]
+    return [by_function, _formula(row, given, length, dtype)]
 
 
 def _by_function(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:

@@ -409,6 +409,8 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
         return choose(call._replace(query=three[0], key=three[1], value=three[2])).name
 
     assert kernel() == kernel(512) == kernel(256, 1024) == kernel(512, 200) == "direct"
+    learning = [torch.zeros(1, 2, 600, 256).requires_grad_() for _ in range(3)]
+    assert "large heads" in regard.plan(*learning).why
     assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 191), kernel(512, 2048)}
     assert "direct" not in {kernel(learns=False), kernel(dtype=torch.bfloat16), kernel(mask=Causal())}
 

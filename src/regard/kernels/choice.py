@@ -116,8 +116,6 @@ def _suits_the_library(call: Call) -> bool:
         return all_scores(call) >= least and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
-    if direct.saves_a_product(call):
-        return False
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
     if by_torch and not native.beats(call, float(sdpa.num_scores(call)), by_table=not direct.plain(call.scoring)):
         return False
@@ -137,8 +135,6 @@ def _suits_the_library_in_a_graph(call: Call) -> bool:
 def _suits_all_at_once(call: Call) -> bool:
     """Whether a few products and a softmax take less time than the other operators. Where the library takes less time
     for a score, it leaves only what torch's own function begins sooner, and these begin last."""
-    if direct.saves_a_product(call):
-        return True
     if strips.NATIVE_KERNEL.cannot(call) is None and _library_pays(call):
         return False
     return direct.pays(call) and not _hides_most(call, direct.KERNEL)
@@ -149,6 +145,11 @@ PREFERENCES = (
         direct.KERNEL,
         "torch.func may take derivatives of any kind and order, which plain operators have",
         lambda call: transformed() and all_scores(call) <= direct.MAX_SCORES,
+    ),
+    Preference(
+        direct.KERNEL,
+        "the gradients of large heads take a product less where all weights are kept",
+        _in_process(direct.saves_a_product),
     ),
     Preference(
         strips.NATIVE_KERNEL,

@@ -122,7 +122,7 @@ queries and 1,024 keys the library takes 0.5 to 0.8 times as long, with AVX2 and
 
 QUERIES_AT_A_TIME = 16
 """More than so many float32 queries of many keys take torch's own function as long as the next multiple of it: of 17,
-1.4 to 2.3 times as long as the library. Row "17 queries, 32 texts"."""
+with AVX-512, 1.4 to 2.3 times as long as the library. Row "17 queries, 32 texts"."""
 
 SCORES_PER_LOOK = 16
 """Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a
