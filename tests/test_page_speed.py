@@ -65,7 +65,7 @@ def test_the_tables_are_those_of_the_committed_results():
 def test_the_page_is_measured_in_a_browser():
     with browsing() as browser, served(observed_session(20)[0]) as address, opened(browser, address) as page:
         found = in_browser.measure_long(page, 4200, tiles=1, frames=4)
-        page.goto(address)  # the server of what was measured has ended, as the page would say
+        page.goto(address)
         assert page.evaluate(in_browser.AT_REST) > 0
     assert [*found["tiles"]] == ["0", "1", "2", "3", "4", "5"]
     assert found["pyramid_s"] > 0
