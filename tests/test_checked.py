@@ -630,6 +630,17 @@ def test_tables_are_kept_up_to_a_number_of_numbers(monkeypatch):
         assert len(made) == 5
 
 
+@pytest.mark.parametrize("mask", [None, Causal()])
+def test_a_kept_table_lies_so_that_torch_does_not_copy_it(mask):
+    hidden._tables.clear()
+    query, key, value = heads(length=64)
+    with torch.no_grad():
+        attention(query[:, :, :17], key, value, bias=Alibi(4), mask=mask, kernel="sdpa")
+    (table,) = hidden._tables._values.values()
+    assert table.added.shape == (1, 4, 17, 64)
+    assert table.added.is_contiguous()
+
+
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("kernel", ["sdpa", "direct"])
 def test_a_table_that_is_kept_is_not_looked_for_again(kernel, learns, monkeypatch):

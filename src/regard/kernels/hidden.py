@@ -312,7 +312,8 @@ def _made(scoring: Scoring, dtype: torch.dtype) -> Table:
     biases = scoring.biases(queries, keys, dtype).detach()  # with what may learn, torch leaves its fused operator
     allowed = scoring.allowed(queries, keys, biases)
     if allowed is None:
-        return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=biases.device), biases)
+        # torch copies one that lies otherwise in every call
+        return Table(torch.ones(1, 1, 1, 1, dtype=torch.bool, device=biases.device), biases.contiguous())
     return Table(allowed, torch.where(allowed, biases, -math.inf))
 
 
