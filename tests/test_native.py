@@ -428,6 +428,11 @@ def test_few_queries_of_many_keys_take_torchs_operator_longer(dtype, monkeypatch
     assert [kernel(queries, True) for queries in (5, 9, 17, 33)] == ["native"] * 4
     few = ["native", "sdpa", "native" if dtype is torch.float32 else "sdpa"]
     assert [kernel(queries, False) for queries in (5, 9, 17)] == few
+    monkeypatch.setattr(native, "price", lambda *of, **by: 0.75)
+    monkeypatch.setattr(library_for(dtype), "products", "plain")
+    lanes = library_for(dtype).lanes
+    widened = [queries for queries in (lanes // 2, lanes // 2 + 1, 2 * lanes) if kernel(queries, False) == "sdpa"]
+    assert widened == ([] if dtype is torch.float32 else [lanes // 2 + 1])  # others read keys as they are, or pay
 
 
 @needs_library
@@ -1163,6 +1168,35 @@ def test_few_queries_have_their_keys_side_by_side(name, dtype):
             assert_close(lse[seen].double(), exact_lse[seen], tolerance=1e-5)
             apart = value.transpose(2, 3).contiguous().transpose(2, 3)  # features are not consecutive
             assert torch.equal(attention(query, key, apart, **given, kernel="native"), output)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("apart", ["sorted", "hidden NaN", "every third key", "heads side by side"])
+def test_few_queries_read_numbers_of_half_precision_where_they_are(apart, dtype):
+    draw = torch.Generator().manual_seed(0)
+    for queries, size, value_size in ((3, 16, 16), (2, 21, 70), (6, 40, 5)):
+        shapes = (2, 4, queries, size), (2, 4, 300, size), (2, 4, 300, value_size)
+        three = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+        cells = torch.rand(2, 1, queries, 300, generator=draw) < 0.5
+        cells[1, :, :, [20, 200]] = False
+        mask = {
+            "sorted": Document(torch.arange(queries)[None] % 2, torch.arange(300)[None] % 3),
+            "hidden NaN": Dense(cells),
+            "every third key": Strided(3),
+            "heads side by side": None,
+        }[apart]
+        if apart == "hidden NaN":
+            three[1][1, :, 20], three[2][1, :, 200] = math.nan, math.inf
+        elif apart == "heads side by side":
+            three = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in three]
+        found = []
+        for wide, kernel in ((dtype, "native"), (torch.float64, "reference"), (dtype, "reference")):
+            leaves = [part.to(wide).detach().requires_grad_() for part in three]
+            output = attention(*leaves, mask=mask, kernel=kernel)
+            found.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+        for name, one, exact, plain in zip(("output", "query", "key", "value"), *found, strict=True):
+            assert_within_budget(one, exact, plain, name)
 
 
 @needs_library

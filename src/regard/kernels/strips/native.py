@@ -165,6 +165,8 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     # without gradients, and in half precision, torch's own function takes as long to begin
     to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and dtype not in fused.HALF else 0
     most = scores - to_begin * threads / size
+    if _widens(call):
+        most /= 1 + tuning.QUERIES_TO_WIDEN / queries
     if most <= 0:
         return False
     table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
@@ -177,6 +179,15 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     if price(dtype, learns, table, of_head) * own < most:
         return True
     return by_table and not table and price(dtype, learns, False, of_head, by_table=True) * own < most
+
+
+def _widens(call: Call) -> bool:
+    """Whether all keys and values are copied as float32 numbers: few queries read them as they are, gradients pay for
+    that many times over, and with a bias torch's own function takes longer, too."""
+    dtype, library = call.query.dtype, library_for(call.query.dtype)
+    if dtype not in fused.HALF or call.learns or call.scoring.bias is not None:
+        return False
+    return call.query.shape[2] > library.lanes // 2 and (dtype is not torch.bfloat16 or library.products == "plain")
 
 
 @cache

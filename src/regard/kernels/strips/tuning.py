@@ -124,6 +124,10 @@ QUERIES_AT_A_TIME = 16
 """More than so many float32 queries of many keys take torch's own function as long as the next multiple of it: of 17,
 with AVX-512, 1.4 to 2.3 times as long as the library. Row "17 queries, 32 texts"."""
 
+QUERIES_TO_WIDEN = 6
+"""Copying keys and values of half precision as float32 numbers takes as long as so many queries more. Row "5 queries"
+with AVX2."""
+
 SCORES_PER_LOOK = 16
 """Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a
 processor with AVX2, row "bias, dense"."""

@@ -80,7 +80,7 @@ static void forget_empty(const struct place *p, const struct room *m)
             struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
-                struct rows of_key = rows_from(c, key, part[i].from);
+                struct rows of_key = rows_from(key, part[i].from);
                 scores_of(p, k.span, row, first, n, part[i].wide, of_key, column_of(m->query, row, D), m->scores, NULL);
                 for (i64 j = 0; j < n; j++)
                     for (i64 r = 0; r < part[i].rows; r++) sees[row + r] |= m->scores[j * UNIT + r] != NONE;
@@ -184,8 +184,7 @@ static void pull_part(
         int8_t is_seen[KEYS_BACKWARD];
         find_seen(part->rows, n, scores, UNIT, 1, is_seen);
         weighed = weighed_if_seen(c, is_seen, n, weighed, D, m->seen_key);
-        i64 bytes = c->products == PLAIN ? sizeof(real) : sizeof(uint16_t);
-        value = rows_if_seen(is_seen, n, value, E, bytes, m->seen_value);
+        value = rows_if_seen(is_seen, n, value, E, m->seen_value);
     }
     multiply(c, E, value, column_of(m->grad, row, E), 1, n, wide, grads);
     for (i64 j = 0; j < n; j++)
@@ -280,7 +279,7 @@ static void backward_place(const struct place *p, real *memory)
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 from = part[i].from;
                 pull_part(
-                    p, &m, k.span, part + i, k.first + from, rows_from(c, key, from), rows_from(c, value, from),
+                    p, &m, k.span, part + i, k.first + from, rows_from(key, from), rows_from(value, from),
                     weighed_from(c, weighed, from));
             }
         }

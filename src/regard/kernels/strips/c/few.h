@@ -6,22 +6,22 @@
 #include "backward.h"
 #include "forward.h"
 
-/* out[row][KEYS] = sum_d key[d] query[row][d], of `rows` that divide LANES; queries filled up to `padded` */
+/* out[row][KEYS] = sum_d key[d] query[row][d], of `rows` that divide LANES; queries filled up to `padded`. dtype: of keys */
 INLINE void fewest_scores(
-    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
+    const int rows, const int dtype, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     const int keys = LANES / rows;
     for (i64 j = 0; j < n; j += keys) {
-        const real *of_key[LANES];
+        const char *of_key[LANES];
         vec sums[LANES];
         UNROLL
-        for (int k = 0; k < keys; k++) of_key[k] = (const real *)key.at + least(j + k, n - 1) * key.apart;
+        for (int k = 0; k < keys; k++) of_key[k] = address(key.at, least(j + k, n - 1) * key.apart, dtype);
         UNROLL
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
         UNROLL
         for (int k = 0; k < keys; k++)
             for (i64 d = 0; d < size; d += LANES) {
-                vec x = load_some(of_key[k] + d, size - d);
+                vec x = some_at(of_key[k], d, size - d, dtype);
                 UNROLL
                 for (int r = 0; r < rows; r++) sums[r * keys + k] += x * load(query + r * padded + d);
             }
@@ -37,20 +37,20 @@ INLINE void fewest_scores(
 
 /* The same of any `rows`: so many that keys are turned once for all of them, rather than the sums of each. */
 INLINE void few_scores_of_columns(
-    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
+    const int rows, const int dtype, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     for (i64 j = 0; j < n; j += LANES) {
-        const real *of_key[LANES];
+        const char *of_key[LANES];
         vec sums[FEW], more[FEW], x[LANES];
-        for (int k = 0; k < LANES; k++) of_key[k] = (const real *)key.at + least(j + k, n - 1) * key.apart;
+        for (int k = 0; k < LANES; k++) of_key[k] = address(key.at, least(j + k, n - 1) * key.apart, dtype);
         i64 ahead = most(0, least(STEPS_AHEAD, key.there - LANES - j)) * key.apart;
         UNROLL
         for (int r = 0; r < rows; r++) sums[r] = all(0);
         for (i64 d = 0; d < size; d += LANES) {
             UNROLL
             for (int k = 0; k < LANES; k++) {
-                x[k] = load_some(of_key[k] + d, size - d);
-                fetch(of_key[k] + ahead + d);
+                x[k] = some_at(of_key[k], d, size - d, dtype);
+                fetch(address(of_key[k], ahead + d, dtype));
             }
             transpose(x);
             UNROLL
@@ -68,21 +68,21 @@ INLINE void few_scores_of_columns(
 }
 
 INLINE void few_scores(
-    const int rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
+    const int rows, const int dtype, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
 {
     if (rows > 2 && FEW > 4)
-        few_scores_of_columns(rows, n, key, query, padded, size, out);
+        few_scores_of_columns(rows, dtype, n, key, query, padded, size, out);
     else
-        fewest_scores(rows, n, key, query, padded, size, out);
+        fewest_scores(rows, dtype, n, key, query, padded, size, out);
 }
 
 /* out[row][d] += sum_j weights[row][KEYS] value[j][d], for `wide` vectors from d on, of which the last has `left` numbers;
    added once, as in `block` */
 INLINE void few_outputs_of(
-    const int rows, const int wide, i64 n, struct rows value, i64 d, const real *weights, i64 padded, i64 left,
-    real *out)
+    const int rows, const int dtype, const int wide, i64 n, struct rows value, i64 d, const real *weights, i64 padded,
+    i64 left, real *out)
 {
-    const real *from = (const real *)value.at + d;
+    const char *from = address(value.at, d, dtype);
     vec sums[FEW][4];
     UNROLL
     for (int r = 0; r < rows; r++)
@@ -92,8 +92,8 @@ INLINE void few_outputs_of(
         vec x[4];
         UNROLL
         for (int c = 0; c < wide; c++) {
-            x[c] = load_some(from + j * value.apart + c * LANES, left);
-            fetch(from + least(j + STEPS_AHEAD, value.there - 1) * value.apart + c * LANES);
+            x[c] = some_at(from, j * value.apart + c * LANES, left, dtype);
+            fetch(address(from, least(j + STEPS_AHEAD, value.there - 1) * value.apart + c * LANES, dtype));
         }
         UNROLL
         for (int r = 0; r < rows; r++)
@@ -111,14 +111,14 @@ INLINE void few_outputs_of(
 
 /* the same of all features, outputs filled up to `padded` */
 INLINE void few_outputs(
-    const int rows, i64 n, struct rows value, const real *weights, i64 padded, i64 size, real *out)
+    const int rows, const int dtype, i64 n, struct rows value, const real *weights, i64 padded, i64 size, real *out)
 {
     const int wide = rows > 4 ? 2 : 4;
     i64 d = 0;
     for (; d + wide * LANES <= size; d += wide * LANES)
-        few_outputs_of(rows, wide, n, value, d, weights, padded, LANES, out + d);
+        few_outputs_of(rows, dtype, wide, n, value, d, weights, padded, LANES, out + d);
     for (; d < size; d += LANES)
-        few_outputs_of(rows, 1, n, value, d, weights, padded, size - d, out + d);
+        few_outputs_of(rows, dtype, 1, n, value, d, weights, padded, size - d, out + d);
 }
 
 /* out[j][d] += sum_row weights[row][KEYS] right[row][d], of `padded` features */
@@ -156,6 +156,32 @@ INLINE void few_sums(
         else                                  \
             function(FEW, __VA_ARGS__);       \
     } while (0)
+
+/* the same with what is read of any dtype, of which float64 numbers have but one */
+#ifdef FLOAT64
+#define WITH_NUMBERS(function, rows, dtype, ...) WITH_ROWS(function, rows, OWN, __VA_ARGS__)
+#else
+#define WITH_NUMBERS(function, rows, dtype, ...)              \
+    do {                                                      \
+        if ((dtype) == BFLOAT16)                              \
+            WITH_ROWS(function, rows, BFLOAT16, __VA_ARGS__); \
+        else if ((dtype) == FLOAT16)                          \
+            WITH_ROWS(function, rows, FLOAT16, __VA_ARGS__);  \
+        else                                                  \
+            WITH_ROWS(function, rows, OWN, __VA_ARGS__);      \
+    } while (0)
+#endif
+
+/* Each is compiled once. */
+static void few_dots(i64 rows, i64 n, struct rows key, const real *query, i64 padded, i64 size, real *out)
+{
+    WITH_NUMBERS(few_scores, rows, key.dtype, n, key, query, padded, size, out);
+}
+
+static void few_weighed(i64 rows, i64 n, struct rows value, const real *weights, i64 padded, i64 size, real *out)
+{
+    WITH_NUMBERS(few_outputs, rows, value.dtype, n, value, weights, padded, size, out);
+}
 
 /* Hides from a row those of n keys whose bits are 0; as `hide_by_bits`. */
 static void few_hide_by_bits(
@@ -215,7 +241,7 @@ static void few_scores_of(
     real *scores, real *slope)
 {
     const struct call *c = p->call;
-    WITH_ROWS(few_scores, p->rows, n, key, query, round_up(c->head_dim, LANES), c->head_dim, scores);
+    few_dots(p->rows, n, key, query, round_up(c->head_dim, LANES), c->head_dim, scores);
     for (i64 r = 0; r < p->rows; r++) {
         real *of_row = scores + r * KEYS;
         for (i64 j = 0; c->softcap > 0 && j < n; j += LANES) cap(c, 1, of_row + j, slope ? slope + r * KEYS + j : NULL);
@@ -273,20 +299,20 @@ static void few_place(const struct place *p, real *memory)
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
         i64 n = k.n;
-        struct rows key = rows_of(p, &c->key, s, k.first, n, D, key_room);
-        struct rows value = rows_of(p, &c->value, s, k.first, n, E, value_room);
+        struct rows key = rows_for_few(p, &c->key, s, k.first, n, D, key_room);
+        struct rows value = rows_for_few(p, &c->value, s, k.first, n, E, value_room);
         few_scores_of(p, s, k.first, n, key, query, scores, NULL);
         if (c->careful) {
             int8_t is_seen[KEYS];
             find_seen(p->rows, n, scores, 1, KEYS, is_seen);
-            value = rows_if_seen(is_seen, n, value, E, sizeof(real), seen_room);
+            value = rows_if_seen(is_seen, n, value, E, seen_room);
         }
         for (i64 r = 0; r < p->rows; r++) {
             real by = few_softmax(n, scores + r * KEYS, top + r, total + r);
             if (c->row_bits) few_drop(p, s, r, k.first, n, scores + r * KEYS, NULL);
             for (i64 e = 0; by != 1 && e < E_padded; e++) output[r * E_padded + e] *= by;
         }
-        WITH_ROWS(few_outputs, p->rows, n, value, scores, E_padded, E, output);
+        few_weighed(p->rows, n, value, scores, E_padded, E, output);
     }
     for (i64 r = 0; r < p->rows; r++) write_row(p, r, output + r * E_padded, top[r], total[r]);
 }
@@ -305,7 +331,7 @@ static void few_forget_empty(
     i64 D_padded = round_up(c->head_dim, LANES), E_padded = round_up(c->value_dim, LANES);
     int8_t sees[FEW] = {0};
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        struct rows key = rows_of(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room);
+        struct rows key = rows_for_few(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room);
         few_scores_of(p, k.span, k.first, k.n, key, query, scores, NULL);
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < k.n; j++) sees[r] |= scores[r * KEYS + j] != NONE;
@@ -346,16 +372,18 @@ static void few_backward_place(const struct place *p, real *memory)
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
         i64 n = k.n, row = key_of(p, s, k.first);
-        struct rows key = rows_of(p, &c->key, s, k.first, n, D, key_room);
-        struct rows value = rows_of(p, &c->value, s, k.first, n, E, value_room);
+        struct rows key = rows_for_few(p, &c->key, s, k.first, n, D, key_room);
+        struct rows value = rows_for_few(p, &c->value, s, k.first, n, E, value_room);
         few_scores_of(p, s, k.first, n, key, query, scores, slope);
         if (c->careful) {
             int8_t is_seen[KEYS];
             find_seen(p->rows, n, scores, 1, KEYS, is_seen);
-            key = rows_if_seen(is_seen, n, key, D, sizeof(real), seen_key);
-            value = rows_if_seen(is_seen, n, value, E, sizeof(real), seen_value);
+            /* what the next rows, which are none, have in common with a key that is no number */
+            memset(scores + p->rows * KEYS, 0, (FEW - p->rows) * KEYS * sizeof(real));
+            key = rows_if_seen(is_seen, n, key, D, seen_key);
+            value = rows_if_seen(is_seen, n, value, E, seen_value);
         }
-        WITH_ROWS(few_scores, p->rows, n, value, grad, E_padded, E, grads);
+        few_dots(p->rows, n, value, grad, E_padded, E, grads);
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < n; j += LANES) {
                 real *x = scores + r * KEYS + j;
@@ -376,7 +404,7 @@ static void few_backward_place(const struct place *p, real *memory)
                 if (wants_gradient(c, c->tile + t)) few_pull(p, s, c->tile + t, r, k.first, n, of_row);
             for (i64 j = 0; c->softcap > 0 && j < n; j++) of_row[j] *= slope[r * KEYS + j];
         }
-        WITH_ROWS(few_outputs, p->rows, n, key, grads, D_padded, D, grad_query);
+        few_weighed(p->rows, n, key, grads, D_padded, D, grad_query);
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, row);
         WITH_ROWS(few_sums, p->rows, n, grads, rows, D_padded, to_key, s->step * c->sum_key.row);
     }

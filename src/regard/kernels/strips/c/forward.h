@@ -152,7 +152,7 @@ static void forward_place(const struct place *p, real *memory)
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 int wide = part[i].wide;
-                struct rows of_key = rows_from(c, key, part[i].from), of_value = weighed_from(c, value, part[i].from);
+                struct rows of_key = rows_from(key, part[i].from), of_value = weighed_from(c, value, part[i].from);
                 real *of_query = column_of(query, row, D);
                 real factor = scores_of(p, k.span, row, first, n, wide, of_key, of_query, scores, NULL);
                 if (c->careful) {

@@ -49,6 +49,31 @@ static void narrow(void *to, i64 at, i64 count, i64 dtype, const real *from)
     }
 }
 
+/* numbers of a dtype, from a place on */
+INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
+{
+    if (dtype == OWN) return load((const real *)numbers + at);
+    if (dtype == FLOAT16) return load_float16((const _Float16 *)numbers + at);
+    return load_bfloat16((const uint16_t *)numbers + at);
+}
+
+/* at most n of them, and 0 beyond */
+INLINE vec some_at(const void *numbers, i64 at, i64 n, const int dtype)
+{
+    if (dtype == OWN) return load_some((const real *)numbers + at, n);
+    if (n >= LANES) return vector_at(numbers, at, dtype);
+    real some[LANES] = {0};
+    widen(numbers, at, n, dtype, some);
+    return load(some);
+}
+
+INLINE real number_at(const void *numbers, i64 at, const int dtype)
+{
+    real x;
+    widen(numbers, at, 1, dtype, &x);
+    return x;
+}
+
 /* Keys, or values, that lie elsewhere than where they are multiplied: copied when a place first reads them, for all places
    of a kv head that a thread computes one after another. rows: NULL if none are kept. */
 struct copies {
@@ -98,7 +123,7 @@ INLINE i64 key_of(const struct place *p, const struct span *s, i64 first)
 /* Rows of keys or values, so many numbers apart; there: from this one on, so many may be read. */
 struct rows {
     const void *at;
-    i64 apart, there;
+    i64 apart, there, dtype;
 };
 
 /* where one of them begins */
@@ -118,21 +143,41 @@ INLINE const char *address(const void *numbers, i64 at, const int dtype)
 #define SAME_PLACES 4096
 INLINE int crowd(i64 apart, i64 size, const i64 bytes) { return apart != size && apart * bytes % SAME_PLACES == 0; }
 
-/* n of them as they are, of so many bytes a number: where they lie, or in `room` */
-static struct rows rows_as_they_are(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const i64 bytes,
+/* n of them, one after another: in our dtype if they are widened, otherwise as they are. is_there: NULL, or of each whether
+   it is there already. */
+INLINE void gather(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const int dtype,
+    const int widened, void *to, uint8_t *is_there)
+{
+    const struct call *c = p->call; /* all that is needed of it is read once: for the compiler, `to` may be part of it */
+    const i64 *order = c->key_order ? c->key_order + p->batch * c->key_order_batch : NULL;
+    const char *rows = address(t->data, place_in(t, p->batch, p->kv_head, 0), dtype);
+    const i64 key = key_of(p, s, first), step = s->step, last = s->count - 1 - first, apart = t->row;
+    const i64 bytes = dtype == OWN ? sizeof(real) : sizeof(uint16_t);
+#define ROW(i) (rows + (order ? order[key + (i) * step] : key + (i) * step) * apart * bytes)
+    for (i64 i = 0; i < n; i++) {
+        if (is_there && is_there[i]) continue;
+        const char *row = ROW(i), *next = ROW(least(i + ROWS_AHEAD, last));
+        for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
+        if (widened)
+            widen(row, 0, size, dtype, (real *)to + i * size);
+        else
+            memcpy((char *)to + i * size * bytes, row, size * bytes);
+        if (is_there) is_there[i] = 1;
+    }
+#undef ROW
+}
+
+/* n of them as they are: where they lie, or in `room` */
+INLINE struct rows rows_as_they_are(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const int dtype,
     void *room)
 {
-    const char *rows = t->data;
-    i64 apart = s->step * t->row;
+    const i64 apart = s->step * t->row, bytes = dtype == OWN ? sizeof(real) : sizeof(uint16_t);
     if (!p->call->key_order && !(p->rows > FEW && crowd(apart, size, bytes)))
-        return (struct rows){rows + row_at(p, t, s, first) * bytes, apart, s->count - first};
-    for (i64 i = first; i < first + n; i++) {
-        const char *next = rows + row_at(p, t, s, least(i + ROWS_AHEAD, s->count - 1)) * bytes;
-        for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
-        memcpy((char *)room + (i - first) * size * bytes, rows + row_at(p, t, s, i) * bytes, size * bytes);
-    }
-    return (struct rows){room, size, n};
+        return (struct rows){address(t->data, row_at(p, t, s, first), dtype), apart, s->count - first, dtype};
+    gather(p, t, s, first, n, size, dtype, 0, room, NULL);
+    return (struct rows){room, size, n, dtype};
 }
 
 /* Whether keys, or values, are copied for all places of a kv head, in our dtype and one after another: one place takes
@@ -149,24 +194,34 @@ static struct rows rows_of(
     const struct call *c = p->call;
     const struct copies *copies = t == &c->key ? &p->keys : &p->values;
     i64 key = key_of(p, s, first), keeps = copies->rows && s->step == 1;
-    if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, sizeof(real), room);
+    if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, OWN, room);
     real *to = keeps ? copies->rows + key * size : room;
-    i64 line = c->dtype == OWN ? 64 / sizeof(real) : 32;
-    for (i64 i = 0; i < n; i++) {
-        if (keeps && copies->is_there[key + i]) continue;
-        i64 next = row_at(p, t, s, least(first + i + STEPS_AHEAD, s->count - 1));
-        for (i64 d = 0; d < size; d += line) fetch(address(t->data, next + d, c->dtype));
-        widen(t->data, row_at(p, t, s, first + i), size, c->dtype, to + i * size);
-        if (keeps) copies->is_there[key + i] = 1;
-    }
-    return (struct rows){to, size, keeps ? c->key_len - key : n};
+    uint8_t *is_there = keeps ? copies->is_there + key : NULL;
+    if (c->dtype == OWN)
+        gather(p, t, s, first, n, size, OWN, 1, to, is_there);
+    else if (c->dtype == BFLOAT16)
+        gather(p, t, s, first, n, size, BFLOAT16, 1, to, is_there);
+    else
+        gather(p, t, s, first, n, size, FLOAT16, 1, to, is_there);
+    return (struct rows){to, size, keeps ? c->key_len - key : n, OWN};
+}
+
+/* the same for few queries, which widen what they multiply */
+static struct rows rows_for_few(
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
+{
+    const struct copies *copies = t == &p->call->key ? &p->keys : &p->values;
+    if (copies->rows) return rows_of(p, t, s, first, n, size, room);
+    if (p->call->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, OWN, room);
+    if (p->call->dtype == BFLOAT16) return rows_as_they_are(p, t, s, first, n, size, BFLOAT16, room);
+    return rows_as_they_are(p, t, s, first, n, size, FLOAT16, room);
 }
 
 /* the same in bfloat16 */
 INLINE struct rows halves_of(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
 {
-    return rows_as_they_are(p, t, s, first, n, size, sizeof(uint16_t), room);
+    return rows_as_they_are(p, t, s, first, n, size, BFLOAT16, room);
 }
 
 /* the same as the left factor of (1) and (3) */
@@ -178,10 +233,9 @@ INLINE struct rows rows_to_multiply(
 }
 
 /* from a later one on */
-INLINE struct rows rows_from(const struct call *c, struct rows rows, i64 from)
+INLINE struct rows rows_from(struct rows rows, i64 from)
 {
-    i64 bytes = c->products == PLAIN ? sizeof(real) : sizeof(uint16_t);
-    return (struct rows){(const char *)rows.at + from * rows.apart * bytes, rows.apart, rows.there - from};
+    return (struct rows){address(rows.at, from * rows.apart, rows.dtype), rows.apart, rows.there - from, rows.dtype};
 }
 
 /* (1) and (3): rows times what lies side by side for a unit; and times a factor, unless that has it */
@@ -202,7 +256,7 @@ static struct rows rows_to_weigh(
 {
     if (p->call->products == PLAIN) return rows;
     if (p->call->products == PAIRS) return rows_of(p, t, s, first, n, size, room);
-    struct rows columns = {room, most + SPARE, 0};
+    struct rows columns = {room, most + SPARE, 0, BFLOAT16};
     to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
     return columns;
 }
@@ -210,8 +264,8 @@ static struct rows rows_to_weigh(
 /* from a later key on */
 INLINE struct rows weighed_from(const struct call *c, struct rows rows, i64 from)
 {
-    if (c->products == TILES) return (struct rows){(const uint16_t *)rows.at + from, rows.apart, 0};
-    return (struct rows){(const real *)rows.at + from * rows.apart, rows.apart, rows.there - from};
+    if (c->products != TILES) return rows_from(rows, from);
+    return (struct rows){(const uint16_t *)rows.at + from, rows.apart, 0, BFLOAT16};
 }
 
 /* (2) and (4): adds them, times numbers of all scores, which are lost; split: whether they are, for tiles */
@@ -247,31 +301,31 @@ INLINE void find_seen(i64 queries, i64 n, const real *scores, i64 by_key, i64 by
     }
 }
 
-/* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. Numbers are of so many
-   bytes. */
-static struct rows rows_if_seen(const int8_t *is_seen, i64 n, struct rows rows, i64 size, i64 bytes, void *room)
+/* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. */
+static struct rows rows_if_seen(const int8_t *is_seen, i64 n, struct rows rows, i64 size, void *room)
 {
+    i64 bytes = rows.dtype == OWN ? sizeof(real) : sizeof(uint16_t);
     for (i64 j = 0; j < n; j++) {
         char *to = (char *)room + j * size * bytes;
         if (is_seen[j])
-            memcpy(to, (const char *)rows.at + j * rows.apart * bytes, size * bytes);
+            memcpy(to, address(rows.at, j * rows.apart, rows.dtype), size * bytes);
         else
             memset(to, 0, size * bytes);
     }
-    return (struct rows){room, size, n};
+    return (struct rows){room, size, n, rows.dtype};
 }
 
 /* the same of what `weigh` takes */
 static struct rows weighed_if_seen(
     const struct call *c, const int8_t *is_seen, i64 n, struct rows rows, i64 size, void *room)
 {
-    if (c->products != TILES) return rows_if_seen(is_seen, n, rows, size, sizeof(real), room);
+    if (c->products != TILES) return rows_if_seen(is_seen, n, rows, size, room);
     i64 apart = round_up(n, DEEP);
     for (i64 d = 0; d < size; d++) {
         const uint16_t *from = (const uint16_t *)rows.at + d * rows.apart;
         for (i64 j = 0; j < apart; j++) ((uint16_t *)room)[d * apart + j] = j < n && is_seen[j] ? from[j] : 0;
     }
-    return (struct rows){room, apart, 0};
+    return (struct rows){room, apart, 0, BFLOAT16};
 }
 
 /* how many keys of a span come before a key of the call */
@@ -374,21 +428,6 @@ INLINE const void *numbers_in(const struct place *p, const struct tile *t)
    1.3 times as long, and one whose heads lie side by side 1.5 times. Rows "bias, dense" of features.py. */
 #define AHEAD 192
 INLINE void fetch_to_write(const char *at) { __builtin_prefetch(at, 1); }
-
-/* some of them, from a place on */
-INLINE vec vector_at(const void *numbers, i64 at, const int dtype)
-{
-    if (dtype == OWN) return load((const real *)numbers + at);
-    if (dtype == FLOAT16) return load_float16((const _Float16 *)numbers + at);
-    return load_bfloat16((const uint16_t *)numbers + at);
-}
-
-INLINE real number_at(const void *numbers, i64 at, const int dtype)
-{
-    real x;
-    widen(numbers, at, 1, dtype, &x);
-    return x;
-}
 
 /* some of them that lie so far apart, as those of one head do where the numbers of all heads lie side by side */
 INLINE vec numbers_apart(const void *numbers, i64 at, i64 apart, const int dtype)

@@ -245,7 +245,7 @@ static void find_lse(const struct place *p, real *query, real *top, real *total,
             struct part part[3];
             for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
-                struct rows of_key = rows_from(c, key, part[i].from);
+                struct rows of_key = rows_from(key, part[i].from);
                 int wide = part[i].wide;
                 real factor = scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
                 vec by[2];
@@ -296,7 +296,7 @@ static void look_place(const struct place *p, real *memory)
             struct part part[3];
             for (int parts = parts_of(p, s, u, k.first, k.n, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
-                struct rows of_key = rows_from(c, key, part[i].from);
+                struct rows of_key = rows_from(key, part[i].from);
                 struct seen seen = {scores, row, part[i].rows, key_of(p, s, first), s->step, n, part[i].wide};
                 real *of_query = column_of(query, row, D);
                 real factor = scores_of(p, s, row, first, n, seen.wide, of_key, of_query, scores, NULL);

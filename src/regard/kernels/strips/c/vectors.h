@@ -94,9 +94,16 @@ INLINE vec load_some(const real *p, i64 n)
 #endif
 }
 
+/* the upper halves of float32 numbers */
 INLINE vec load_bfloat16(const uint16_t *p)
 {
+#if defined(__AVX512F__) && !defined(FLOAT64)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__) && !defined(FLOAT64)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     return __builtin_convertvector((floats)(__builtin_convertvector(*(const loose_halves *)p, bits) << 16), vec);
+#endif
 }
 
 /* float16: compilers take numbers one by one where processors compute in it only by conversion */
@@ -307,6 +314,23 @@ static void to_rows(const real *columns, i64 size, real *out)
 INLINE void fetch(const void *at) { __builtin_prefetch(at, 0); }
 #define ROWS_AHEAD 16  /* rows of keys or values that are fetched early where some are read at a time ... */
 #define STEPS_AHEAD 32 /* ... and where they are read one after another */
+#define MANY_STEPS 4   /* of one vector of columns at a time. Rows "16 queries" of features.py. */
+
+/* sum[r][c] += left[r * row + k * step] right[k][c], for so many steps k: where a row lies is found once for all of them */
+INLINE void steps_of(
+    const int n, const int wide, const int steps, const real *left, i64 row, i64 step, const real *right, i64 right_row,
+    vec sum[][2])
+{
+    vec x[MANY_STEPS][2];
+    UNROLL
+    for (int k = 0; k < steps; k++)
+        for (int c = 0; c < wide; c++) x[k][c] = load(right + k * right_row + c * LANES);
+    UNROLL
+    for (int r = 0; r < n; r++)
+        UNROLL
+        for (int k = 0; k < steps; k++)
+            for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[k][c];
+}
 
 /* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns; there: of the left
    factor, rows from the first on or, if it adds, steps. What is fetched early is among them: for each address beyond all
@@ -315,23 +339,24 @@ INLINE void block(
     const int n, const int wide, const real *left, i64 row, i64 step, i64 there, const real *right, i64 right_row,
     i64 depth, real *out, i64 out_row, const int add)
 {
-    const real *ahead = left + most(0, least(ROWS_AHEAD, there - 8)) * row;
-    i64 of_eight = there >= 8 ? 7 : 0;
-    vec sum[LEFT][2];
+    const int side = n > 8 ? 16 : 8, steps = wide == 1 && !add ? MANY_STEPS : 1;
+    const real *ahead = left + most(0, least(ROWS_AHEAD, there - side)) * row;
+    i64 of_side = there >= side ? side - 1 : 0, k = 0;
+    vec sum[2 * LEFT][2];
     UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) sum[r][c] = all(0);
-    for (i64 k = 0; k < depth; k++) {
-        vec x[2];
-        for (int c = 0; c < wide; c++) x[c] = load(right + k * right_row + c * LANES);
-        if (!add)
-            fetch(ahead + (k & of_eight) * row + k / 8 * 8); /* in `depth` steps all of 8 rows */
-        else if (row == 1)
-            fetch(left + least(k + STEPS_AHEAD, there - 1) * step);
+    for (; k + steps <= depth; k += steps) {
         UNROLL
-        for (int r = 0; r < n; r++)
-            for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[c];
+        for (int s = 0; s < steps; s++)
+            if (!add)
+                fetch(ahead + ((k + s) & of_side) * row + (k + s) / side * side); /* in `depth` steps all of `side` rows */
+            else if (row == 1)
+                fetch(left + least(k + STEPS_AHEAD, there - 1) * step);
+        steps_of(n, wide, steps, left + k * step, row, step, right + k * right_row, right_row, sum);
     }
+    for (; steps > 1 && k < depth; k++)
+        steps_of(n, wide, 1, left + k * step, row, step, right + k * right_row, right_row, sum);
     UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) {
@@ -348,6 +373,7 @@ INLINE void blocks(
 #define BLOCK(rows)                                                                                              \
     block(rows, wide, left + r * row, row, step, add ? there : there - r, right, right_row, depth, out + r * out_row, \
           out_row, add)
+    for (; wide == 1 && r + 2 * LEFT <= n; r += 2 * LEFT) BLOCK(2 * LEFT); /* as many sums as of two vectors */
     for (; r + LEFT <= n; r += LEFT) BLOCK(LEFT);
     for (; r + 2 <= n; r += 2) BLOCK(2);
     for (; r < n; r++) BLOCK(1);
