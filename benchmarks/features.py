@@ -158,6 +158,7 @@ ROWS = (
     Row("causal", _fixed(mask=Causal())),
     Row("causal, 1 head", _fixed(mask=Causal()), heads=1, kv_heads=1),
     Row("full, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512),
+    Row("100 queries, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512, queries=100),
     Row("causal, 2 heads of 256", _fixed(mask=Causal()), heads=2, kv_heads=2, head_dim=256, value_dim=256),
     Row("causal, 3 heads", _fixed(mask=Causal()), heads=3, kv_heads=3),
     Row("full", _fixed()),
@@ -222,13 +223,14 @@ ROWS = (
 
 
 def drawn(number: int) -> tuple[Row, int, torch.dtype]:
-    """A call that nobody thought of: sizes, dtype, mask, bias and the rest from a random number."""
+    """A call that nobody thought of: sizes, dtype, mask, bias and the rest from a random number; half of all with heads
+    as a layer projects them."""
     of = random.Random(number)
     draw = torch.Generator().manual_seed(number)
     dtype = of.choice([torch.float32, torch.float32, torch.bfloat16])
     batch, kv_heads, group = of.choice([1, 1, 2, 4]), of.choice([1, 2, 4, 8]), of.choice([1, 1, 2, 4])
     heads, size, length = kv_heads * group, of.choice([32, 64, 64, 80, 128, 256, 512]), int(2 ** of.uniform(7, 11.5))
-    queries = of.choice([length, length, length, length // 2, 100])
+    queries = of.choice([length, length, length, length // 2, 100, of.randint(1, 40)])
     masks = {
         "full": lambda: None,
         "causal": Causal,
@@ -244,7 +246,9 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     biases = {
         "ALiBi": lambda: Alibi(heads),
         "T5": lambda: RelativeBias(torch.randn(32, heads, generator=draw)),
+        "T5, trained": lambda: RelativeBias(torch.randn(32, heads, generator=draw).requires_grad_()),
         "dense bias": lambda: torch.randn(1, heads, queries, length, generator=draw),
+        "dense bias, trained": lambda: torch.randn(1, heads, queries, length, generator=draw).requires_grad_(),
         "bias of keys": lambda: torch.randn(1, heads, 1, length, generator=draw),
     }
     if queries < length:
@@ -256,7 +260,8 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     name = ", ".join([mask, *([] if bias is None else [bias]), *rest])
     shape = f"{batch} x {heads}/{kv_heads} x {queries}/{length} x {size}"
     row = Row(f"{number}: {name} ({shape})", _fixed(**given, **rest), heads, kv_heads, size, batch, queries)
-    return row._replace(head_dim=size), length, dtype
+    learns = None if bias is None or "trained" not in bias else "numbers" if "dense" in bias else "table"
+    return row._replace(head_dim=size, learns=learns, by_token=of.random() < 0.5), length, dtype
 
 
 def allowed(mask: Mask | None, row: Row, length: int) -> Tensor:
@@ -341,7 +346,7 @@ def _formula(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -
             scores = softcap * torch.tanh(scores / softcap)
         added = table() if row.learns else finished
         if added is not None:
-            scores = scores + added
+            scores = scores + added.to(dtype)
         if sink is not None:
             scores = torch.cat([scores, sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         weights = scores.softmax(-1)

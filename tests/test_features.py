@@ -55,6 +55,10 @@ def test_regard_and_torch_agree_on_calls_that_nobody_thought_of(first: int) -> N
         draw = torch.Generator().manual_seed(number)
         of_query, of_key = (row.heads, queries, row.head_dim), (row.kv_heads, length, row.head_dim)
         leaves = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in (of_query, of_key, of_key)]
+        if row.by_token:
+            leaves = [leaf.transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
+        bias = given["bias"]
+        learned = [] if row.learns is None else [bias if isinstance(bias, torch.Tensor) else bias.table]
         grad = torch.randn(leaves[0].shape, generator=draw).to(dtype)
         exact = [leaf.float() for leaf in leaves]  # the formula rounds every score to bfloat16
         found = []
@@ -65,7 +69,7 @@ def test_regard_and_torch_agree_on_calls_that_nobody_thought_of(first: int) -> N
             for tensor in tensors:
                 tensor.requires_grad_()
             output = way(*tensors)
-            grads = torch.autograd.grad(output, tensors, grad.to(output.dtype))
+            grads = torch.autograd.grad(output, [*tensors, *learned], grad.to(output.dtype))
             found.append([tensor.detach().float() for tensor in (output, *grads)])
         for ours, theirs in zip(*found, strict=True):
             assert_close(ours, theirs, row.name, tolerance=2e-5 if dtype is torch.float32 else 2e-2)

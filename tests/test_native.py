@@ -350,7 +350,9 @@ def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, mon
         return choose(checked(shape=(1, 8, 1200, 64), kv_heads=8, dtype=dtype, **parts)).name
 
     assert kernel(1.5, mask=Causal()) == "sdpa"
-    assert kernel(1.5, mask=Causal(), sink=torch.zeros(8)) == "strips"  # by torch's operator, which tells lse
+    # by torch's operator, which tells lse; of those a score takes longer
+    assert kernel(2.5, mask=Causal(), sink=torch.zeros(8)) == "strips"
+    assert kernel(1.2, mask=Causal(), sink=torch.zeros(8)) == "native"
     assert kernel(1.1, mask=Causal() & Window(40)) == "native"
     # a call takes as long as more scores where these take less time
     assert kernel(3.0 * fused.speed(dtype), mask=Causal() & Window(40)) == "strips"
@@ -408,11 +410,19 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
         three = [tensor.detach().requires_grad_(learns) for tensor in call[:3]]
         return choose(call._replace(query=three[0], key=three[1], value=three[2])).name
 
-    assert kernel() == kernel(512) == kernel(256, 1024) == kernel(512, 200) == "direct"
+    assert kernel() == kernel(512) == kernel(256, 1024) == kernel(512, 200) == kernel(256, 191) == "direct"
+    cells = torch.rand(600, 600, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert kernel(bias=torch.zeros(600, 600)) == kernel(mask=Dense(cells)) == "direct"
     learning = [torch.zeros(1, 2, 600, 256).requires_grad_() for _ in range(3)]
     assert "large heads" in regard.plan(*learning).why
-    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 191), kernel(512, 2048)}
-    assert "direct" not in {kernel(learns=False), kernel(dtype=torch.bfloat16), kernel(mask=Causal())}
+    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 150), kernel(512, 100), kernel(512, 2048)}
+    assert "direct" not in {
+        kernel(learns=False),
+        kernel(dtype=torch.bfloat16),
+        kernel(mask=Causal()),
+        kernel(softcap=9.0),
+    }
+    assert kernel(bias=torch.zeros(600, 600).requires_grad_()) != "direct"
 
 
 @needs_library
@@ -433,6 +443,20 @@ def test_few_queries_of_many_keys_take_torchs_operator_longer(dtype, monkeypatch
     lanes = library_for(dtype).lanes
     widened = [queries for queries in (lanes // 2, lanes // 2 + 1, 2 * lanes) if kernel(queries, False) == "sdpa"]
     assert widened == ([] if dtype is torch.float32 else [lanes // 2 + 1])  # others read keys as they are, or pay
+
+
+@needs_library
+def test_strips_of_torchs_operator_take_longer_for_a_score_than_that_for_all(monkeypatch):
+    """Of heads of 512 numbers, where a score by the library takes a little longer than by torch's operator."""
+
+    def kernel(price, mask):
+        monkeypatch.setattr(native, "price", lambda *of, **by: price)
+        return choose(checked(shape=(1, 4, 1024, 512), kv_heads=4, mask=mask)).name
+
+    apart = Document(torch.arange(1024)[None] * 7 % 1024 // 205)
+    function = Where(lambda batch, head, query, key: (key <= query) & ((query - key) % 3 != 1))
+    assert [kernel(1.2, apart), kernel(1.2, function)] == ["native", "native"]
+    assert "native" not in {kernel(2.0, apart), kernel(2.0, function)}
 
 
 @needs_library

@@ -13,6 +13,7 @@ from regard.kernels import direct, flex, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options
 from regard.kernels.strips import kernel as strips_kernel
+from regard.masks import EVERYTHING
 from regard.masks.planning import hides_later_keys
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
@@ -39,12 +40,15 @@ SCORES_TO_BEGIN = 1 << 14
 """Scores that a thread computes in the time that strips take to begin, and each of them again unless they lie apart, as
 packed documents. Found from 644 random calls with masks, on two threads, where MKL multiplies."""
 
+NEARLY_ALL = 0.85
+"""A share of all scores that take as long as six products where seven are computed of them."""
+
 WORTH_LEAVING_OUT = 0.75
 WORTH_LEAVING_OUT_BY_ONEDNN = 0.6
 WORTH_LEAVING_OUT_IN_HALF_PRECISION = 0.3
-"""Strips are faster than all scores at once if they cost less than this share of them. Where oneDNN multiplies faster
-than MKL, so are all scores multiplied, but not the strips of torch's operator, least of all their gradients in half
-precision. Row "8 documents, causal"."""
+"""Strips by torch's operator are faster than all scores at once if they cost less than this share of them: a score
+takes them that much longer. Where oneDNN multiplies faster than MKL, so are all scores multiplied, but not the strips,
+least of all their gradients in half precision. Row "8 documents, causal"."""
 
 
 class Preference(NamedTuple):
@@ -65,14 +69,18 @@ def _hides_most(call: Call, kernel: Kernel) -> bool:
     mask = call.scoring.mask
     if not call.concrete or mask is None:
         return False
-    share = WORTH_LEAVING_OUT
-    if onednn_beats_fused(call.query.dtype):
-        in_half = call.query.dtype in fused.HALF and call.learns
-        share = WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT_BY_ONEDNN
-    most, to_begin = share * kernel.num_scores(call), _to_begin(call)
+    most, to_begin = _worth_leaving_out(call) * kernel.num_scores(call), _to_begin(call)
     if to_begin >= most or mask.structure() is None:
         return False
     return strips_kernel.cost(call) + to_begin * (1 + strips_kernel.one_by_one(call)) < most
+
+
+def _worth_leaving_out(call: Call) -> float:
+    """The share of all scores of which strips by torch's operator take as long as that takes for all of them."""
+    if not onednn_beats_fused(call.query.dtype):
+        return WORTH_LEAVING_OUT
+    in_half = call.query.dtype in fused.HALF and call.learns
+    return WORTH_LEAVING_OUT_IN_HALF_PRECISION if in_half else WORTH_LEAVING_OUT_BY_ONEDNN
 
 
 def _to_begin(call: Call) -> int:
@@ -121,7 +129,7 @@ def _suits_the_library(call: Call) -> bool:
         return False
     if _library_pays(call) or not engine.flash_can(call.query, call.scoring, call.dropout):
         return True
-    return native.beats(call, strips_kernel.cost(call))
+    return native.beats(call, strips_kernel.cost(call) / _worth_leaving_out(call))
 
 
 def _suits_the_library_in_a_graph(call: Call) -> bool:
@@ -140,6 +148,14 @@ def _suits_all_at_once(call: Call) -> bool:
     return direct.pays(call) and not _hides_most(call, direct.KERNEL)
 
 
+def _saves_a_product(call: Call) -> bool:
+    """The same where the library would compute nearly all scores, too."""
+    if not direct.saves_a_product(call):
+        return False
+    everything = call.scoring.mask_or_everything is EVERYTHING or strips.NATIVE_KERNEL.cannot(call) is not None
+    return everything or strips.NATIVE_KERNEL.num_scores(call) >= NEARLY_ALL * all_scores(call)
+
+
 PREFERENCES = (
     Preference(
         direct.KERNEL,
@@ -149,7 +165,7 @@ PREFERENCES = (
     Preference(
         direct.KERNEL,
         "the gradients of large heads take a product less where all weights are kept",
-        _in_process(direct.saves_a_product),
+        _in_process(_saves_a_product),
     ),
     Preference(
         strips.NATIVE_KERNEL,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard import processor
-from regard.biases import Bias
+from regard.biases import Bias, Given
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, SHORT
@@ -68,8 +68,10 @@ the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of
 LARGE_HEAD = 256
 """Features of a head from which on gradients take less time with all weights kept."""
 
-FEWEST_OF_LARGE_HEADS = 192
-"""Fewest queries and keys of them: of fewer, the compiled library begins so much sooner."""
+FEWEST_NUMBERS_OF_LARGE_HEADS = 1 << 14
+FEWEST_PRODUCTS_OF_LARGE_HEADS = 1 << 24
+"""Fewest numbers in the queries, or keys, of a head, and multiplications of all scores: of fewer, the compiled library
+begins so much sooner. From 27 calls of 32 to 512 queries, with AVX2 and with AVX-512."""
 
 
 def cannot(call: Call) -> str | None:
@@ -252,17 +254,19 @@ def pays(call: Call) -> bool:
 
 def saves_a_product(call: Call) -> bool:
     """Whether heads are so large that to keep all weights for the gradients takes less time than to compute scores
-    again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. These
-    take no more memory than the queries, keys and values. Row "full, 1 head of 512" of features.py."""
+    again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. They
+    take no more memory than the queries, keys and values. Rows "full, 1 head of 512" and "100 queries, 1 head of 512"
+    of features.py."""
     scoring, grid = call.scoring, call.scoring.grid
-    more = scoring.bias, scoring.softcap, scoring.sink, scoring.additive, call.dropout
-    if scoring.mask_or_everything is not EVERYTHING or any(part is not None for part in more):
+    more = scoring.softcap, scoring.sink, scoring.additive, call.dropout
+    if any(part is not None for part in more) or not isinstance(scoring.bias, Given | None) or call.bias_learns:
         return False
     if not (call.concrete and call.learns and call.query.dtype is torch.float32):
         return False
-    size = min(call.query.shape[3], call.value.shape[3])
-    few_keys = grid.key_len <= 4 * size and all_scores(call) <= 4 * MAX_SCORES
-    return few_keys and size >= LARGE_HEAD and min(grid.query_len, grid.key_len) >= FEWEST_OF_LARGE_HEADS
+    size, scores, shortest = min(call.query.shape[3], call.value.shape[3]), all_scores(call), min(grid[2:4])
+    few_keys = grid.key_len <= 4 * size and scores <= 4 * MAX_SCORES
+    enough = shortest * size >= FEWEST_NUMBERS_OF_LARGE_HEADS and scores * size >= FEWEST_PRODUCTS_OF_LARGE_HEADS
+    return few_keys and enough and size >= LARGE_HEAD
 
 
 def _rounds_weights(call: Call) -> bool:

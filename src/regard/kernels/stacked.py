@@ -8,6 +8,8 @@ weights before dropout, m the dropout mask over 1 - dropout, and g = share doutp
     dvalue = (m w)^T g,          ds = w (m g value^T - share (sum(output doutput) - dlse))
     dquery = scale ds key,       dkey = scale ds^T query
 
+of which the sum, where there is no sink, is that of w m g value^T over the keys, as in the gradient of a softmax.
+
 Autograd computes the same in twice as many operators, all by the same library, which may be the slower one
 (`regard.matmul`). It is left to do so where a gradient of these gradients is wanted.
 """
@@ -225,32 +227,39 @@ def _by_hand(
     kv_heads, factor, sizes = key.shape[1], fixed.scoring.scale, fixed.scoring.grid[:3]
     q, k, v = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
     grad = torch.zeros_like(output) if grad_output is None else _stacked(grad_output, kv_heads)
-    delta = (grad * output).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        delta -= grad_lse.reshape(delta.shape)
+    of_lse = None if grad_lse is None else grad_lse.reshape(*output.shape[:2], 1)
     grads: list[Tensor | None] = [None] * 5
     if share is not None:
+        of_lse = (0.0 if of_lse is None else of_lse) - (grad * output).sum(-1, keepdim=True)
         if needed[3]:
-            grads[3] = ((share - 1.0) * delta).view(sizes).sum((0, 2)).to(sink.dtype)
-        grad, delta = grad * share, delta * share
-    kept = weights if fixed.kept is None else weights * fixed.kept
+            grads[3] = ((1.0 - share) * of_lse).view(sizes).sum((0, 2)).to(sink.dtype)
+        grad, of_lse = grad * share, of_lse * share
     if needed[2]:
+        kept = weights if fixed.kept is None else weights * fixed.kept
         grads[2] = bmm(kept.mT, grad).view(value.shape).to(value.dtype)
     space = None if needed[4] else scratch(grad, grad.dtype, weights.shape)[0]
-    if fixed.kept is None:
-        grad_scores = baddbmm(delta, grad, v.mT, beta=-1.0, out=space).mul_(weights)
+    factor *= 1.0 if capped is None else 4.0  # of its derivative, 4 x (1 - x)
+    early = 1.0 if needed[4] else factor  # where it takes no time
+    grad_scores = baddbmm(weights, grad, v.mT, beta=0.0, alpha=early, out=space)
+    if fixed.kept is not None:
+        grad_scores *= fixed.kept
+    if share is None:
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_scores, weights, -1, weights.dtype)
     else:
-        grad_scores = bmm(grad, v.mT, out=space).mul_(kept).addcmul_(weights, delta, value=-1.0)
+        grad_scores *= weights
+    if of_lse is not None:
+        grad_scores.addcmul_(weights, of_lse, value=early)
     if needed[4]:
         grads[4] = grad_scores.view(*sizes, k.shape[1]).sum_to_size(biases.shape)
-    if capped is not None:  # the derivative is 4 x (1 - x)
+    if capped is not None:
         grad_scores = torch.mul(grad_scores, capped, out=space)
         grad_scores.addcmul_(grad_scores, capped, value=-1.0)
-        factor *= 4.0
+    if early != factor:
+        grad_scores = grad_scores * factor  # not in place: the gradient of a bias may be these very numbers
     if needed[0]:
-        grads[0] = bmm(grad_scores, k).mul_(factor).view(query.shape).to(query.dtype)
+        grads[0] = bmm(grad_scores, k).view(query.shape).to(query.dtype)
     if needed[1]:
-        grads[1] = bmm(grad_scores.mT, q).mul_(factor).view(key.shape).to(key.dtype)
+        grads[1] = bmm(grad_scores.mT, q).view(key.shape).to(key.dtype)
     return grads
 
 
