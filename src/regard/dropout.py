@@ -29,8 +29,8 @@ class Cells(NamedTuple):
 Places = Callable[[Cells], Cells]
 """Where cells of a call lie in another one, of which it is a part or whose tokens it has in another order."""
 
-Write = Callable[[Tensor, int], None]
-"""Writes the random numbers of 0, 1, 2, ... for a seed into a tensor of int32."""
+Write = Callable[[Tensor, int, int, int], None]
+"""Writes the random numbers of so many rows, for a seed, into a tensor of int32, and those of keys for another one."""
 
 OF_COLUMNS = 0x5DEECE66D
 """The seed of columns is that of rows XORed with this."""
@@ -77,6 +77,7 @@ class Dropout:
     places: tuple[Places, ...] = ()
     """From this call to the one whose indices count, through each in between."""
     _known: dict[Grid, Numbers] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _written: dict[Grid, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The numbers of a whole call, since its first pass."""
 
     @property
@@ -125,25 +126,23 @@ class Dropout:
             halves = mixed.bitwise_right_shift_(16 * odd[..., None, :]).to(torch.int16)
         return halves.ge_(self.least)
 
-    def numbers(self, grid: Grid, write: "Write | None" = None) -> Numbers:
-        """The numbers of a whole call, kept as long as it lasts.
-
-        Args:
-            write: does what `write_random` does, in less time.
-        """
+    def numbers(self, grid: Grid) -> Numbers:
+        """The numbers of a whole call, kept as long as it lasts."""
         if grid not in self._known:
             with torch.inference_mode(False):  # backward may use them outside that mode
-                self._known[grid] = self._of_all(grid, write)
+                self._known[grid] = self._of_all(grid)
         return self._known[grid]
 
-    def _of_all(self, grid: Grid, write: "Write | None") -> Numbers:
-        if write is not None and not self.places:
-            of_rows = torch.empty(grid[:3], dtype=torch.int32, device=grid.device)
-            of_pairs = of_rows.new_empty(-(-grid.key_len // 2))
-            write(of_rows, int(self.seed))
-            write(of_pairs, int(self.seed) ^ OF_COLUMNS)
-            of_keys = of_pairs[:, None].expand(-1, 2).reshape(1, 1, -1)  # in less time than `repeat_interleave`
-            return Numbers(of_rows, of_keys[..., : grid.key_len], 0)
+    def written(self, grid: Grid, write: "Write") -> Tensor:
+        """The numbers of all rows of a call that is no part of another, [batch, heads, query_len], and of its keys, one
+        after another; kept as long as it lasts, since a small call has no time for more tensors."""
+        if grid not in self._written:
+            rows, seed = grid.batch * grid.heads * grid.query_len, int(self.seed)
+            numbers = self._written[grid] = torch.empty(rows + grid.key_len, dtype=torch.int32)
+            write(numbers, rows, seed, seed ^ OF_COLUMNS)
+        return self._written[grid]
+
+    def _of_all(self, grid: Grid) -> Numbers:
         batches = [range(at, at + 1) for at in range(grid.batch)] if self.places else [range(grid.batch)]
         every = range(grid.heads), range(grid.query_len), range(grid.key_len)
         rows, columns, odd = zip(*(self._numbers(Cells(grid, batch, *every)) for batch in batches), strict=True)
@@ -181,11 +180,6 @@ def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
 
 def _signed(numbers: Tensor) -> Tensor:
     return ((numbers & 0xFFFFFFFF) ^ 0x80000000).sub(0x80000000).to(torch.int32)
-
-
-def write_random(numbers: Tensor, seed: int) -> None:
-    """Writes the random numbers of 0, 1, 2, ... for a seed."""
-    numbers.copy_(_random(torch.arange(numbers.numel(), device=numbers.device), seed).view(numbers.shape))
 
 
 def _random(numbers: Tensor, seed: int | Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class Compiled:
         self._bits = loaded.regard_bits
         self._bits.argtypes, self._bits.restype = (_address, _i64, _i64, _i64, _i64, _i64, _address), None
         self._random = loaded.regard_random
-        self._random.argtypes, self._random.restype = (_address, _i64, _i64), None
+        self._random.argtypes, self._random.restype = (_address, _i64, _i64, _i64, _i64), None
 
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""
@@ -200,9 +200,9 @@ class Compiled:
         self._bits(cells.data_ptr(), len(cells), queries, keys, *cells.stride()[:2], words.data_ptr())
         return words
 
-    def write_random(self, numbers: Tensor, seed: int) -> None:
-        """As `regard.dropout.write_random`, into contiguous numbers."""
-        self._random(numbers.data_ptr(), numbers.numel(), seed)
+    def write_random(self, numbers: Tensor, rows: int, seed: int, of_columns: int) -> None:
+        """`regard.dropout.Write`, into contiguous numbers."""
+        self._random(numbers.data_ptr(), rows, len(numbers) - rows, seed, of_columns)
 
 
 def is_there(dtype: torch.dtype) -> bool:

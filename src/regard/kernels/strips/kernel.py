@@ -123,7 +123,13 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     dropout = planned.dropout
     if dropout is None:
         return planned.alone if planned.is_told_once else planned
-    return lambda *given: replace(planned, dropout=replace(dropout, seed=drawn()))(*given)
+
+    def with_new_seed(
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return planned(query, key, value, sink, bias, Dropout(dropout.rate, drawn()))
+
+    return with_new_seed
 
 
 def _of_one(call: Call) -> Alone | None:
@@ -206,18 +212,20 @@ class Planned:
         return found[0], found[1] if wants_lse else None
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        changed = self.changed
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None,
+        dropout: Dropout | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """dropout: with a seed of this call; None: that of the call that was planned."""
+        changed, dropout = self.changed, self.dropout if dropout is None else dropout
         if changed is None:
             scoring = self.scoring if self.given is None else self.scoring.with_bias(self.given.of(bias))
-            return self._in_order(query, key, value, sink, scoring)
+            return self._in_order(query, key, value, sink, scoring, dropout)
         query, key, value = take(query, changed.queries), take(key, changed.keys), take(value, changed.keys)
-        output, lse = self._in_order(query, key, value, sink, self.scoring)
+        output, lse = self._in_order(query, key, value, sink, self.scoring, dropout)
         return take(output, changed.back), None if lse is None else take(lse, changed.back)
 
     def _in_order(
-        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring
+        self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor | None]:
         dtype = query.dtype
         if self.whole is not None:
@@ -227,7 +235,7 @@ class Planned:
                 return fused.full_attention(query, key, value, scale=scoring.scale), None
         three = query, key, value
         if self.engine is OPERATORS:
-            three = _in_precision(three, scoring, self.dropout, self.wants_lse)
+            three = _in_precision(three, scoring, dropout, self.wants_lse)
         if self.whole is not None:
             causal, three = self.whole.kind is Kind.CAUSAL, fused.with_whole_features(*three)
             output, lse = fused.flash(*three, scale=scoring.scale, is_causal=causal)
@@ -236,12 +244,12 @@ class Planned:
             return output.to(dtype), lse if self.wants_lse else None
         if self.learns or transformed():
             scoring = scoring.with_sink(sink)
-            rest = self.engine, scoring, self.dropout, self.plan, *three, sink, *scoring.learned()
+            rest = self.engine, scoring, dropout, self.plan, *three, sink, *scoring.learned()
             output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
             return output if output.dtype is dtype else output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         output, lse, _ = self.engine.forward(
-            *three, sink, scoring, self.dropout, self.plan, wants_lse=self.wants_lse, learns=False
+            *three, sink, scoring, dropout, self.plan, wants_lse=self.wants_lse, learns=False
         )
         return output if output.dtype is dtype else output.to(dtype), lse if self.wants_lse else None
 

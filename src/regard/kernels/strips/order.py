@@ -287,13 +287,20 @@ def tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch
 def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) -> list[object]:
     """Tells of the random numbers that decide which weights are dropped; returns what must not be freed before the
     library is done."""
-    numbers = dropout.numbers(grid, compiled.write_random)
-    odd = _kept_odd_keys(grid.key_len, numbers.odd) if isinstance(numbers.odd, int) else numbers.odds()
-    held = [tensor.contiguous() for tensor in (numbers.rows, numbers.columns, odd.expand_as(numbers.columns))]
-    words[AT["row_bits"]], words[AT["column_bits"]], words[AT["column_odd"]] = map(Tensor.data_ptr, held)
-    words[AT["column_batch"]] = grid.key_len if len(numbers.columns) > 1 else 0
     words[AT["kept_least"]] = dropout.least
     ctypes.c_double.from_buffer(words, 8 * AT["kept_factor"]).value = dropout.factor
+    if not dropout.places:
+        written, odd = dropout.written(grid, compiled.write_random), _kept_odd_keys(grid.key_len, 0)
+        rows = words[AT["row_bits"]] = written.data_ptr()
+        words[AT["column_bits"]] = rows + (len(written) - grid.key_len) * written.element_size()
+        words[AT["column_odd"]], words[AT["column_batch"]] = odd.data_ptr(), 0
+        return [written, odd]
+    numbers = dropout.numbers(grid)
+    held = [
+        tensor.contiguous() for tensor in (numbers.rows, numbers.columns, numbers.odds().expand_as(numbers.columns))
+    ]
+    words[AT["row_bits"]], words[AT["column_bits"]], words[AT["column_odd"]] = map(Tensor.data_ptr, held)
+    words[AT["column_batch"]] = grid.key_len if len(numbers.columns) > 1 else 0
     return [*held]
 
 

@@ -479,19 +479,24 @@ API void regard_look(struct call *c)
     run(c, look_work);
 }
 
-/* Random numbers for dropout, of 0, 1, 2, ...: `write_random` of dropout.py. */
-API void regard_random(int32_t *numbers, i64 count, i64 seed)
+/* A random number for dropout: `_random` of dropout.py. */
+INLINE int32_t random_of(i64 i, i64 seed)
 {
     uint64_t low = seed & 0xFFFFFFFF, high = (uint64_t)seed >> 32;
-    for (i64 i = 0; i < count; i++) {
-        uint32_t x = ((uint64_t)i ^ low) * 0x2545F491 + ((uint64_t)i >> 32) * 0x85EBCA6B + high * 0x9E3779B9;
-        x ^= x >> 16;
-        x *= 0x85EBCA6Bu;
-        x ^= x >> 13;
-        x *= 0xC2B2AE35u;
-        x ^= x >> 16;
-        numbers[i] = x ^ x >> 16;
-    }
+    uint32_t x = ((uint64_t)i ^ low) * 0x2545F491 + ((uint64_t)i >> 32) * 0x85EBCA6B + high * 0x9E3779B9;
+    x ^= x >> 16;
+    x *= 0x85EBCA6Bu;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35u;
+    x ^= x >> 16;
+    return x ^ x >> 16;
+}
+
+/* Those of all rows, and after them of all keys: of each pair the same. */
+API void regard_random(int32_t *numbers, i64 rows, i64 keys, i64 seed, i64 of_columns)
+{
+    for (i64 i = 0; i < rows; i++) numbers[i] = random_of(i, seed);
+    for (i64 j = 0; j < keys; j++) numbers[rows + j] = random_of(j / 2, of_columns);
 }
 
 /* the place of the first True of some bools, of which any byte but 0 is one; n if there is none */
