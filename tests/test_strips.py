@@ -944,6 +944,16 @@ def test_tokens_that_are_brought_together_keep_the_biases_and_the_dropout_of_the
     assert strips_kernel.num_scores(call) <= 0.7 * 2 * 2 * 150 * key_len
 
 
+def test_calls_that_are_alike_drop_the_weights_of_their_places_in_the_second_one_too():
+    tensors, mask = (normal(2, 2, 150, 7), normal(2, 1, 150, 7), normal(2, 1, 150, 7)), Document(scattered(2, 3, 150))
+    for seed in range(3):
+        found = []
+        for kernel in ("strips", "reference"):
+            torch.manual_seed(seed)
+            found.append(attention(*tensors, mask=mask, dropout=0.3, kernel=kernel))
+        assert_close(*found)
+
+
 def test_a_learned_number_for_every_score_keeps_documents_where_they_are():
     tensors, mask = (normal(1, 2, 150, 7), normal(1, 2, 150, 7), normal(1, 2, 150, 7)), Document(scattered(1, 3, 150))
     call = check_call("test", *tensors, mask, normal(1, 2, 150, 150), None, None, None, None, 0.0, None, False)

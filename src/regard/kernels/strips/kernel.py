@@ -127,7 +127,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     def with_new_seed(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return planned(query, key, value, sink, bias, Dropout(dropout.rate, drawn()))
+        return planned(query, key, value, sink, bias, Dropout(dropout.rate, drawn(), dropout.places))
 
     return with_new_seed
 
