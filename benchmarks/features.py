@@ -260,7 +260,7 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     name = ", ".join([mask, *([] if bias is None else [bias]), *rest])
     shape = f"{batch} x {heads}/{kv_heads} x {queries}/{length} x {size}"
     row = Row(f"{number}: {name} ({shape})", _fixed(**given, **rest), heads, kv_heads, size, batch, queries)
-    learns = None if bias is None or "trained" not in bias else "numbers" if "dense" in bias else "table"
+    learns = {"dense bias, trained": "numbers", "T5, trained": "table"}.get(bias or "")
     return row._replace(head_dim=size, learns=learns, by_token=of.random() < 0.5), length, dtype
 
 

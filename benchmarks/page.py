@@ -174,9 +174,9 @@ def measure_long(page: "Page", length: int, tiles: int = TILES, frames: int = FR
         started = time.perf_counter()
         page.evaluate(AT_REST)
         row["flight"]["settled_after_s"] = round(time.perf_counter() - started, 2)
+        page.goto("about:blank")  # a page whose server has ended goes on asking it
         return row
     finally:
-        page.goto("about:blank")  # a page whose server has ended goes on asking it
         server.close()
 
 

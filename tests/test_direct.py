@@ -571,3 +571,12 @@ def test_many_texts_are_computed_a_few_at_a_time_in_memory_that_is_kept(dtype, m
 
 
 SIZES = (6, 13), (3, 29), (3, 29)
+
+
+@pytest.mark.usefixtures("without_the_library")
+def test_large_heads_do_not_compute_what_a_mask_hides_for_the_sake_of_their_weights():
+    def kernel(mask):
+        return regard.plan(*(torch.zeros(1, 2, 600, 256, requires_grad=True) for _ in range(3)), mask=mask).why
+
+    assert "large heads" in kernel(None)
+    assert "large heads" not in kernel(regard.Causal())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.biases import Bias, Given
-from regard.dropout import Dropout, drawn
+from regard.dropout import Dropout
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
 from regard.kernels.known import keep
@@ -77,7 +77,7 @@ def _anew(
     scoring = scoring.with_sink(sink)
     if isinstance(scoring.bias, Given):
         scoring = scoring.with_bias(scoring.bias.of(bias))
-    dropout = None if dropout is None else Dropout(dropout.rate, drawn())
+    dropout = None if dropout is None else dropout.drawn_anew()
     return kernel.compute(Call(query, key, value, scoring, dropout, wants_lse))
 
 

@@ -90,6 +90,10 @@ class Dropout:
         """The smallest hash, as a signed number of 16 bits, of a weight that is kept."""
         return min(round(self.rate * 2**16), 2**16 - 1) - 2**15
 
+    def drawn_anew(self) -> "Dropout":
+        """That of a later call like this one."""
+        return Dropout(self.rate, drawn(), self.places)
+
     def seen_from(self, places: Places) -> "Dropout":
         """The dropout of a call whose cells lie at these places of this one."""
         return replace(self, places=(places, *self.places))
@@ -133,7 +137,7 @@ class Dropout:
                 self._known[grid] = self._of_all(grid)
         return self._known[grid]
 
-    def written(self, grid: Grid, write: "Write") -> Tensor:
+    def written(self, grid: Grid, write: Write) -> Tensor:
         """The numbers of all rows of a call that is no part of another, [batch, heads, query_len], and of its keys, one
         after another; kept as long as it lasts, since a small call has no time for more tensors."""
         if grid not in self._written:

@@ -149,11 +149,14 @@ def _suits_all_at_once(call: Call) -> bool:
 
 
 def _saves_a_product(call: Call) -> bool:
-    """The same where the library would compute nearly all scores, too."""
+    """Whether large heads take less time with all weights kept, under a mask of which the library, too, would compute
+    nearly all scores."""
     if not direct.saves_a_product(call):
         return False
-    everything = call.scoring.mask_or_everything is EVERYTHING or strips.NATIVE_KERNEL.cannot(call) is not None
-    return everything or strips.NATIVE_KERNEL.num_scores(call) >= NEARLY_ALL * all_scores(call)
+    if call.scoring.mask_or_everything is EVERYTHING:
+        return True
+    library = strips.NATIVE_KERNEL
+    return library.cannot(call) is None and library.num_scores(call) >= NEARLY_ALL * all_scores(call)
 
 
 PREFERENCES = (

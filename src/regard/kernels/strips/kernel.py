@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias, Given
-from regard.dropout import Dropout, drawn
+from regard.dropout import Dropout
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared
@@ -127,7 +127,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     def with_new_seed(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return planned(query, key, value, sink, bias, Dropout(dropout.rate, drawn(), dropout.places))
+        return planned(query, key, value, sink, bias, dropout.drawn_anew())
 
     return with_new_seed
 

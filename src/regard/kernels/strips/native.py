@@ -184,10 +184,18 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
 def _widens(call: Call) -> bool:
     """Whether all keys and values are copied as float32 numbers: few queries read them as they are, gradients pay for
     that many times over, and with a bias torch's own function takes longer, too."""
-    dtype, library = call.query.dtype, library_for(call.query.dtype)
+    dtype = call.query.dtype
     if dtype not in fused.HALF or call.learns or call.scoring.bias is not None:
         return False
-    return call.query.shape[2] > library.lanes // 2 and (dtype is not torch.bfloat16 or library.products == "plain")
+    return call.query.shape[2] > library_for(dtype).lanes // 2 and _products_of(dtype) == "plain"
+
+
+def _products_of(dtype: torch.dtype) -> str:
+    """By what numbers of a dtype are multiplied."""
+    if dtype is not torch.bfloat16:
+        return "plain"
+    settle_products()
+    return library_for(dtype).products
 
 
 @cache
@@ -231,9 +239,7 @@ def price(dtype: torch.dtype, learns: bool, table: bool, of_head: int, *, by_tab
         table: whether to both a number is added that is read from memory. by_table: whether to torch's alone.
         of_head: as of `head_size`.
     """
-    if dtype is torch.bfloat16:
-        settle_products()
-    products = library_for(dtype).products if dtype is torch.bfloat16 else "plain"
+    products = _products_of(dtype)
     tables = ", a table" if table else ", a table for torch" if by_table else ""
     wide_heads = f", heads of {of_head}" if of_head > min(HEAD_SIZES) else ""
     kinds = f"{', gradients' * learns}{tables}, {products} products{wide_heads}"

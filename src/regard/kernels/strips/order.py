@@ -290,7 +290,7 @@ def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) 
     words[AT["kept_least"]] = dropout.least
     ctypes.c_double.from_buffer(words, 8 * AT["kept_factor"]).value = dropout.factor
     if not dropout.places:
-        written, odd = dropout.written(grid, compiled.write_random), _kept_odd_keys(grid.key_len, 0)
+        written, odd = dropout.written(grid, compiled.write_random), _kept_odd_keys(grid.key_len)
         rows = words[AT["row_bits"]] = written.data_ptr()
         words[AT["column_bits"]] = rows + (len(written) - grid.key_len) * written.element_size()
         words[AT["column_odd"]], words[AT["column_batch"]] = odd.data_ptr(), 0
@@ -305,9 +305,9 @@ def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) 
 
 
 @lru_cache(maxsize=8)
-def _kept_odd_keys(length: int, odd: int) -> Tensor:
+def _kept_odd_keys(length: int) -> Tensor:
     with torch.inference_mode(False):
-        return odd_keys(length, odd, torch.device("cpu"))
+        return odd_keys(length, 0, torch.device("cpu"))
 
 
 def _tell(words: Told, work: Work) -> None:

@@ -132,9 +132,11 @@ INLINE i64 row_at(const struct place *p, const struct tensor *t, const struct sp
     return place_in(t, p->batch, p->kv_head, token_of_key(p->call, p->batch, key_of(p, s, at)));
 }
 
+INLINE i64 bytes_of(const int dtype) { return dtype == OWN ? sizeof(real) : sizeof(uint16_t); }
+
 INLINE const char *address(const void *numbers, i64 at, const int dtype)
 {
-    return (const char *)numbers + at * (dtype == OWN ? sizeof(real) : sizeof(uint16_t));
+    return (const char *)numbers + at * bytes_of(dtype);
 }
 
 /* Whether rows so far apart have the same few places in a cache, which are then too few for those of one tile, as the keys
@@ -153,7 +155,7 @@ INLINE void gather(
     const i64 *order = c->key_order ? c->key_order + p->batch * c->key_order_batch : NULL;
     const char *rows = address(t->data, place_in(t, p->batch, p->kv_head, 0), dtype);
     const i64 key = key_of(p, s, first), step = s->step, last = s->count - 1 - first, apart = t->row;
-    const i64 bytes = dtype == OWN ? sizeof(real) : sizeof(uint16_t);
+    const i64 bytes = bytes_of(dtype);
 #define ROW(i) (rows + (order ? order[key + (i) * step] : key + (i) * step) * apart * bytes)
     for (i64 i = 0; i < n; i++) {
         if (is_there && is_there[i]) continue;
@@ -173,8 +175,8 @@ INLINE struct rows rows_as_they_are(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const int dtype,
     void *room)
 {
-    const i64 apart = s->step * t->row, bytes = dtype == OWN ? sizeof(real) : sizeof(uint16_t);
-    if (!p->call->key_order && !(p->rows > FEW && crowd(apart, size, bytes)))
+    const i64 apart = s->step * t->row;
+    if (!p->call->key_order && !(p->rows > FEW && crowd(apart, size, bytes_of(dtype))))
         return (struct rows){address(t->data, row_at(p, t, s, first), dtype), apart, s->count - first, dtype};
     gather(p, t, s, first, n, size, dtype, 0, room, NULL);
     return (struct rows){room, size, n, dtype};
@@ -187,12 +189,17 @@ INLINE int is_copied(const struct call *c, const struct tensor *t, i64 size)
     return c->dtype != OWN || c->key_order || t->row != size;
 }
 
+INLINE const struct copies *copies_of(const struct place *p, const struct tensor *t)
+{
+    return t == &p->call->key ? &p->keys : &p->values;
+}
+
 /* n of them in our dtype: where they are, or in `room`, or among copies */
 static struct rows rows_of(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
     const struct call *c = p->call;
-    const struct copies *copies = t == &c->key ? &p->keys : &p->values;
+    const struct copies *copies = copies_of(p, t);
     i64 key = key_of(p, s, first), keeps = copies->rows && s->step == 1;
     if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, OWN, room);
     real *to = keeps ? copies->rows + key * size : room;
@@ -210,11 +217,8 @@ static struct rows rows_of(
 static struct rows rows_for_few(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
 {
-    const struct copies *copies = t == &p->call->key ? &p->keys : &p->values;
-    if (copies->rows) return rows_of(p, t, s, first, n, size, room);
-    if (p->call->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, OWN, room);
-    if (p->call->dtype == BFLOAT16) return rows_as_they_are(p, t, s, first, n, size, BFLOAT16, room);
-    return rows_as_they_are(p, t, s, first, n, size, FLOAT16, room);
+    if (copies_of(p, t)->rows) return rows_of(p, t, s, first, n, size, room);
+    return rows_as_they_are(p, t, s, first, n, size, p->call->dtype, room);
 }
 
 /* the same in bfloat16 */
@@ -304,7 +308,7 @@ INLINE void find_seen(i64 queries, i64 n, const real *scores, i64 by_key, i64 by
 /* Rows of keys or values, as 0 if no query sees them: a weight of 0 times NaN would be NaN. */
 static struct rows rows_if_seen(const int8_t *is_seen, i64 n, struct rows rows, i64 size, void *room)
 {
-    i64 bytes = rows.dtype == OWN ? sizeof(real) : sizeof(uint16_t);
+    i64 bytes = bytes_of(rows.dtype);
     for (i64 j = 0; j < n; j++) {
         char *to = (char *)room + j * size * bytes;
         if (is_seen[j])
