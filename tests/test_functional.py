@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import regard.functional
@@ -359,6 +360,33 @@ def test_torch_func_takes_derivatives_of_any_kind(name):
 
     for transform in (torch.func.hessian, lambda f: torch.func.jacrev(torch.func.grad(f))):
         assert_close(transform(of("auto"))(point), transform(of("reference"))(point))
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_derivatives_that_are_carried_forward_are_those_of_torch_func(name, queries):
+    given, draw = dict(DIFFERENTIATED[name]), torch.Generator().manual_seed(0)
+    if isinstance(given.get("bias"), torch.Tensor):
+        given["bias"] = given["bias"][..., -queries:, :]
+    drawn = torch.randn(6, 1, 2, 20, 3, generator=draw, dtype=torch.float64)
+    drawn = [tensor[:, :, -queries:] if n % 3 == 0 else tensor for n, tensor in enumerate(drawn)]
+    point, tangent = drawn[:3], drawn[3:]
+    expected = torch.func.jvp(lambda *x: attention(*x, kernel="reference", **given), (*point,), (*tangent,))[1]
+    for _ in range(3):
+        attention(*point, **given)  # alike, without any derivative
+        with forward_ad.dual_level():
+            output = attention(*map(forward_ad.make_dual, point, tangent), **given)
+            assert_close(forward_ad.unpack_dual(output).tangent, expected)
+
+
+def test_derivatives_of_very_many_scores_are_not_carried_forward_unless_they_are_asked_for():
+    tensors = [torch.randn(1, 8, 1500, 2) for _ in range(3)]
+    with forward_ad.dual_level():
+        query = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        with pytest.raises(NotImplementedError, match="kernel='direct'"):
+            attention(query, *tensors[1:], mask=Causal())
+        output = attention(query, *tensors[1:], mask=Causal(), kernel="direct")
+        assert forward_ad.unpack_dual(output).tangent is not None
 
 
 def test_dropout_is_reproducible_from_a_generator_and_from_torchs_seed():

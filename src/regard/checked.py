@@ -8,7 +8,7 @@ gradient is wanted, the structure of the mask, and the other arguments. The last
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from regard.dropout import Dropout
 from regard.graphs import as_it_stands
 from regard.kernels import Call, Kernel, Prepared, all_scores
 from regard.kernels.known import keep
+from regard.kernels.strips import binding
 from regard.masks import Mask
 from regard.rules import known, serialise, settled
 from regard.scores import Additive, Scoring
@@ -32,8 +33,10 @@ MAX_FORMS = 16
 MAX_SCORES = 1 << 27
 """Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
 
+NEW: Any = object()
+"""In place of a call whose form is not in a cache."""
+
 _NUMBERS = frozenset({float, int, type(None)})
-_PLAIN = torch.strided
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _KNOWN: dict[Form, "Checked"] = {}
 _BY_NUMBERS: dict[Form, None] = {}
@@ -123,7 +126,7 @@ def form_of(
         structure = mask.structure() if isinstance(mask, Mask) else None
         if structure is None:
             return None
-    rest = query.shape, key.shape, value.shape, kinds, structure, dropout, wants_lse, kernel
+    rest = kinds, structure, dropout, wants_lse, kernel
     if bias is None:
         return rest
     if not isinstance(bias, Bias):
@@ -137,33 +140,40 @@ def form_of(
 
 
 def kinds_of(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, softcap: float | None, sink: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+    bias: Tensor | None = None,
+    of_one: bool = False,
 ) -> Form | None:
-    """The part of a form that is neither the shapes of query, key and value nor mask and bias; None if not known. For
-    calls that are computed now and as they are (`as_it_stands`)."""
-    if not (type(query) is type(key) is type(value) is Tensor):
-        return None
-    if (
-        query.is_nested
-        or key.is_nested
-        or value.is_nested
-        or not (query.layout is key.layout is value.layout is _PLAIN)
-    ):
+    """The part of a form that is neither mask nor bias; None if not known. For calls that are computed now and as they
+    are (`as_it_stands`).
+
+    Args:
+        bias: is part of it, if there is one. of_one: as of `binding.describe`.
+    """
+    if not (type(query) is type(key) is type(value) is Tensor) or not (bias is None or type(bias) is Tensor):
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
-    grads = torch.is_grad_enabled()
-    on_a_cpu = query.is_cpu and key.is_cpu and value.is_cpu  # asked in half the time of devices that are compared
-    of_sink = None
+    try:
+        kinds = binding.describe((query, key, value) if bias is None else (query, key, value, bias), of_one)
+    except (RuntimeError, BufferError, TypeError):  # torch's
+        return None
+    if not kinds:
+        return None
+    learns, of_sink = False, None
+    if torch.is_grad_enabled():
+        learns = query.requires_grad or key.requires_grad or value.requires_grad
+        learns = learns or (bias is not None and bias.requires_grad)
     if sink is not None:
         if type(sink) not in _TENSORS or not is_plain(sink):
             return None
-        of_sink = sink.shape, sink.dtype, sink.device, grads and sink.requires_grad
-    return (
-        query.dtype, key.dtype, value.dtype, None if on_a_cpu else (query.device, key.device, value.device),
-        grads and (query.requires_grad or key.requires_grad or value.requires_grad), scale, softcap, of_sink,
-        torch._C._is_any_autocast_enabled(),
-    )  # fmt: skip
+        of_sink = sink.shape, sink.dtype, sink.device, torch.is_grad_enabled() and sink.requires_grad
+    return kinds, learns, scale, softcap, of_sink, torch._C._is_any_autocast_enabled()
 
 
 recall: Callable[[Form], Checked | None] = _KNOWN.get

@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -43,13 +44,15 @@ def _watched() -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func is at work."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a transform of torch.func is at work, or derivatives are carried forward (torch.autograd.forward_ad)."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def as_it_stands() -> bool:
     """Whether a call is computed now and as it is: neither traced nor transformed. Asked in every call."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     return not torch._C._len_torch_dispatch_stack() or not _watched()
 

@@ -7,13 +7,13 @@ result, a call takes the ordinary way, which puts zeros in its place.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.biases import Bias, Sum
-from regard.checked import MAX_FORMS, Form, kinds_of
+from regard.checked import MAX_FORMS, NEW, Form, kinds_of
 from regard.graphs import as_it_stands
 from regard.kernels import Single, choose
 from regard.kernels.call import learns
@@ -25,7 +25,7 @@ from regard.masks.planning import keys_of_last, product_of
 from regard.numerics import wide
 from regard.rules import Positioned, contents, settled
 from regard.scores import Scoring
-from regard.shapes import Grid, is_plain
+from regard.shapes import Grid
 from regard.validation import check_call
 
 
@@ -40,9 +40,6 @@ EVERY_KEY = Seen()
 
 _KNOWN: dict[Form, Single | None] = {}
 """Calls by their form; None for those that have no such way."""
-
-_NEW: Any = object()
-"""In place of a call whose form is not there."""
 
 _SEEN: Recent[Seen] = Recent(8)
 """What a query sees under masks that were looked at."""
@@ -101,21 +98,14 @@ def attend_one(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Output, and lse if it is wanted, of one query, which is computed now and as it is (`as_it_stands`); None where it
     has to take the ordinary way."""
-    kinds, of_bias = kinds_of(query, key, value, scale, softcap, sink), None
+    kinds = kinds_of(query, key, value, scale, softcap, sink, bias, of_one=True)
     if kinds is None:
         return None
-    of_query, of_key, of_value = query.shape, key.shape, value.shape
-    if not len(of_query) == len(of_key) == len(of_value) == 4:
-        return None
-    if bias is not None:
-        of_bias = _form_of_bias(bias, of_key[2])
-        if of_bias is None:
+    form = kinds, wants_lse
+    single: Single | None = _KNOWN.get(form, NEW)
+    if single is NEW:
+        if not query.dim() == key.dim() == value.dim() == 4 or not (bias is None or bias.dim() == 4):
             return None
-    batch, heads, key_len, size = of_key
-    magnitude = key_len.bit_length() if key_len == of_value[2] else None
-    form = of_query, batch, heads, size, of_value[0], of_value[1], of_value[3], magnitude, kinds, of_bias, wants_lse
-    single: Single | None = _KNOWN.get(form, _NEW)
-    if single is _NEW:
         call = check_call("attention", query, key, value, None, bias, scale, softcap, sink, None, 0.0, None, wants_lse)
         found = None if torch._C._is_any_autocast_enabled() else choose(call).single(call)
         single = keep(_KNOWN, form, found, MAX_FORMS)
@@ -128,15 +118,6 @@ def attend_one(
         if bias is not None and bias.shape[3] > 1:
             bias = bias.narrow(3, start, length)
     return single(query, key, value, sink, hidden, bias)
-
-
-def _form_of_bias(bias: Tensor, key_len: int) -> Form | None:
-    """What validity follows from; None if it is not known."""
-    if type(bias) is not Tensor or not is_plain(bias) or bias.dim() != 4:
-        return None
-    *sizes, columns = bias.shape
-    learns = bias.requires_grad and torch.is_grad_enabled()
-    return *sizes, columns in (1, key_len), bias.dtype, bias.device, learns
 
 
 def _seen_under(mask: object, of_query: Sequence[int], key_len: int, query: Tensor) -> Seen | None:

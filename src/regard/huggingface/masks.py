@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checked import MAX_SCORES, Checked, Form, InPlace, form_of, kinds_of, recall, remember
+from regard.checked import MAX_SCORES, NEW, Checked, Form, InPlace, form_of, kinds_of, recall, remember
 from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy, writes
 from regard.indexing import indices
 from regard.kernels import choose
@@ -17,9 +17,6 @@ from regard.masks.planning import common_keys
 from regard.one_query import Seen, attend_one
 from regard.shapes import Grid, ShapeError, is_plain
 from regard.validation import check_call
-
-_NEW: Any = object()
-"""In place of a call whose form is not there."""
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
 """The functions by which models add numbers to their mask."""
@@ -123,13 +120,13 @@ class LazyMask(Lazy):
         kinds = kinds_of(query, key, value, scale, softcap, sink)
         if kinds is None:
             return None
-        form: Form = (query.shape, key.shape, value.shape, kinds)
+        form: Form = kinds
         if bias is not None:
             if type(bias) is not Tensor or not is_plain(bias) or bias.is_neg():
                 return None
             form = (*form, bias.dtype, bias.shape, bias.stride(), bias.requires_grad)
-        checked = self._checked.get(form, _NEW)
-        if checked is _NEW:
+        checked = self._checked.get(form, NEW)
+        if checked is NEW:
             checked = self._checked[form] = self._first(query, key, value, scale, softcap, sink, bias)
         return None if checked is None else checked.run(query, key, value, sink, bias)
 
@@ -203,10 +200,11 @@ class LazyMask(Lazy):
         """0 for who may attend and otherwise the least number, made once for all layers that add them; None if nothing
         is hidden."""
         if dtype not in self._added:
-            allowed = self._computed()
-            numbers = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-            hides = not bool(allowed.all())
-            self._added[dtype] = numbers.masked_fill_(~allowed, torch.finfo(dtype).min) if hides else None
+            numbers, allowed = None, self._cells
+            if not bool(allowed.all()):
+                numbers = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+                numbers.masked_fill_(~allowed, torch.finfo(dtype).min)
+            self._added[dtype] = numbers
         return self._added[dtype]
 
     def _computed(self) -> Tensor:
@@ -228,6 +226,11 @@ class LazyMask(Lazy):
         """The same, made once for all layers that look at it; nobody may write to it."""
         return self._computed()
 
+    def __getitem__(self, index: Any) -> Tensor:
+        if self.bias is not None:
+            return super().__getitem__(index)
+        return self._cells[index].as_subclass(Cells)  # in every layer of some models: not by way of torch
+
     def _advice(self) -> str:
         return "ask .mask.allowed(queries, keys) for a rectangle"
 
@@ -247,8 +250,7 @@ class LazyMask(Lazy):
             if lazy._may_be_added(other):
                 return lazy._with(other if lazy.bias is None else lazy.bias + other)
         if func is Tensor.__getitem__ and isinstance(args[0], LazyMask) and args[0].bias is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                return args[0]._cells[args[1]].as_subclass(Cells)
+            return args[0][args[1]]
         if _chooses(func, args, LazyMask) and args[_WHERE[func]].bias is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*(one._cells if isinstance(one, LazyMask) else one for one in args), **kwargs)
@@ -293,6 +295,12 @@ class Cells(Tensor):
     It may be arranged, combined and chosen by. In any other use it raises an error: a model that adds its mask to its
     scores takes it for 0 and -inf.
     """
+
+    # what models ask in every layer, without torch's way to subclasses
+    dtype = property(lambda self: torch.bool)
+
+    def __invert__(self) -> Tensor:
+        return ~self.as_subclass(Tensor)
 
     @classmethod
     def __torch_function__(

@@ -72,6 +72,14 @@ class Transformed(Strips):
     setup_context = staticmethod(_keep)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise NotImplementedError(
+            "regard: derivatives that are carried forward (torch.func.jvp, torch.autograd.forward_ad) are those of "
+            "torch's operators, which hold all scores; of so many, only where it is asked for: kernel='direct', or "
+            "a part of the queries at a time"
+        )
+
+    @staticmethod
     def vmap(*arguments: Any) -> tuple[Any, Any]:
         return _one_by_one(Transformed, *arguments)
 

@@ -8,10 +8,10 @@ depends neither on torch's headers nor on Python's: it reads tensors where they 
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,7 +37,11 @@ PRODUCTS = "plain", "pairs", "tiles"
 FAR = 1 << 40
 """A diagonal beyond all keys: FAR of c/call.h."""
 
-_i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+DONE, UNLIKE, SUSPECT = range(3)
+"""Outcomes of a call that is like an earlier one. UNLIKE: its tensors lie in another way, and nothing was computed;
+SUSPECT: something hidden may have had a part."""
+
+_i64, _f64, _address, _tensors = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.py_object
 
 
 class TensorAt(ctypes.Structure):
@@ -119,7 +123,39 @@ class CallOf(ctypes.Structure):
     )
 
 
-STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf
+MOST_TENSORS = 24
+"""Most tensors of a call that is like an earlier one: MOST_TENSORS of c/again.h."""
+
+
+class LyingOf(ctypes.Structure):
+    """How a tensor lies, of which one of the words of a call tells where."""
+
+    _fields_ = (("word", _i64), ("shape", 4 * _i64), ("stride", 4 * _i64), ("numbers", _i64))
+
+
+class AgainOf(ctypes.Structure):
+    """`struct again` of c/again.h."""
+
+    _fields_ = (
+        ("call", CallOf),
+        *((name, _i64) for name in ("backward", "finishes", "count", "checked")),
+        ("tensor", LyingOf * MOST_TENSORS),
+    )
+
+
+class OneOf(ctypes.Structure):
+    """`struct one` of c/again.h."""
+
+    _fields_ = (
+        ("call", CallOf),
+        ("strip", StripOf),
+        ("span", SpanOf),
+        ("tile", TileAt),
+        *((name, _i64) for name in ("alone", "has_lse", "has_sink")),
+    )
+
+
+STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf, AgainOf, OneOf
 
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
@@ -145,6 +181,10 @@ class Compiled:
         find_keys: of a mask, bool [rows, keys], each row's first key that is seen, and the one after the last, int32
             [rows] each; returns whether all between are seen. Takes the cells' address, sizes, and how far rows are
             apart, and the other two addresses.
+        describe: of tensors, as `describe` tells it; empty where they are too many.
+        note: tells an `AgainOf` how tensors lie.
+        again: a pass for other tensors, given an `AgainOf` and by how many threads; returns an `Outcome`.
+        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); an `Outcome`.
     """
 
     forward: Callable[["Told | int"], None]
@@ -152,6 +192,10 @@ class Compiled:
     finish: Callable[["Told | int"], None]
     look: Callable[["Told | int"], None]
     find_keys: Callable[[int, int, int, int, int, int], int]
+    describe: Callable[[tuple[Tensor, ...], bool], bytes]
+    note: Callable[[int, tuple[Tensor, ...]], int]
+    again: Callable[[int, int, tuple[Tensor, ...]], int]
+    one: Callable[[Any, int, int | None, tuple[Tensor, ...]], int]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -180,6 +224,18 @@ class Compiled:
         self._bits.argtypes, self._bits.restype = (_address, _i64, _i64, _i64, _i64, _i64, _address), None
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64, _i64, _i64), None
+        locked = ctypes.PyDLL(str(path))  # with Python's lock held
+        locked.regard_set_python.argtypes, locked.regard_set_python.restype = (_address,), None
+        locked.regard_set_python(_functions_of_python())
+        for name, arguments, result in (
+            ("describe", (_tensors, _i64), ctypes.py_object),
+            ("note", (_address, _tensors), _i64),
+            ("again", (_address, _i64, _tensors), _i64),
+            ("one", (_address, _i64, _address, _tensors), _i64),
+        ):
+            function = getattr(locked, f"regard_{name}")
+            function.argtypes, function.restype = arguments, result
+            setattr(self, name, function)
 
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""
@@ -203,6 +259,59 @@ class Compiled:
     def write_random(self, numbers: Tensor, rows: int, seed: int, of_columns: int) -> None:
         """`regard.dropout.Write`, into contiguous numbers."""
         self._random(numbers.data_ptr(), rows, len(numbers) - rows, seed, of_columns)
+
+
+class _ExchangeOf(ctypes.Structure):
+    """`DLPackExchangeAPI`, by which torch tells of tensors (dmlc/dlpack, dlpack.h)."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, _address) for name in ("older", "allocate", "export", "take", "read", "stream")),
+    )
+
+
+def _functions_of_python() -> Any:
+    """`struct python` of c/again.h."""
+    python = ctypes.pythonapi
+    find = ctypes.PYFUNCTYPE(_address, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
+    at = find(Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
+    exchange = _ExchangeOf.from_address(at)
+    while exchange.major > 1 and exchange.older:
+        exchange = _ExchangeOf.from_address(exchange.older)
+    if exchange.major != 1 or not exchange.read:
+        raise OSError("this torch tells of tensors in another way")
+    names = "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread"
+    addresses = (ctypes.cast(getattr(python, name), _address).value for name in names)
+    return (_address * 6)(exchange.read, *addresses)
+
+
+def _find_describe(tensors: tuple[Tensor, ...], of_one: bool) -> Hashable | None:
+    """In the first call: finds out which of the two it is from then on."""
+    global describe
+    library = compiled()
+    describe = _described if library is None else library.describe
+    return describe(tensors, of_one)
+
+
+describe: Callable[[tuple[Tensor, ...], bool], Hashable | None] = _find_describe
+"""Equal for tensors of the same devices, dtypes and shapes. Empty or None where that is not known, or an error of
+torch's is raised, as for tensors that are not in strides.
+
+If `of_one` is true, they are query, key, value and perhaps bias of one query: the number of keys is not told, but its
+magnitude, whether there are as many values, and whether the bias has a number for each, or one for all."""
+
+
+def _described(tensors: Sequence[Tensor], of_one: bool) -> Hashable | None:
+    """The same without the library."""
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+        return None
+    shapes: list[Sequence[int]] = [tensor.shape for tensor in tensors]
+    if of_one and all(tensor.dim() == 4 for tensor in tensors):
+        _, key, value, *bias = shapes
+        keys, values = key[2], value[2]
+        shapes[1:3] = (*key[:2], key[3], keys.bit_length()), (*value[:2], value[3], values == keys)
+        shapes[3:] = [(*sizes[:3], sizes[3] == 1, sizes[3] == keys) for sizes in bias]
+    return tuple((tensor.device, tensor.dtype) for tensor in tensors), *map(tuple, shapes)
 
 
 def is_there(dtype: torch.dtype) -> bool:

@@ -387,7 +387,7 @@ def forward(
         if not any(order.is_suspect() for order in orders):
             break  # otherwise a hidden key may have had a part
     if alike and not careful:
-        ready.remember_forward(orders[0], query, key, value, dropout, *likeness)
+        ready.remember_forward(orders[0], query, key, value, sink, dropout, *likeness)
     return output, lse, exact
 
 
@@ -425,7 +425,7 @@ def backward(
             order.begin_again()
             grads, _ = _gradients(order, *three, careful=True)
         elif plan.told is not None:
-            ready.remember_backward(order, three, learned, dropout, output, grad_output, grad_lse, sums)
+            ready.remember_backward(order, three, sink, learned, dropout, output, grad_output, lse, grad_lse, sums)
         found = grads, order.added.finish() if order.learns else []
     grad_sink = None
     if sink is not None:

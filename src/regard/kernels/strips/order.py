@@ -148,11 +148,11 @@ class Order:
         self.number(f"chunk_{name}", chunk)
         return room.numel()
 
-    def of_form(self) -> tuple[bytes, object]:
+    def of_form(self) -> tuple["ctypes.Array[ctypes.c_int64]", object]:
         """What calls of the same form are told, but for their tensors; and what must not be freed before the last."""
         words = Words.from_buffer_copy(self._words)
         words[AT["suspect"]] = 0
-        return bytes(words), (self._work, self._of_plan)
+        return words, (self._work, self._of_plan)
 
     @property
     def is_whole(self) -> bool:
@@ -278,10 +278,15 @@ def tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch
         held += *given, begin
         words[AT["given"]] = ctypes.addressof(begin)
     if sink is not None:
-        sink = sink.detach().to(dtype).resolve_neg().contiguous()
+        sink = sink_as_read(sink, dtype)
         held.append(sink)
         words[AT["sink"]] = sink.data_ptr()
     return held
+
+
+def sink_as_read(sink: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sink as the library reads it, or a copy."""
+    return sink.detach().to(dtype).resolve_neg().contiguous()
 
 
 def tell_dropout(words: Told, dropout: Dropout, grid: Grid, compiled: Compiled) -> list[object]:

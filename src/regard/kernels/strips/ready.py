@@ -1,13 +1,13 @@
 """Passes of the compiled library that are alike but for their tensors: what it is told is made once.
 
 Between the layers of a model, Python's own objects leave the processor's caches: what takes 20 us in a loop of small
-calls takes 200 there. So as little as possible is looked at here, and whatever else a call may need takes the general
-way of `native`, which tells afterwards what the library was told.
+calls takes 200 there. So the library reads the tensors of a call itself, as Python has them, and looks whether they lie
+as those of the earlier one did. Whatever else a call may need takes the general way of `native`, which tells afterwards
+what the library was told.
 """
 
 import ctypes
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,39 +15,63 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.kernels.known import keep
-from regard.kernels.strips.binding import AT, Compiled, Words
+from regard.kernels.strips.added import tensors_of
+from regard.kernels.strips.binding import AT, DONE, MOST_TENSORS, SUSPECT, AgainOf
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import Order, laid_like, tell_added, tell_dropout
+from regard.kernels.strips.order import Order, laid_like, sink_as_read, tell_dropout
 from regard.kernels.strips.work import gradients_of, places_of_gradients
 from regard.shapes import Grid
 
 MAX_KEPT = 8
 """Ways in which the tensors of calls of one form may lie: one for each kind of layer and pass."""
 
-_QUERY, _KEY, _VALUE, _OUTPUT, _EXACT = (AT[name] for name in ("query", "key", "value", "output", "exact"))
-_GRAD_OUTPUT, _GRAD_QUERY, _GRADIENT = AT["grad_output"], AT["grad_query"], AT["gradient"]
-_SUMS = tuple((AT[f"grad_{name}"], AT[f"sum_{name}"]) for name in ("key", "value"))
-_LSE, _GRAD_LSE, _GIVEN, _THREADS, _SUSPECT = (AT[name] for name in ("lse", "grad_lse", "given", "threads", "suspect"))
 
-
-class Pass(NamedTuple):
+class Pass:
     """What the library is told in one pass.
 
-    Attributes:
-        call: with addresses that are others in each call.
-        held: what must not be freed before the last of them.
+    Args:
+        order: the earlier one.
+        checked: the tensors that have to lie as in that one, by what the library calls them.
+        others: what it calls further tensors, all of which it is told where they begin.
+        backward: whether it computes gradients. finishes: whether it adds up what several threads did, after that.
         like: for each of the results, whether torch lays it like the tensor that it belongs to.
-        sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
         gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
             the addresses of those that learn.
+    Attributes:
+        at: where the library finds it.
     """
 
-    compiled: Compiled
-    call: bytes
-    held: object
-    like: tuple[bool, ...]
-    sums: tuple[int, int]
-    gradients: tuple[bytes, tuple[int, ...]] | None = None
+    __slots__ = ("_held", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums")
+
+    def __init__(
+        self,
+        order: Order,
+        checked: dict[str, Tensor],
+        others: Sequence[str],
+        *,
+        backward: bool = False,
+        like: tuple[bool, ...],
+        sums: tuple[int, ...] = (),
+        gradients: tuple[bytes, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.compiled, self.like, self.sums, self.gradients = order.compiled, like, sums, gradients
+        words, self._held = order.of_form()
+        self.has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
+        known = self._known = AgainOf()
+        ctypes.memmove(ctypes.addressof(known), words, ctypes.sizeof(words))
+        known.backward, known.finishes = backward, any(sums)
+        known.count, known.checked = len(checked) + len(others), len(checked)
+        for lying, name in zip(known.tensor, (*checked, *others), strict=False):
+            lying.word = AT[name]
+        self.at = ctypes.addressof(known)
+        self.compiled.note(self.at, tuple(checked.values()))
+
+    def words_of_copy(self) -> "ctypes.Array[ctypes.c_int64]":
+        """A copy of what the library is told, which begins with the words of the call, for one pass."""
+        return _WordsOfAgain.from_buffer_copy(self._known)
+
+
+_WordsOfAgain = ctypes.c_int64 * (ctypes.sizeof(AgainOf) // 8)
 
 
 def forward(
@@ -56,26 +80,36 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `native.forward`; None where the general way has to be taken."""
     assert plan.told is not None
-    likeness = query.stride(), key.stride(), value.stride(), dropout is None, wants_lse, learns, by_token
-    told: Pass | None = plan.told.get(likeness)
-    if told is None or query.is_neg() or key.is_neg() or value.is_neg():
+    passes: list[Pass] | None = plan.told.get((sink is None, dropout is None, wants_lse, learns, by_token))
+    if passes is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
-    compiled, words, size = told.compiled, Words.from_buffer_copy(told.call), value.shape[3]
-    lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, size, by_token=by_token)
-    words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    words[_OUTPUT], words[_THREADS] = output.data_ptr(), torch.get_num_threads()
-    if words[_LSE]:
-        lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
-        words[_LSE] = lse.data_ptr()
-    if words[_EXACT]:
-        exact = laid_like(query, size, compiled.dtype, by_token=by_token)
-        words[_EXACT] = exact.data_ptr()
-    held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
-    if dropout is not None:
-        held += tell_dropout(words, dropout, _grid(query, key), compiled)
-    compiled.forward(words)
-    del held
-    return None if words[_SUSPECT] else (output, lse, exact)  # something hidden may have had a part
+    for told in passes:
+        compiled = told.compiled
+        lse = exact = output = (
+            torch.empty_like(query) if told.like[0] else laid_like(query, value.shape[3], by_token=by_token)
+        )
+        tensors = [query, key, value, output]
+        if told.has_exact:
+            exact = laid_like(query, value.shape[3], compiled.dtype, by_token=by_token)
+            tensors.append(exact)
+        if wants_lse:
+            lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
+            tensors.append(lse)
+        at, held = told.at, None
+        if sink is not None:
+            tensors.append(sink_as_read(sink, compiled.dtype))
+        if bias is not None and told.has_given:
+            tensors += tensors_of(bias, compiled.dtype)
+        if dropout is not None:
+            words = told.words_of_copy()
+            at, held = ctypes.addressof(words), tell_dropout(words, dropout, _grid(query, key), compiled)
+        outcome = compiled.again(at, torch.get_num_threads(), tuple(tensors))
+        del held
+        if outcome == DONE:
+            return output, lse, exact
+        if outcome == SUSPECT:  # something hidden may have had a part
+            return None
+    return None
 
 
 def backward(
@@ -86,103 +120,120 @@ def backward(
     """The gradients of query, key and value, and of those of `learned` that want one; None where the general way has to
     be taken."""
     assert plan.told is not None
-    tensors = query, key, value, output, grad_output
-    told: Pass | None = plan.told.get(_likeness(tensors, learned, dropout, grad_lse))
-    if told is None or any(map(Tensor.is_neg, tensors)) or not lse.is_contiguous():
+    passes: list[Pass] | None = plan.told.get(_kind(sink, learned, dropout, grad_lse))
+    three = query, key, value
+    if passes is None or any(map(Tensor.is_neg, (*three, output, grad_output))):
         return None
-    compiled, words = told.compiled, Words.from_buffer_copy(told.call)
-    grads = [
-        torch.empty_like(tensor) if like else laid_like(tensor, tensor.shape[3])
-        for tensor, like in zip(tensors, told.like, strict=False)
-    ]
-    words[_QUERY], words[_KEY], words[_VALUE] = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    words[_EXACT if words[_EXACT] else _OUTPUT] = output.data_ptr()
-    words[_GRAD_OUTPUT], words[_GRAD_QUERY], words[_LSE] = grad_output.data_ptr(), grads[0].data_ptr(), lse.data_ptr()
-    if grad_lse is not None:
-        grad_lse = grad_lse.to(compiled.dtype).resolve_neg().contiguous()
-        words[_GRAD_LSE] = grad_lse.data_ptr()
-    rooms = []
-    for grad, (at_grad, at_sum), numbers in zip(grads[1:], _SUMS, told.sums, strict=True):
-        if words[at_grad]:
-            words[at_grad] = grad.data_ptr()
-        else:
-            words[at_sum] = grad.data_ptr()
-        if numbers:
-            rooms.append(grad.new_empty(numbers, dtype=compiled.dtype))
-            words[at_sum] = rooms[-1].data_ptr()
-    held = tell_added(words, sink, bias if words[_GIVEN] else None, compiled.dtype)
-    of_learned: list[Tensor] = []
-    if told.gradients is not None:
-        array, places = told.gradients
-        of_learned = [t.new_zeros(t.shape, dtype=compiled.dtype) for t in learned if t.requires_grad]
-        addresses = (ctypes.c_int64 * (len(array) // 8)).from_buffer_copy(array)
-        for place, grad in zip(places, of_learned, strict=True):
-            addresses[place] = grad.data_ptr()
-        words[_GRADIENT] = ctypes.addressof(addresses)
-        held.append(addresses)
-    if dropout is not None:
-        held += tell_dropout(words, dropout, _grid(query, key), compiled)
-    compiled.backward(words)
-    if words[_SUSPECT]:
-        return None
-    if rooms:
-        compiled.finish(words)
-    del held
-    return grads, of_learned
+    threads = torch.get_num_threads()
+    for told in passes:
+        compiled = told.compiled
+        grads = [
+            torch.empty_like(tensor) if like else laid_like(tensor, tensor.shape[3])
+            for tensor, like in zip(three, told.like, strict=True)
+        ]
+        rooms = [grads[0].new_empty(numbers, dtype=compiled.dtype) for numbers in told.sums if numbers]
+        tensors = [*three, output, grad_output, lse, *grads, *rooms]
+        if grad_lse is not None:
+            tensors.append(grad_lse.to(compiled.dtype).resolve_neg().contiguous())
+        if sink is not None:
+            tensors.append(sink_as_read(sink, compiled.dtype))
+        if bias is not None and told.has_given:
+            tensors += tensors_of(bias, compiled.dtype)
+        at, of_learned, held = told.at, list[Tensor](), list[object]()
+        if told.gradients is not None or dropout is not None:
+            words = told.words_of_copy()
+            at = ctypes.addressof(words)
+            if told.gradients is not None:
+                array, places = told.gradients
+                of_learned = [t.new_zeros(t.shape, dtype=compiled.dtype) for t in learned if t.requires_grad]
+                addresses = (ctypes.c_int64 * (len(array) // 8)).from_buffer_copy(array)
+                for place, grad in zip(places, of_learned, strict=True):
+                    addresses[place] = grad.data_ptr()
+                words[AT["gradient"]] = ctypes.addressof(addresses)
+                held.append(addresses)
+            if dropout is not None:
+                held += tell_dropout(words, dropout, _grid(query, key), compiled)
+        outcome = compiled.again(at, threads, tuple(tensors))
+        del held
+        if outcome == DONE:
+            return grads, of_learned
+        if outcome == SUSPECT:
+            return None
+    return None
 
 
 def remember_forward(
-    order: Order, query: Tensor, key: Tensor, value: Tensor, dropout: Dropout | None, *likeness: bool
-) -> None:
+    order: Order, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, dropout: Dropout | None,
+    *kind: bool,
+) -> None:  # fmt: skip
     """What the library was told, for passes like this one.
 
     Args:
-        likeness: of `forward`, from wants_lse on.
+        kind: of `forward`, from wants_lse on.
     """
-    *_, by_token = likeness
+    if not _may_be_kept(order, (query, key, value)):
+        return
+    wants_lse, _, by_token = kind
+    others = ["output"]
+    if order.of_form()[0][AT["exact"]]:
+        others.append("exact")
+    others += ["lse"] * wants_lse + ["sink"] * (sink is not None)
     like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
-    strides = query.stride(), key.stride(), value.stride()
-    _remember(order, (*strides, dropout is None, *likeness), (query, key, value), (like,), (0, 0))
+    told = Pass(order, {"query": query, "key": key, "value": value}, others, like=(like,))
+    _remember(order, (sink is None, dropout is None, *kind), told)
 
 
 def remember_backward(
-    order: Order, three: tuple[Tensor, Tensor, Tensor], learned: Sequence[Tensor], dropout: Dropout | None,
-    output: Tensor, grad_output: Tensor, grad_lse: Tensor | None, sums: tuple[int, int],
+    order: Order, three: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, learned: Sequence[Tensor],
+    dropout: Dropout | None, output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None,
+    sums: tuple[int, int],
 ) -> None:  # fmt: skip
     """The same of the gradients.
 
     Args:
         sums: numbers that threads add up elsewhere for keys and for values.
     """
+    if not _may_be_kept(order, (*three, output, grad_output)) or not lse.is_contiguous():
+        return
     gradients = None
     if order.learns:
         places = places_of_gradients(order.added)
         if places is None:
             return
         gradients = bytes(gradients_of(order.added, None)), places
-    tensors = *three, output, grad_output
-    likeness = _likeness(tensors, learned, dropout, grad_lse)
-    _remember(order, likeness, tensors, tuple(map(_is_laid, three)), sums, gradients)
+    words, _ = order.of_form()
+    checked = dict(zip(("query", "key", "value"), three, strict=True))
+    checked["exact" if words[AT["exact"]] else "output"] = output
+    checked |= {"grad_output": grad_output, "lse": lse}
+    others = ["grad_query"]
+    others += [f"grad_{name}" if words[AT[f"grad_{name}"]] else f"sum_{name}" for name in ("key", "value")]
+    others += [f"sum_{name}" for name, numbers in zip(("key", "value"), sums, strict=True) if numbers]
+    others += ["grad_lse"] * (grad_lse is not None) + ["sink"] * (sink is not None)
+    like = tuple(map(_is_laid, three))
+    told = Pass(order, checked, others, backward=True, like=like, sums=sums, gradients=gradients)
+    _remember(order, _kind(sink, learned, dropout, grad_lse), told)
 
 
-def _likeness(
-    tensors: Iterable[Tensor], learned: Sequence[Tensor], dropout: Dropout | None, grad_lse: Tensor | None
-) -> Hashable:
+def _kind(sink: Tensor | None, learned: Sequence[Tensor], dropout: Dropout | None, grad_lse: Tensor | None) -> Hashable:
     """By what gradients of calls of one form are told apart."""
     which = tuple(tensor.requires_grad for tensor in learned)
-    return *map(Tensor.stride, tensors), which, dropout is None, grad_lse is not None, torch.get_num_threads()
+    return which, sink is None, dropout is None, grad_lse is not None, torch.get_num_threads()
 
 
-def _remember(
-    order: Order, likeness: Hashable, tensors: Iterable[Tensor], like: tuple[bool, ...], sums: tuple[int, int],
-    gradients: tuple[bytes, tuple[int, ...]] | None = None,
-) -> None:  # fmt: skip
-    plan = order.plan
+def _may_be_kept(order: Order, tensors: Sequence[Tensor]) -> bool:
+    """Whether the library was told of all strips at once, and of tensors as they are."""
+    if order.plan.told is None or not order.is_whole or order.is_suspect():
+        return False
+    given = () if order.scoring.bias is None else tensors_of(order.scoring.bias, order.compiled.dtype)
     as_they_are = all(tensor.stride(3) == 1 and not tensor.is_neg() for tensor in tensors)
-    if plan.told is None or not (order.is_whole and as_they_are) or order.is_suspect():
-        return
-    call, held = order.of_form()
-    keep(plan.told, likeness, Pass(order.compiled, call, held, like, sums, gradients), MAX_KEPT)
+    return as_they_are and len(given) <= MOST_TENSORS // 2
+
+
+def _remember(order: Order, kind: Hashable, told: Pass) -> None:
+    """The last one first, for the next call."""
+    assert order.plan.told is not None
+    earlier = order.plan.told.get(kind, ())
+    keep(order.plan.told, kind, [told, *earlier][:MAX_KEPT], MAX_KEPT)
 
 
 def _is_laid(tensor: Tensor) -> bool:

@@ -1,0 +1,184 @@
+/* Calls that are like an earlier one, but for their tensors, which are read as Python has them.
+
+   What Python's own code would ask of each tensor, a piece at a time, is asked here at once, by DLPack: an interface of
+   plain C, which needs neither torch's headers nor Python's (dmlc/dlpack, dlpack.h of version 1.3). All functions here
+   that take tensors are called with Python's lock held, and those that compute release it. */
+
+#pragma once
+
+#include "call.h"
+
+API void regard_forward(struct call *c);
+API void regard_backward(struct call *c);
+API void regard_finish(struct call *c);
+
+/* DLTensor */
+struct dl_tensor {
+    char *data;
+    int32_t device, number, axes;
+    uint8_t kind, bits; /* of its numbers */
+    uint16_t lanes;
+    i64 *shape, *strides;
+    uint64_t offset;
+};
+
+/* Functions of torch and of Python. */
+static struct python {
+    int (*read)(void *, struct dl_tensor *); /* returns 0, or sets an error */
+    void *(*item)(void *, ssize_t);          /* of a tuple */
+    ssize_t (*length)(void *);
+    void *(*bytes)(const char *, ssize_t);
+    void *(*release)(void);
+    void (*acquire)(void *);
+} python;
+
+API void regard_set_python(const struct python *functions) { python = *functions; }
+
+#define DL_BFLOAT 4 /* the kind of bfloat16 numbers */
+#define MOST_AXES 8
+#define MOST_DESCRIBED 4
+#define MOST_TENSORS 24
+
+/* Device, dtype and shape of some tensors, as bytes of Python's; none where they are too many. NULL, and an error is
+   set, if a tensor has no numbers in strides. of_one: they are query, key, value and bias of one query, and only told is
+   about how many keys there are, whether as many values, and whether the bias has a number for each, or one for all. */
+API void *regard_describe(void *tensors, i64 of_one)
+{
+    i64 words[MOST_DESCRIBED * (MOST_AXES + 2)], n = 0, keys = 0, count = python.length(tensors);
+    if (count > MOST_DESCRIBED) return python.bytes(NULL, 0);
+    for (i64 i = 0; i < count; i++) {
+        struct dl_tensor t;
+        if (python.read(python.item(tensors, i), &t)) return NULL;
+        if (t.axes > MOST_AXES) return python.bytes(NULL, 0);
+        words[n++] = (i64)t.device << 32 | (uint32_t)t.number;
+        words[n++] = (i64)t.axes << 32 | t.kind << 24 | t.bits << 16 | t.lanes;
+        for (int axis = 0; axis < t.axes; axis++) words[n++] = t.shape[axis];
+        if (!of_one || t.axes != 4) continue;
+        if (i == 1) keys = t.shape[2], words[n - 2] = keys ? 64 - __builtin_clzll(keys) : 0;
+        if (i == 2) words[n - 2] = t.shape[2] == keys;
+        if (i == 3) words[n - 1] = t.shape[3] == 1 ? 1 : t.shape[3] == keys ? 2 : 0;
+    }
+    return python.bytes((const char *)words, 8 * n);
+}
+
+/* How a tensor [batch, head, row, feature] lies, of which one of the words of the call tells where. */
+struct lying {
+    i64 word, shape[4], stride[4], numbers;
+};
+
+/* A pass of an earlier call. tensors: those that are others in each call, of which `checked` have to lie as they did; the
+   others are where they are told, and those beyond `count` are the bias tensors of the call. */
+struct again {
+    struct call call;
+    i64 backward, finishes, count, checked;
+    struct lying tensor[MOST_TENSORS];
+};
+
+static void lie(struct lying *to, const struct dl_tensor *t)
+{
+    to->numbers = (i64)t->device << 32 | t->axes << 24 | t->kind << 16 | t->bits;
+    for (int axis = 0; axis < 4; axis++) {
+        to->shape[axis] = axis < t->axes ? t->shape[axis] : 0;
+        to->stride[axis] = axis < t->axes && t->shape[axis] != 1 ? t->strides[axis] : 0; /* of one, any */
+    }
+}
+
+/* Notes how the tensors that are checked lie. Returns 0, or -1 with an error set. */
+API i64 regard_note(struct again *known, void *tensors)
+{
+    for (i64 i = 0; i < known->checked; i++) {
+        struct dl_tensor t;
+        if (python.read(python.item(tensors, i), &t)) return -1;
+        lie(known->tensor + i, &t);
+    }
+    return 0;
+}
+
+enum outcome { DONE, UNLIKE, SUSPECT };
+
+/* The same pass for other tensors. UNLIKE: nothing was computed; -1: the same, and an error is set. SUSPECT: something
+   hidden may have had a part. */
+API i64 regard_again(const struct again *known, i64 threads, void *tensors)
+{
+    struct call c = known->call;
+    char *given[MOST_TENSORS];
+    i64 count = python.length(tensors);
+    if (count > MOST_TENSORS) return UNLIKE;
+    for (i64 i = 0; i < count; i++) {
+        struct dl_tensor t;
+        if (python.read(python.item(tensors, i), &t)) return -1;
+        if (i < known->checked) {
+            struct lying l = {.word = known->tensor[i].word};
+            lie(&l, &t);
+            if (memcmp(&l, known->tensor + i, sizeof l)) return UNLIKE;
+        }
+        char *begin = t.data + t.offset;
+        if (i < known->count)
+            memcpy((i64 *)&c + known->tensor[i].word, &begin, sizeof begin);
+        else
+            given[i - known->count] = begin;
+    }
+    c.given = (const char *const *)given, c.threads = threads;
+    void *state = python.release();
+    (known->backward ? regard_backward : regard_forward)(&c);
+    if (known->finishes && !c.suspect) regard_finish(&c);
+    python.acquire(state);
+    return c.suspect ? SUSPECT : DONE;
+}
+
+/* A call of one query, of any number of keys. The last three may be there or not in all calls alike. alone: up to how
+   many keys one thread computes it. */
+struct one {
+    struct call call;
+    struct strip strip;
+    struct span span;
+    struct tile tile;
+    i64 alone, has_lse, has_sink;
+};
+
+/* Returns whether its features are consecutive. */
+static int place(struct tensor *to, const struct dl_tensor *t)
+{
+    *to = (struct tensor){t->data + t->offset, t->strides[0], t->strides[1], t->strides[2]};
+    return t->strides[3] == 1 || t->shape[3] == 1;
+}
+
+/* within: where the first keys that are seen are, where the ends, and how far those of the next batch index; NULL: all.
+   tensors: query, key, value, output, then lse and sink, and then what is added to the scores, if it is. */
+API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void *tensors)
+{
+    struct one o = *known;
+    struct call *c = &o.call;
+    struct dl_tensor t[7];
+    i64 count = python.length(tensors), n = 4;
+    if (count > 7) return UNLIKE;
+    for (i64 i = 0; i < count; i++)
+        if (python.read(python.item(tensors, i), t + i)) return -1;
+    struct tensor *to[] = {&c->query, &c->key, &c->value, &c->output};
+    for (int i = 0; i < 4; i++)
+        if (t[i].axes != 4 || !place(to[i], t + i)) return UNLIKE;
+    c->strip = &o.strip, c->span = &o.span, c->tile = &o.tile;
+    c->key_len = o.span.count = t[1].shape[2];
+    c->threads = c->key_len <= o.alone ? 1 : threads;
+    if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
+    if (o.has_sink) c->sink = (const real *)(t[n].data + t[n].offset), n++;
+    if (within) c->first_key = (const int32_t *)within[0], c->end_key = (const int32_t *)within[1], c->keys_batch = within[2];
+    if (n < count) { /* where one number serves all, it is read again and again */
+        const struct dl_tensor *b = t + n;
+        i64 apart[4];
+        if (b->axes != 4) return UNLIKE;
+        for (int axis = 0; axis < 4; axis++) apart[axis] = b->shape[axis] > 1 ? b->strides[axis] : 0;
+        o.span.tiles = 1;
+        o.tile.numbers = b->data + b->offset;
+        o.tile.dtype = b->bits > 16 ? OWN : b->kind == DL_BFLOAT ? BFLOAT16 : FLOAT16;
+        o.tile.batch = apart[0], o.tile.head = apart[1], o.tile.key = apart[3];
+    }
+    void *state = python.release();
+    regard_forward(c);
+    if (o.span.tiles && c->suspect) { /* a hidden key may have had a part */
+        c->careful = 1;
+        regard_forward(c);
+    }
+    python.acquire(state);
+    return DONE;
+}
