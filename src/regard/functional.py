@@ -29,9 +29,6 @@ Arguments = tuple[
 ]  # fmt: skip
 """Those of `attention` from query to generator, and whether lse is wanted."""
 
-ONE = (1,)
-"""The shape of one query among others, asked for in the least time."""
-
 
 class QuadraticMemoryWarning(UserWarning):
     """A call is about to hold very large quadratic tensors (query_len x key_len)."""
@@ -134,7 +131,7 @@ def attention_with_lse(
 def _like_an_earlier_one(given: Arguments, kernel: str) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
     query, key, value, _, bias, _, _, sink, *_ = given
-    if type(query) is Tensor and not query.is_nested and query.shape[2:3] == ONE:
+    if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
         results = attention_of_one(*given, kernel)
         if results is not None:
             return results, None

@@ -33,8 +33,9 @@ class Pass:
         order: the earlier one.
         checked: the tensors that have to lie as in that one, by what the library calls them.
         others: what it calls further tensors, all of which it is told where they begin.
-        backward: whether it computes gradients. finishes: whether it adds up what several threads did, after that.
+        backward: whether it computes gradients.
         like: for each of the results, whether torch lays it like the tensor that it belongs to.
+        sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
         gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
             the addresses of those that learn.
     Attributes:
@@ -226,7 +227,7 @@ def _may_be_kept(order: Order, tensors: Sequence[Tensor]) -> bool:
         return False
     given = () if order.scoring.bias is None else tensors_of(order.scoring.bias, order.compiled.dtype)
     as_they_are = all(tensor.stride(3) == 1 and not tensor.is_neg() for tensor in tensors)
-    return as_they_are and len(given) <= MOST_TENSORS // 2
+    return as_they_are and len(given) <= MOST_TENSORS // 3
 
 
 def _remember(order: Order, kind: Hashable, told: Pass) -> None:
