@@ -190,7 +190,7 @@ def test_the_library_tells_tensors_apart_as_python_does(of_one, count):
         shapes = SHAPES[:6] if draw.random() < 0.7 else SHAPES
         tensors = tuple(torch.empty(draw.choice(shapes), dtype=draw.choice(DTYPES[:2])) for _ in range(count - 1))
         tensors += (torch.empty(draw.choice(shapes), dtype=draw.choice(DTYPES)),)
-        pairs.add((library.describe(tensors, of_one), binding._described(tensors, of_one)))
+        pairs.add((library.describe(tensors, of_one), binding.described(tensors, of_one)))
     assert len({told for told, _ in pairs}) == len({described for _, described in pairs}) == len(pairs)
     assert len(pairs) > 100
 
@@ -202,7 +202,7 @@ def test_tensors_without_numbers_in_strides_are_not_described():
     for tensor in odd:
         with pytest.raises((RuntimeError, TypeError, BufferError)):
             binding.compiled().describe((plain, tensor), False)
-        assert binding._described((plain, tensor), False) is None
+        assert binding.described((plain, tensor), False) is None
     assert binding.compiled().describe((torch.randn([1] * 9),), False) == b""
     assert binding.compiled().describe((plain,) * 5, False) == b""
     query, key, value = heads()
@@ -211,6 +211,15 @@ def test_tensors_without_numbers_in_strides_are_not_described():
             attention(query, key.to_sparse(), value)
         with pytest.raises((TypeError, ValueError, regard.ShapeError)):
             attention(query, key.to("meta"), value)
+
+
+@needs_library
+def test_tensors_without_numbers_are_not_asked_for_them(monkeypatch):
+    """To find out by an error takes longer than all the rest."""
+    monkeypatch.setattr(binding, "describe", lambda *given: pytest.fail("it was asked"))
+    for queries in (1, 9):
+        three = [tensor.to("meta") for tensor in heads(queries)]
+        assert attention(*three, mask=Causal()).shape == three[0].shape
 
 
 def test_a_torch_that_tells_of_tensors_in_another_way_is_refused(monkeypatch):
@@ -225,7 +234,7 @@ def test_a_torch_that_tells_of_tensors_in_another_way_is_refused(monkeypatch):
 
 
 def test_without_the_library_calls_are_known_as_well(monkeypatch):
-    monkeypatch.setattr(binding, "describe", binding._described)
+    monkeypatch.setattr(binding, "describe", binding.described)
     checks = []
     monkeypatch.setattr("regard.functional.check_call", lambda *given: checks.append(given) or check_call(*given))
     for _ in range(3):

@@ -159,8 +159,9 @@ def kinds_of(
         return None
     if type(scale) not in _NUMBERS or type(softcap) not in _NUMBERS:
         return None
+    describe = binding.describe if query.is_cpu else binding.described
     try:
-        kinds = binding.describe((query, key, value) if bias is None else (query, key, value, bias), of_one)
+        kinds = describe((query, key, value) if bias is None else (query, key, value, bias), of_one)
     except (RuntimeError, BufferError, TypeError):  # torch's
         return None
     if not kinds:

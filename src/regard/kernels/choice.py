@@ -162,7 +162,7 @@ def _saves_a_product(call: Call) -> bool:
 PREFERENCES = (
     Preference(
         direct.KERNEL,
-        "torch.func may take derivatives of any kind and order, which plain operators have",
+        "torch.func and forward_ad take derivatives of any kind and order, which plain operators have",
         lambda call: transformed() and all_scores(call) <= direct.MAX_SCORES,
     ),
     Preference(

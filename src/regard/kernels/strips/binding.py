@@ -289,20 +289,20 @@ def _find_describe(tensors: tuple[Tensor, ...], of_one: bool) -> Hashable | None
     """In the first call: finds out which of the two it is from then on."""
     global describe
     library = compiled()
-    describe = _described if library is None else library.describe
+    describe = described if library is None else library.describe
     return describe(tensors, of_one)
 
 
 describe: Callable[[tuple[Tensor, ...], bool], Hashable | None] = _find_describe
 """Equal for tensors of the same devices, dtypes and shapes. Empty or None where that is not known, or an error of
-torch's is raised, as for tensors that are not in strides.
+torch's is raised, as for tensors that are not in strides. The first one is on a CPU.
 
 If `of_one` is true, they are query, key, value and perhaps bias of one query: the number of keys is not told, but its
 magnitude, whether there are as many values, and whether the bias has a number for each, or one for all."""
 
 
-def _described(tensors: Sequence[Tensor], of_one: bool) -> Hashable | None:
-    """The same without the library."""
+def described(tensors: Sequence[Tensor], of_one: bool) -> Hashable | None:
+    """The same without the library, on any device."""
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         return None
     shapes: list[Sequence[int]] = [tensor.shape for tensor in tensors]

@@ -81,7 +81,7 @@ def cannot(call: Call) -> str | None:
         return "it is not compiled for this processor, or turned off by REGARD_NATIVE=0"
     query, scoring, grid = call.query, call.scoring, call.scoring.grid
     if not concrete(query.device):
-        return "it reads tensors where they are: on a CPU, outside of transforms of torch.func"
+        return "it reads tensors where they are: on a CPU, outside of torch.func and torch.autograd.forward_ad"
     if query.dtype not in DTYPES:
         return f"it does not compute in {query.dtype}"
     if scoring.additive is not None:
