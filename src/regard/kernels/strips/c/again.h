@@ -25,9 +25,9 @@ struct dl_tensor {
 /* Functions of torch and of Python. */
 static struct python {
     int (*read)(void *, struct dl_tensor *); /* returns 0, or sets an error */
-    void *(*item)(void *, ssize_t);          /* of a tuple */
-    ssize_t (*length)(void *);
-    void *(*bytes)(const char *, ssize_t);
+    void *(*item)(void *, i64);              /* of a tuple */
+    i64 (*length)(void *);
+    void *(*bytes)(const char *, i64);
     void *(*release)(void);
     void (*acquire)(void *);
 } python;
@@ -40,8 +40,9 @@ API void regard_set_python(const struct python *functions) { python = *functions
 #define MOST_TENSORS 24
 
 /* Device, dtype and shape of some tensors, as bytes of Python's; none where they are too many. NULL, and an error is
-   set, if a tensor has no numbers in strides. of_one: they are query, key, value and bias of one query, and only told is
-   about how many keys there are, whether as many values, and whether the bias has a number for each, or one for all. */
+   set, if a tensor has no numbers in strides. of_one: they are query, key, value and bias of one query. Of the number
+   of keys only the magnitude is told; of the values, whether there are as many; of the bias, whether it has a number
+   for each key, or one for all. */
 API void *regard_describe(void *tensors, i64 of_one)
 {
     i64 words[MOST_DESCRIBED * (MOST_AXES + 2)], n = 0, keys = 0, count = python.length(tensors);
@@ -66,8 +67,8 @@ struct lying {
     i64 word, shape[4], stride[4], numbers;
 };
 
-/* A pass of an earlier call. tensors: those that are others in each call, of which `checked` have to lie as they did; the
-   others are where they are told, and those beyond `count` are the bias tensors of the call. */
+/* A pass of an earlier call. tensor: those that are others in each call, of which the first `checked` have to lie as
+   they did. Those beyond `count` are the bias tensors of the call. */
 struct again {
     struct call call;
     i64 backward, finishes, count, checked;
@@ -162,7 +163,10 @@ API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void
     c->threads = c->key_len <= o.alone ? 1 : threads;
     if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
     if (o.has_sink) c->sink = (const real *)(t[n].data + t[n].offset), n++;
-    if (within) c->first_key = (const int32_t *)within[0], c->end_key = (const int32_t *)within[1], c->keys_batch = within[2];
+    if (within) {
+        c->first_key = (const int32_t *)within[0], c->end_key = (const int32_t *)within[1];
+        c->keys_batch = within[2];
+    }
     if (n < count) { /* where one number serves all, it is read again and again */
         const struct dl_tensor *b = t + n;
         i64 apart[4];
