@@ -150,13 +150,13 @@ def test_a_hinted_call_compiles_into_one_graph():
 
 
 def test_a_hint_costs_a_small_part_of_the_smallest_call():
-    plain = inspect.unwrap(attention)
+    times = {attention: [], inspect.unwrap(attention): []}
     with torch.no_grad():
-
-        def least(function):
-            return min(timeit.repeat(lambda: function(QUERY, QUERY, QUERY), number=50, repeat=40))
-
-        assert least(attention) < 1.2 * least(plain)
+        for _ in range(60):  # in turn, as the speed of a machine changes
+            for function, taken in times.items():
+                taken.append(timeit.timeit(lambda call=function: call(QUERY, QUERY, QUERY), number=50))
+    hinted, plain = map(min, times.values())
+    assert hinted < 1.2 * plain
 
 
 def test_a_model_of_a_configuration_file_of_transformers_gets_the_names_too():

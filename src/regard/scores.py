@@ -112,6 +112,10 @@ class Scoring:
         """The same with another bias."""
         return Scoring(self.grid, self.scale, self.softcap, bias, self.mask, self.sink, self.additive)
 
+    def with_grid(self, grid: Grid) -> "Scoring":
+        """The same of another grid, for which bias and mask are bound."""
+        return Scoring(grid, self.scale, self.softcap, self.bias, self.mask, self.sink, self.additive)
+
     def tile(self, query: Tensor, key: Tensor, queries: range | Tensor, keys: range | Tensor) -> Tensor:
         """The scores of a rectangle, in float32 or wider.
 

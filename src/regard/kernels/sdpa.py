@@ -8,7 +8,6 @@ bias is never rounded to a lower precision. A bias that is a finished table is r
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -102,10 +101,11 @@ def prepare(call: Call) -> Prepared | None:
     scoring = call.scoring
     if scoring.bias is None and is_top_left_causal(scoring.mask):
         seen = min(scoring.grid.query_len, scoring.grid.key_len)  # no query sees later keys
-        alone = replace(scoring, grid=scoring.grid._replace(key_len=seen))
-        attend = prepared(call._replace(scoring=alone), is_causal=True)
         if seen == scoring.grid.key_len:
+            attend = prepared(call, is_causal=True)
             return lambda query, key, value, sink, bias: (attend(query, key, value), None)
+        scoring = scoring.with_grid(scoring.grid._replace(key_len=seen))
+        attend = prepared(call._replace(scoring=scoring), is_causal=True)
         return lambda query, key, value, sink, bias: (attend(query, key[:, :, :seen], value[:, :, :seen]), None)
     attend = prepared(call)
     if scoring.bias is None and scoring.mask_or_everything is EVERYTHING:
