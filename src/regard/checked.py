@@ -166,14 +166,13 @@ def kinds_of(
         return None
     if not kinds:
         return None
-    learns, of_sink = False, None
-    if torch.is_grad_enabled():
-        learns = query.requires_grad or key.requires_grad or value.requires_grad
-        learns = learns or (bias is not None and bias.requires_grad)
+    grads, of_sink = torch.is_grad_enabled(), None
+    learns = grads and (query.requires_grad or key.requires_grad or value.requires_grad)
+    learns = learns or (grads and bias is not None and bias.requires_grad)
     if sink is not None:
         if type(sink) not in _TENSORS or not is_plain(sink):
             return None
-        of_sink = sink.shape, sink.dtype, sink.device, torch.is_grad_enabled() and sink.requires_grad
+        of_sink = sink.shape, sink.dtype, sink.device, grads and sink.requires_grad
     return kinds, learns, scale, softcap, of_sink, torch._C._is_any_autocast_enabled()
 
 

@@ -52,7 +52,7 @@ def as_it_stands() -> bool:
     """Whether a call is computed now and as it is: neither traced nor transformed. Asked in every call."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
         return False
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:  # as `transformed`, without a call more
         return False
     return not torch._C._len_torch_dispatch_stack() or not _watched()
 

@@ -15,7 +15,7 @@ from regard.kernels.hidden import Hidden
 from regard.masks import Mask, Padding
 from regard.masks.planning import common_keys
 from regard.one_query import Seen, attend_one
-from regard.shapes import Grid, ShapeError, is_plain
+from regard.shapes import Grid, ShapeError
 from regard.validation import check_call
 
 SUMS = {Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add}
@@ -117,14 +117,13 @@ class LazyMask(Lazy):
         if self._made_for[1] == 1:
             seen = self.seen_by_one(query, key)
             return None if seen is None else attend_one(query, key, value, scale, softcap, sink, bias, seen)
-        kinds = kinds_of(query, key, value, scale, softcap, sink)
-        if kinds is None:
+        form = kinds_of(query, key, value, scale, softcap, sink, bias)
+        if form is None:
             return None
-        form: Form = kinds
         if bias is not None:
-            if type(bias) is not Tensor or not is_plain(bias) or bias.is_neg():
+            if bias.is_neg():
                 return None
-            form = (*form, bias.dtype, bias.shape, bias.stride(), bias.requires_grad)
+            form = (*form, bias.stride(), bias.requires_grad)
         checked = self._checked.get(form, NEW)
         if checked is NEW:
             checked = self._checked[form] = self._first(query, key, value, scale, softcap, sink, bias)

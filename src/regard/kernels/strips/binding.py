@@ -183,8 +183,8 @@ class Compiled:
             apart, and the other two addresses.
         describe: of tensors, as `describe` tells it; empty where they are too many.
         note: tells an `AgainOf` how tensors lie.
-        again: a pass for other tensors, given an `AgainOf` and by how many threads; returns an `Outcome`.
-        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); an `Outcome`.
+        again: a pass for other tensors, given an `AgainOf` and by how many threads; returns DONE, UNLIKE or SUSPECT.
+        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE.
     """
 
     forward: Callable[["Told | int"], None]

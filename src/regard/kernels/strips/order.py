@@ -148,7 +148,7 @@ class Order:
         self.number(f"chunk_{name}", chunk)
         return room.numel()
 
-    def of_form(self) -> tuple["ctypes.Array[ctypes.c_int64]", object]:
+    def of_form(self) -> tuple[Told, object]:
         """What calls of the same form are told, but for their tensors; and what must not be freed before the last."""
         words = Words.from_buffer_copy(self._words)
         words[AT["suspect"]] = 0

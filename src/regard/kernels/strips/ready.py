@@ -16,7 +16,7 @@ from regard.biases import Bias
 from regard.dropout import Dropout
 from regard.kernels.known import keep
 from regard.kernels.strips.added import tensors_of
-from regard.kernels.strips.binding import AT, DONE, MOST_TENSORS, SUSPECT, AgainOf
+from regard.kernels.strips.binding import AT, DONE, MOST_TENSORS, SUSPECT, AgainOf, Compiled, Told
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import Order, laid_like, sink_as_read, tell_dropout
 from regard.kernels.strips.work import gradients_of, places_of_gradients
@@ -30,7 +30,7 @@ class Pass:
     """What the library is told in one pass.
 
     Args:
-        order: the earlier one.
+        compiled: the library. words: the call. held: what must not be freed before the last of them.
         checked: the tensors that have to lie as in that one, by what the library calls them.
         others: what it calls further tensors, all of which it is told where they begin.
         backward: whether it computes gradients.
@@ -38,15 +38,15 @@ class Pass:
         sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
         gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
             the addresses of those that learn.
-    Attributes:
-        at: where the library finds it.
     """
 
-    __slots__ = ("_held", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums")
+    __slots__ = ("_at", "_has_given", "_held", "_known", "compiled", "gradients", "has_exact", "like", "sums")
 
     def __init__(
         self,
-        order: Order,
+        compiled: Compiled,
+        words: Told,
+        held: object,
         checked: dict[str, Tensor],
         others: Sequence[str],
         *,
@@ -55,21 +55,48 @@ class Pass:
         sums: tuple[int, ...] = (),
         gradients: tuple[bytes, tuple[int, ...]] | None = None,
     ) -> None:
-        self.compiled, self.like, self.sums, self.gradients = order.compiled, like, sums, gradients
-        words, self._held = order.of_form()
-        self.has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
+        self.compiled, self.like, self.sums, self.gradients = compiled, like, sums, gradients
+        self._held = held
+        self._has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
         known = self._known = AgainOf()
         ctypes.memmove(ctypes.addressof(known), words, ctypes.sizeof(words))
         known.backward, known.finishes = backward, any(sums)
         known.count, known.checked = len(checked) + len(others), len(checked)
         for lying, name in zip(known.tensor, (*checked, *others), strict=False):
             lying.word = AT[name]
-        self.at = ctypes.addressof(known)
-        self.compiled.note(self.at, tuple(checked.values()))
+        self._at = ctypes.addressof(known)
+        self.compiled.note(self._at, tuple(checked.values()))
 
-    def words_of_copy(self) -> "ctypes.Array[ctypes.c_int64]":
-        """A copy of what the library is told, which begins with the words of the call, for one pass."""
-        return _WordsOfAgain.from_buffer_copy(self._known)
+    def run(
+        self, tensors: list[Tensor], sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
+        of_learned: Sequence[Tensor] = (),
+    ) -> int:  # fmt: skip
+        """The same pass: DONE, UNLIKE or SUSPECT.
+
+        Args:
+            tensors: those that are checked, query and key first, and the others, but for a sink.
+            of_learned: the gradients of bias tensors, where the sums go.
+        """
+        at, compiled, held = self._at, self.compiled, list[object]()
+        if sink is not None:
+            tensors.append(sink_as_read(sink, compiled.dtype))
+        if bias is not None and self._has_given:
+            tensors += tensors_of(bias, compiled.dtype)
+        if dropout is not None or self.gradients is not None:  # what is told besides tensors is another in each pass
+            words = _WordsOfAgain.from_buffer_copy(self._known)
+            at = ctypes.addressof(words)
+            if dropout is not None:
+                held += tell_dropout(words, dropout, _grid(tensors[0], tensors[1]), compiled)
+            if self.gradients is not None:
+                array, places = self.gradients
+                addresses = (ctypes.c_int64 * (len(array) // 8)).from_buffer_copy(array)
+                for place, grad in zip(places, of_learned, strict=True):
+                    addresses[place] = grad.data_ptr()
+                words[AT["gradient"]] = ctypes.addressof(addresses)
+                held.append(addresses)
+        outcome = compiled.again(at, torch.get_num_threads(), tuple(tensors))
+        del held
+        return outcome
 
 
 _WordsOfAgain = ctypes.c_int64 * (ctypes.sizeof(AgainOf) // 8)
@@ -96,16 +123,7 @@ def forward(
         if wants_lse:
             lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
             tensors.append(lse)
-        at, held = told.at, None
-        if sink is not None:
-            tensors.append(sink_as_read(sink, compiled.dtype))
-        if bias is not None and told.has_given:
-            tensors += tensors_of(bias, compiled.dtype)
-        if dropout is not None:
-            words = told.words_of_copy()
-            at, held = ctypes.addressof(words), tell_dropout(words, dropout, _grid(query, key), compiled)
-        outcome = compiled.again(at, torch.get_num_threads(), tuple(tensors))
-        del held
+        outcome = told.run(tensors, sink, bias, dropout)
         if outcome == DONE:
             return output, lse, exact
         if outcome == SUSPECT:  # something hidden may have had a part
@@ -125,7 +143,6 @@ def backward(
     three = query, key, value
     if passes is None or any(map(Tensor.is_neg, (*three, output, grad_output))):
         return None
-    threads = torch.get_num_threads()
     for told in passes:
         compiled = told.compiled
         grads = [
@@ -136,26 +153,9 @@ def backward(
         tensors = [*three, output, grad_output, lse, *grads, *rooms]
         if grad_lse is not None:
             tensors.append(grad_lse.to(compiled.dtype).resolve_neg().contiguous())
-        if sink is not None:
-            tensors.append(sink_as_read(sink, compiled.dtype))
-        if bias is not None and told.has_given:
-            tensors += tensors_of(bias, compiled.dtype)
-        at, of_learned, held = told.at, list[Tensor](), list[object]()
-        if told.gradients is not None or dropout is not None:
-            words = told.words_of_copy()
-            at = ctypes.addressof(words)
-            if told.gradients is not None:
-                array, places = told.gradients
-                of_learned = [t.new_zeros(t.shape, dtype=compiled.dtype) for t in learned if t.requires_grad]
-                addresses = (ctypes.c_int64 * (len(array) // 8)).from_buffer_copy(array)
-                for place, grad in zip(places, of_learned, strict=True):
-                    addresses[place] = grad.data_ptr()
-                words[AT["gradient"]] = ctypes.addressof(addresses)
-                held.append(addresses)
-            if dropout is not None:
-                held += tell_dropout(words, dropout, _grid(query, key), compiled)
-        outcome = compiled.again(at, threads, tuple(tensors))
-        del held
+        wanted = learned if told.gradients is not None else ()
+        of_learned = [tensor.new_zeros(tensor.shape, dtype=compiled.dtype) for tensor in wanted if tensor.requires_grad]
+        outcome = told.run(tensors, sink, bias, dropout, of_learned)
         if outcome == DONE:
             return grads, of_learned
         if outcome == SUSPECT:
@@ -175,12 +175,11 @@ def remember_forward(
     if not _may_be_kept(order, (query, key, value)):
         return
     wants_lse, _, by_token = kind
-    others = ["output"]
-    if order.of_form()[0][AT["exact"]]:
-        others.append("exact")
+    words, held = order.of_form()
+    others = ["output"] + ["exact"] * (words[AT["exact"]] != 0)
     others += ["lse"] * wants_lse + ["sink"] * (sink is not None)
     like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
-    told = Pass(order, {"query": query, "key": key, "value": value}, others, like=(like,))
+    told = Pass(order.compiled, words, held, {"query": query, "key": key, "value": value}, others, like=(like,))
     _remember(order, (sink is None, dropout is None, *kind), told)
 
 
@@ -202,7 +201,7 @@ def remember_backward(
         if places is None:
             return
         gradients = bytes(gradients_of(order.added, None)), places
-    words, _ = order.of_form()
+    words, held = order.of_form()
     checked = dict(zip(("query", "key", "value"), three, strict=True))
     checked["exact" if words[AT["exact"]] else "output"] = output
     checked |= {"grad_output": grad_output, "lse": lse}
@@ -211,7 +210,9 @@ def remember_backward(
     others += [f"sum_{name}" for name, numbers in zip(("key", "value"), sums, strict=True) if numbers]
     others += ["grad_lse"] * (grad_lse is not None) + ["sink"] * (sink is not None)
     like = tuple(map(_is_laid, three))
-    told = Pass(order, checked, others, backward=True, like=like, sums=sums, gradients=gradients)
+    told = Pass(
+        order.compiled, words, held, checked, others, backward=True, like=like, sums=sums, gradients=gradients
+    )  # fmt: skip
     _remember(order, _kind(sink, learned, dropout, grad_lse), told)
 
 

@@ -91,7 +91,7 @@ def single(call: Call) -> Alone | None:
             if within is None:
                 bias = numbers_added(hidden, bias, dtype)
         if bias is not None:
-            tensors += (_as_read(bias, dtype),)
+            tensors += (_bias_as_read(bias, dtype),)
         if library.one(at, torch.get_num_threads(), None if within is None else within.at, tensors) != DONE:
             return attend_one(as_read(query), as_read(key), as_read(value), sink, hidden, bias)
         return output, lse
@@ -99,7 +99,7 @@ def single(call: Call) -> Alone | None:
     return attend_one
 
 
-def _as_read(bias: Tensor, dtype: torch.dtype) -> Tensor:
+def _bias_as_read(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores as the library reads it, or a copy."""
     bias = bias if bias.dtype is dtype or bias.dtype in HALF else bias.to(dtype)
     return bias.resolve_neg() if bias.is_neg() else bias
