@@ -580,3 +580,31 @@ def test_large_heads_do_not_compute_what_a_mask_hides_for_the_sake_of_their_weig
 
     assert "large heads" in kernel(None)
     assert "large heads" not in kernel(regard.Causal())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_of_large_heads_without_anything_added_are_those_of_the_formula(kv_heads, by_token, twice):
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(2, 4, 110, 260), (2, kv_heads, 100, 260), (2, kv_heads, 100, 300), (2, 4, 110, 300)]
+    query, key, value, grad = (torch.randn(size, generator=draw) for size in sizes)
+    if by_token:
+        query, key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
+    assert "large heads" in regard.plan(query.requires_grad_(), key, value).why
+
+    def found(dtype, kernel="auto"):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value)]
+        results = [attention(*leaves, kernel=kernel)]
+        grads = torch.autograd.grad(results[0], leaves, grad.to(dtype), create_graph=twice)
+        results += grads
+        if twice:
+            results += torch.autograd.grad(sum(part.square().sum() for part in grads), leaves)
+        return results
+
+    reference = found(torch.float64, "reference"), found(torch.float32, "reference")
+    first, *others = (found(torch.float32) for _ in range(3))
+    for three in zip(first, *reference, strict=True):
+        assert_within_budget(*three)
+    for other in others:  # calls like one before
+        assert all(map(torch.equal, first, other))

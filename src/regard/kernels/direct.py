@@ -31,7 +31,7 @@ from regard.kernels.hidden import (
     numbers_added,
     table_key,
 )
-from regard.kernels.stacked import Fixed, Stacked, added_by, attend
+from regard.kernels.stacked import Fixed, Stacked, added_by, attend, formula
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_beats_fused, onednn_is_faster
@@ -70,8 +70,11 @@ LARGE_HEAD = 256
 
 FEWEST_NUMBERS_OF_LARGE_HEADS = 1 << 14
 FEWEST_PRODUCTS_OF_LARGE_HEADS = 1 << 24
+FEWEST_NUMBERS_OF_PLAIN_HEADS = 3 << 13
+FEWEST_PRODUCTS_OF_PLAIN_HEADS = 3 << 20
 """Fewest numbers in the queries, or keys, of a head, and multiplications of all scores: of fewer, the compiled library
-begins so much sooner. From 27 calls of 32 to 512 queries, with AVX2 and with AVX-512."""
+begins so much sooner; where nothing is added to scores, these begin sooner, too. From 27 calls of 32 to 512 queries,
+with AVX2 and with AVX-512."""
 
 
 def cannot(call: Call) -> str | None:
@@ -83,7 +86,9 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
-    return _alone(call)(*call[:3], call.scoring.sink, None) if call.inspectable else _with_zeros(call)
+    if call.inspectable:
+        return _alone(call)(*call[:3], call.scoring.sink, None)
+    return _by_autograd(call)(*call[:3], None, None) if _suits_autograd(call) else _with_zeros(call)
 
 
 def prepare(call: Call) -> Prepared | None:
@@ -92,6 +97,8 @@ def prepare(call: Call) -> Prepared | None:
         return None
     if not call.learns:
         return _alone(call)
+    if _suits_autograd(call):
+        return _by_autograd(call)
     hidden, added, _ = _in_full(call)
     if call.scoring.bias is not None and not isinstance(hidden, Table):
         return None
@@ -120,6 +127,22 @@ def _alone(call: Call) -> Prepared:
         return _with_zeros(Call(query, key, value, scoring.with_sink(sink), dropout, wants_lse))
 
     return attend_alone
+
+
+def _suits_autograd(call: Call) -> bool:
+    """Whether autograd takes less time than a node of ours: where nothing is done to the scores, in a dtype in which
+    torch multiplies by the faster library."""
+    scoring, dtype = call.scoring, call.query.dtype
+    more = scoring.bias, scoring.softcap, scoring.sink, call.dropout
+    if call.wants_lse or scoring.mask_or_everything is not EVERYTHING or any(part is not None for part in more):
+        return False
+    return call.concrete and call.learns and dtype is wide(dtype) and not onednn_is_faster(dtype)
+
+
+def _by_autograd(call: Call) -> Prepared:
+    """Such a call, for other tensors."""
+    scale = call.scoring.scale
+    return lambda query, key, value, sink, bias: (formula(query, key, value, scale), None)
 
 
 def single(call: Call) -> Single | None:
@@ -265,7 +288,10 @@ def saves_a_product(call: Call) -> bool:
         return False
     size, scores, shortest = min(call.query.shape[3], call.value.shape[3]), all_scores(call), min(grid[2:4])
     few_keys = grid.key_len <= 4 * size and scores <= 4 * MAX_SCORES
-    enough = shortest * size >= FEWEST_NUMBERS_OF_LARGE_HEADS and scores * size >= FEWEST_PRODUCTS_OF_LARGE_HEADS
+    fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
+    if _suits_autograd(call):
+        fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
+    enough = shortest * size >= fewest[0] and scores * size >= fewest[1]
     return few_keys and enough and size >= LARGE_HEAD
 
 

@@ -11,7 +11,8 @@ weights before dropout, m the dropout mask over 1 - dropout, and g = share doutp
 of which the sum, where there is no sink, is that of w m g value^T over the keys, as in the gradient of a softmax.
 
 Autograd computes the same in twice as many operators, all by the same library, which may be the slower one
-(`regard.matmul`). It is left to do so where a gradient of these gradients is wanted.
+(`regard.matmul`). It is left to do so where a gradient of these gradients is wanted, and where there is so little to
+compute beside the products that a function of Python takes longer (`formula`).
 """
 
 import math
@@ -89,6 +90,16 @@ def _in_full(
     new = graph or transformed()  # which want new tensors
     space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
     return _result(fixed, kv_heads, q, k, v, sink, added, fixed.kept, space)
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """softmax(scale query key^T) value, in torch's operators, which have gradients of any order. Rows "1 head of 512"
+    of features.py."""
+    kv_heads, sizes = key.shape[1], query.shape[:3]
+    if sizes[1] != kv_heads:  # as `_stacked`
+        query = query.reshape(sizes[0], kv_heads, sizes[1] // kv_heads * sizes[2], query.shape[3])
+    output = torch.softmax(query @ key.mT * scale, -1) @ value
+    return output if sizes[1] == kv_heads else output.view(*sizes, value.shape[3])
 
 
 def _piece_by_piece(

@@ -314,14 +314,13 @@ static void to_rows(const real *columns, i64 size, real *out)
 INLINE void fetch(const void *at) { __builtin_prefetch(at, 0); }
 #define ROWS_AHEAD 16  /* rows of keys or values that are fetched early where some are read at a time ... */
 #define STEPS_AHEAD 32 /* ... and where they are read one after another */
-#define MANY_STEPS 4   /* of one vector of columns at a time. Rows "16 queries" of features.py. */
 
 /* sum[r][c] += left[r * row + k * step] right[k][c], for so many steps k: where a row lies is found once for all of them */
 INLINE void steps_of(
     const int n, const int wide, const int steps, const real *left, i64 row, i64 step, const real *right, i64 right_row,
     vec sum[][2])
 {
-    vec x[MANY_STEPS][2];
+    vec x[2][2];
     UNROLL
     for (int k = 0; k < steps; k++)
         for (int c = 0; c < wide; c++) x[k][c] = load(right + k * right_row + c * LANES);
@@ -339,9 +338,11 @@ INLINE void block(
     const int n, const int wide, const real *left, i64 row, i64 step, i64 there, const real *right, i64 right_row,
     i64 depth, real *out, i64 out_row, const int add)
 {
-    const int side = n > 8 ? 16 : 8, steps = wide == 1 && !add ? MANY_STEPS : 1;
-    const real *ahead = left + most(0, least(ROWS_AHEAD, there - side)) * row;
-    i64 of_side = there >= side ? side - 1 : 0, k = 0;
+    const int side = n > 8 ? 16 : 8;                 /* numbers of a line that are read while another is fetched */
+    const int steps = wide == 2 && LEFT < 8 ? 1 : 2; /* where 16 registers hold 12 sums, two vectors and a number */
+    const real *line = left + most(0, least(ROWS_AHEAD, there - side)) * row, *ahead = line;
+    const i64 next = there >= side ? row : 0;
+    i64 k = 0;
     vec sum[2 * LEFT][2];
     UNROLL
     for (int r = 0; r < n; r++)
@@ -350,9 +351,10 @@ INLINE void block(
         UNROLL
         for (int s = 0; s < steps; s++)
             if (!add)
-                fetch(ahead + ((k + s) & of_side) * row + (k + s) / side * side); /* in `depth` steps all of `side` rows */
+                fetch(ahead), ahead += next;
             else if (row == 1)
-                fetch(left + least(k + STEPS_AHEAD, there - 1) * step);
+                fetch(left + least(k + s + STEPS_AHEAD, there - 1) * step);
+        if ((k + steps) % side == 0) ahead = line += side; /* of `side` rows in as many steps */
         steps_of(n, wide, steps, left + k * step, row, step, right + k * right_row, right_row, sum);
     }
     for (; steps > 1 && k < depth; k++)
