@@ -87,3 +87,31 @@ def _in_and_out(mode: str) -> None:
 
 if __name__ == "__main__":
     _in_and_out(sys.argv[1])
+
+
+@pytest.mark.parametrize("left", ["query", "key", "value", "sink", "bias"])
+@pytest.mark.parametrize("kernel", ["auto", "native", "strips", "direct", "sdpa"])
+def test_a_tensor_that_a_transform_has_left_behind_is_the_one_that_it_was_given(left, kernel):
+    draw = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = {name: torch.randn(1, 2, 40, 8, generator=draw) for name in ("query", "key", "value")}
+    given |= {"sink": torch.randn(2, generator=draw), "bias": torch.randn(1, 2, 40, 40, generator=draw)}
+    for name in ("bias", "sink"):
+        if left != name:
+            del given[name]
+    if left == "sink" and kernel == "sdpa":
+        pytest.skip("torch's function has no sink")
+    behind: list[Tensor] = []
+
+    def of_transform(tensor: Tensor) -> Tensor:
+        behind.append(tensor)
+        return tensor.square().sum()
+
+    torch.func.grad(of_transform)(given[left])
+    for _ in range(2):  # the second one is like the first
+        grads = []
+        for tensor in (given[left], behind[0]):
+            learned = {name: each.detach().requires_grad_() for name, each in given.items() if name != left}
+            output = attention(**(given | learned | {left: tensor}), mask=Causal() & Window(9), kernel=kernel)
+            grads.append(torch.autograd.grad(output.square().sum(), list(learned.values())))
+        for ours, theirs in zip(*grads, strict=True):
+            assert_close(ours, theirs)

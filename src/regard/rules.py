@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
-from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version, is_few, version
+from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version, is_few, is_wrapped, version
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -430,7 +430,7 @@ def known(value: Any) -> Hashable | None:
         return found
     if isinstance(value, Tensor):
         leaf = value if value._base is None else value._base
-        if leaf.grad_fn is not None or not value.requires_grad or value.is_inference():
+        if leaf.grad_fn is not None or not value.requires_grad or value.is_inference() or is_wrapped(value):
             return None
         # where it lies in memory: `leaf.data = other` leaves views of what was there behind
         return "learns", id(leaf), value.data_ptr(), value.dtype, value.shape, value.stride(), leaf

@@ -3,7 +3,7 @@
 A key does not keep a tensor alive: it has a weak reference to it, which is equal to no other once the tensor is gone.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from ctypes import string_at
 from weakref import ref
 
@@ -24,6 +24,9 @@ MAX_READ_BYTES = 1 << 16
 mask of 256 tokens."""
 
 _READABLE = frozenset({Tensor, nn.Parameter})
+
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether it is a tensor of a transform of torch.func, perhaps of one that has ended: it has no memory of its own."""
 
 
 class NotComparableError(Exception):
@@ -77,4 +80,4 @@ def is_few(tensor: Tensor) -> bool:
     if not few or not tensor.is_contiguous():
         return False
     readable = type(tensor) in _READABLE and tensor.is_cpu
-    return readable and not transformed()
+    return readable and not (transformed() or is_wrapped(tensor))

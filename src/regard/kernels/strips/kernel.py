@@ -20,7 +20,7 @@ from regard.kernels.call import Call, Kernel, Prepared
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
 from regard.kernels.strips import engine, native, options, products, ready
 from regard.kernels.strips.added import is_by_distance
-from regard.kernels.strips.autograd import Strips, Transformed
+from regard.kernels.strips.autograd import Transformed, apply, unwrap_if_dead
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.grouping import StripPlan
@@ -244,8 +244,12 @@ class Planned:
             return output.to(dtype), lse if self.wants_lse else None
         if self.learns or transformed():
             scoring = scoring.with_sink(sink)
-            rest = self.engine, scoring, dropout, self.plan, *three, sink, *scoring.learned()
-            output, lse = (Transformed if transformed() else Strips).apply(*rest)  # type: ignore[no-untyped-call]
+            fixed = self.engine, scoring, dropout, self.plan
+            if transformed():
+                output, lse = Transformed.apply(*fixed, *three, sink, *scoring.learned())  # type: ignore[no-untyped-call]
+            else:
+                sink = None if sink is None else unwrap_if_dead(sink)
+                output, lse = apply(*fixed, *map(unwrap_if_dead, three), sink, *map(unwrap_if_dead, scoring.learned()))
             return output if output.dtype is dtype else output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         output, lse, _ = self.engine.forward(
