@@ -67,28 +67,6 @@ def _summed(attend: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return attend(x).sum()
 
 
-def _in_and_out(mode: str) -> None:
-    """Each feature in the mode, then outside, then in the mode again; in the dtype of which nothing is known yet."""
-    torch.set_num_threads(1)
-    for name, feature in FEATURES.items():
-        given, x = feature(), torch.randn(1, 2, LENGTH, 4)
-
-        def attend(x: Tensor, kernel: str = "auto", given: dict[str, Any] = given) -> Tensor:
-            return attention(x.sin(), x, x.cos(), kernel=kernel, **given)
-
-        for _ in range(2):
-            MODES[mode](partial(_summed, attend), x)
-            learning = x.clone().requires_grad_()
-            found, right = (attend(learning, kernel) for kernel in ("auto", "reference"))
-            assert_close(found, right)
-            assert_close(*(torch.autograd.grad(output.sum(), learning)[0] for output in (found, right)))
-        print(name)
-
-
-if __name__ == "__main__":
-    _in_and_out(sys.argv[1])
-
-
 @pytest.mark.parametrize("left", ["query", "key", "value", "sink", "bias"])
 @pytest.mark.parametrize("kernel", ["auto", "native", "strips", "direct", "sdpa"])
 def test_a_tensor_that_a_transform_has_left_behind_is_the_one_that_it_was_given(left, kernel):
@@ -115,3 +93,25 @@ def test_a_tensor_that_a_transform_has_left_behind_is_the_one_that_it_was_given(
             grads.append(torch.autograd.grad(output.square().sum(), list(learned.values())))
         for ours, theirs in zip(*grads, strict=True):
             assert_close(ours, theirs)
+
+
+def _in_and_out(mode: str) -> None:
+    """Each feature in the mode, then outside, then in the mode again; in the dtype of which nothing is known yet."""
+    torch.set_num_threads(1)
+    for name, feature in FEATURES.items():
+        given, x = feature(), torch.randn(1, 2, LENGTH, 4)
+
+        def attend(x: Tensor, kernel: str = "auto", given: dict[str, Any] = given) -> Tensor:
+            return attention(x.sin(), x, x.cos(), kernel=kernel, **given)
+
+        for _ in range(2):
+            MODES[mode](partial(_summed, attend), x)
+            learning = x.clone().requires_grad_()
+            found, right = (attend(learning, kernel) for kernel in ("auto", "reference"))
+            assert_close(found, right)
+            assert_close(*(torch.autograd.grad(output.sum(), learning)[0] for output in (found, right)))
+        print(name)
+
+
+if __name__ == "__main__":
+    _in_and_out(sys.argv[1])
