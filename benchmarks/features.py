@@ -144,6 +144,12 @@ def _heads_innermost(length: int) -> dict[str, Any]:
     return {"bias": numbers.permute(2, 0, 1)[None]}
 
 
+def _cells_and_bias(length: int) -> dict[str, Any]:
+    """Half of all cells at random, and a number for each."""
+    numbers = torch.randn(1, 1, length, length, generator=torch.Generator().manual_seed(0))
+    return {"mask": Dense(_random(length)), "bias": numbers}
+
+
 def _fixed(**arguments: Any) -> Make:
     return lambda length: arguments
 
@@ -160,6 +166,7 @@ ROWS = (
     Row("full, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512),
     Row("100 queries, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512, queries=100),
     Row("causal, 2 heads of 256", _fixed(mask=Causal()), heads=2, kv_heads=2, head_dim=256, value_dim=256),
+    Row("cells and bias, 2 heads of 256", _cells_and_bias, heads=2, kv_heads=2, head_dim=256, value_dim=256),
     Row("causal, 3 heads", _fixed(mask=Causal()), heads=3, kv_heads=3),
     Row("full", _fixed()),
     Row("grouped heads, causal", _fixed(mask=Causal()), kv_heads=2),

@@ -582,6 +582,14 @@ def test_large_heads_do_not_compute_what_a_mask_hides_for_the_sake_of_their_weig
     assert "large heads" not in kernel(regard.Causal())
 
 
+@pytest.mark.parametrize(("size", "heads", "expected"), [(256, 2, True), (256, 5, False), (512, 5, True)])
+def test_larger_heads_keep_their_weights_where_a_bias_is_written_anew_in_every_call(size, heads, expected):
+    leaves = [torch.zeros(1, heads, 700, size, requires_grad=True) for _ in range(3)]
+    bias = regard.Alibi(heads)  # of so many heads, a table that is not kept
+    assert ("large heads" in regard.plan(*leaves, bias=bias).why) == expected
+    assert "large heads" in regard.plan(*leaves, bias=torch.zeros(1, heads, 700, 700)).why
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("twice", [False, True])

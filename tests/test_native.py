@@ -361,6 +361,20 @@ def test_where_torchs_operator_is_faster_only_more_work_of_it_decides(dtype, mon
 
 
 @needs_library
+def test_the_library_adds_what_torchs_operators_would_write_into_a_table_in_every_call(monkeypatch):
+    cells, draw = Dense(torch.rand(1100, 1100) < 0.5), torch.randn(1, 2, 1100, 1100)
+    biases = draw, draw[:, :, :1], Alibi(2), RelativeBias(torch.randn(32, 2))
+
+    def kernels(price, mask, biases):
+        monkeypatch.setattr(native, "price", lambda *of, **by: price)
+        return {choose(checked(shape=(1, 2, 1100, 256), kv_heads=2, mask=mask, bias=bias)).name for bias in biases}
+
+    assert kernels(1.2, cells, biases) == kernels(1.2, None, biases[2:]) == {"native"}
+    assert kernels(1.2, None, biases[:2]) <= {"sdpa", "strips"}  # which are read as they are
+    assert kernels(1.6, cells, biases) == {"strips"}
+
+
+@needs_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_that_is_read_from_memory_has_a_price_of_its_own(dtype, monkeypatch):
     """As on a processor where torch's operator multiplies faster than numbers are read."""
@@ -418,7 +432,8 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
     assert kernel(256, 150) == kernel(512, 100) == kernel(512, 60) == "direct"  # torch's operators, which begin soon
     for size, length in ((256, 150), (512, 100)):
         assert kernel(size, length, bias=torch.zeros(length, length)) != "direct"
-    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 90), kernel(512, 40), kernel(512, 2048)}
+    assert kernel(512, 2048) == "direct" != kernel(1024, 2900)  # 8 and 17 million weights
+    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 90), kernel(512, 40), kernel(512, 2049)}
     assert "direct" not in {
         kernel(learns=False),
         kernel(dtype=torch.bfloat16),

@@ -50,6 +50,9 @@ WORTH_LEAVING_OUT_IN_HALF_PRECISION = 0.3
 takes them that much longer. Where oneDNN multiplies faster than MKL, so are all scores multiplied, but not the strips,
 least of all their gradients in half precision. Row "8 documents, causal"."""
 
+MAKES_A_TABLE = 1.5
+"""Times as long as all else torch's operators take with a table made anew. Row "cells and bias, 2 heads of 256"."""
+
 
 class Preference(NamedTuple):
     """A row of the table: the kernel used if it supports the call and the condition holds, and the reason."""
@@ -114,6 +117,13 @@ def _library_pays(call: Call) -> bool:
     return native.pays(*_kind(call))
 
 
+def _finds_a_table(call: Call) -> bool:
+    """Whether what a bias and a mask add need not be written into one table in every call, for torch's operators."""
+    if call.scoring.bias is None or options.is_given(call):
+        return True
+    return sdpa.reads_a_table(call) or sdpa.keeps_a_table(call)
+
+
 def _suits_the_library(call: Call) -> bool:
     """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
@@ -125,7 +135,8 @@ def _suits_the_library(call: Call) -> bool:
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
-    if by_torch and not native.beats(call, float(sdpa.num_scores(call)), by_table=not direct.plain(call.scoring)):
+    scores = sdpa.num_scores(call) * (MAKES_A_TABLE if by_torch and not _finds_a_table(call) else 1.0)
+    if by_torch and not native.beats(call, scores, by_table=not direct.plain(call.scoring)):
         return False
     if _library_pays(call) or not engine.flash_can(call.query, call.scoring, call.dropout):
         return True

@@ -66,7 +66,12 @@ the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of
 
 
 LARGE_HEAD = 256
-"""Features of a head from which on gradients take less time with all weights kept."""
+LARGE_HEAD_OF_A_TABLE = 512
+"""Features of a head from which on gradients take less time with all weights kept; and where what a bias and a mask add
+is written into one table first. From masks of cells with each kind of bias, of 1,024 to 2,048 tokens."""
+
+MAX_SCORES_OF_LARGE_HEADS = 1 << 24
+"""Most scores of such heads whose weights are kept: 64 MiB."""
 
 FEWEST_NUMBERS_OF_LARGE_HEADS = 1 << 14
 FEWEST_PRODUCTS_OF_LARGE_HEADS = 1 << 24
@@ -278,21 +283,25 @@ def pays(call: Call) -> bool:
 def saves_a_product(call: Call) -> bool:
     """Whether heads are so large that to keep all weights for the gradients takes less time than to compute scores
     again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. They
-    take no more memory than the queries, keys and values. Rows "full, 1 head of 512" and "100 queries, 1 head of 512"
-    of features.py."""
+    take no more memory than queries, keys, values and outputs. Rows "full, 1 head of 512" and "100 queries, 1 head of
+    512" of features.py."""
     scoring, grid = call.scoring, call.scoring.grid
     more = scoring.softcap, scoring.sink, scoring.additive, call.dropout
-    if any(part is not None for part in more) or not isinstance(scoring.bias, Given | None) or call.bias_learns:
+    if any(part is not None for part in more) or call.bias_learns:
         return False
     if not (call.concrete and call.learns and call.query.dtype is torch.float32):
         return False
     size, scores, shortest = min(call.query.shape[3], call.value.shape[3]), all_scores(call), min(grid[2:4])
-    few_keys = grid.key_len <= 4 * size and scores <= 4 * MAX_SCORES
+    few_keys = grid.key_len <= 4 * size and scores <= MAX_SCORES_OF_LARGE_HEADS
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
     if _suits_autograd(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
     enough = shortest * size >= fewest[0] and scores * size >= fewest[1]
-    return few_keys and enough and size >= LARGE_HEAD
+    if not (few_keys and enough and size >= LARGE_HEAD):
+        return False
+    reads = isinstance(scoring.bias, Given) and scoring.mask_or_everything is EVERYTHING
+    finds = scoring.bias is None or reads or table_key(scoring, torch.float32) is not None
+    return finds or size >= LARGE_HEAD_OF_A_TABLE
 
 
 def _rounds_weights(call: Call) -> bool:
