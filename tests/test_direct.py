@@ -23,6 +23,7 @@ from regard import (
     matmul,
     processor,
 )
+from regard.functional import attention_and_perhaps_lse
 from regard.kernels import choice, direct, fused, hidden, known, stacked
 from regard.kernels.scratch import MAX_NUMBERS, scratch
 from regard.kernels.strips import binding
@@ -588,6 +589,26 @@ def test_larger_heads_keep_their_weights_where_a_bias_is_written_anew_in_every_c
     bias = regard.Alibi(heads)  # of so many heads, a table that is not kept
     assert ("large heads" in regard.plan(*leaves, bias=bias).why) == expected
     assert "large heads" in regard.plan(*leaves, bias=torch.zeros(1, heads, 700, 700)).why
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_whole_products_of_the_largest_heads_are_attention(kv_heads, by_token):
+    draw = torch.Generator().manual_seed(0)
+    sizes = (2, 4, 110, 520), (2, kv_heads, 100, 520), (2, kv_heads, 100, 600)
+    query, key, value = (torch.randn(size, generator=draw) for size in sizes)
+    if by_token:
+        query, key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
+    assert "whole matrices" in regard.plan(query, key, value).why
+
+    def found(dtype, kernel="auto"):
+        return attention(query.to(dtype), key.to(dtype), value.to(dtype), scale=0.3, kernel=kernel)
+
+    for _ in range(2):  # the second one is like the first
+        three = found(torch.float32), found(torch.float64, "reference"), found(torch.float32, "reference")
+        assert_within_budget(*three)
+    scoring = {"mask": None, "bias": None, "scale": 0.3, "softcap": None, "sink": None, "additive": None}
+    assert attention_and_perhaps_lse(query, key, value, **scoring, dropout=0.0)[0].equal(three[0])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -406,8 +406,8 @@ def test_large_heads_have_a_price_of_their_own(monkeypatch):
 
     assert [kernel(size) for size in (8, 64, 96, 97, 128, 192)] == ["native"] * 6
     assert [kernel(size) for size in (193, 256, 512, 1000)] == ["sdpa"] * 4
-    assert kernel(512, length=190) == kernel(256, length=190) == "native"  # of which torch's takes few at a time
-    assert kernel(512, length=200) == kernel(256, length=768) == "sdpa" != kernel(256, length=767)
+    assert kernel(500, length=190) == kernel(256, length=190) == "native"  # of which torch's takes few at a time
+    assert kernel(500, length=200) == kernel(256, length=768) == "sdpa" != kernel(256, length=767)
     call = checked(shape=(1, 2, 800, 200), kv_heads=2)
     assert native.head_size(call._replace(value=call.value[..., :100])) == 128
     assert kernel(512, mask=Causal() & Window(100)) == kernel(256, mask=Causal(), softcap=20.0) == "native"
@@ -415,6 +415,22 @@ def test_large_heads_have_a_price_of_their_own(monkeypatch):
         one, other = native._two_ways(torch.float32, learns=True, of_head=size)
         for mine, theirs in zip(one(), other(), strict=False):
             assert_close(mine, theirs)
+
+
+@needs_library
+def test_the_largest_heads_are_multiplied_whole_while_their_scores_are_few(monkeypatch):
+    monkeypatch.setattr(native, "price", lambda *of, **by: 1.1)
+
+    def kernel(size=512, length=500, **parts):
+        return choose(checked(shape=(1, 2, length, size), kv_heads=2, **parts)).name
+
+    assert kernel() == kernel(900) == kernel(512, 512) == kernel(512, 130) == "direct"
+    assert "direct" not in {kernel(511), kernel(512, 513), kernel(512, 120), kernel(dtype=torch.bfloat16)}
+    assert "direct" not in {kernel(mask=Causal()), kernel(softcap=20.0), kernel(sink=torch.zeros(2))}
+    query, key, value, *_ = checked(shape=(1, 8, 4500, 512), kv_heads=8)
+    for rows in (1, 5, 50):
+        few = check_call("attention", query[:, :, :rows], key, value, None, None, None, None, None, None)
+        assert choose(few).name != "direct"
 
 
 @needs_library

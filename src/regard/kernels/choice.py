@@ -182,6 +182,11 @@ PREFERENCES = (
         _in_process(_saves_a_product),
     ),
     Preference(
+        direct.KERNEL,
+        "two products of whole matrices are fastest for heads so large",
+        _in_process(direct.multiplies_faster),
+    ),
+    Preference(
         strips.NATIVE_KERNEL,
         "the compiled library computes what the mask allows, and little else, in less time",
         _in_process(_suits_the_library),
@@ -269,7 +274,8 @@ def kernel_with_lse(call: Call) -> Kernel | None:
     """The kernel that computes lse, and the same output to the bit as the chosen one; None if there is none.
 
     There is one in float32 and float64 on a CPU, where torch's own function runs the same operator as strips. None for
-    tiny calls, where computing lse later is cheaper, and for calls that need gradients.
+    tiny calls, where computing lse later is cheaper, for plain products, which have none, and for calls that need
+    gradients.
     """
     grid, query = call.scoring.grid, call.query
     if grid.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64) or all_scores(call) < FEW_NUMBERS:
@@ -277,6 +283,8 @@ def kernel_with_lse(call: Call) -> Kernel | None:
     if tracing() or any(t.requires_grad for t in (query, call.key, call.value)):
         return None
     kernel = choose(call)
+    if kernel is direct.KERNEL and direct.multiplies_faster(call):
+        return None
     if kernel is not sdpa.KERNEL:
         return kernel if kernel in (strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL) else None
     sizes = {t.shape[3] for t in (query, call.key, call.value)}

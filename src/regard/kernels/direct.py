@@ -70,6 +70,13 @@ LARGE_HEAD_OF_A_TABLE = 512
 """Features of a head from which on gradients take less time with all weights kept; and where what a bias and a mask add
 is written into one table first. From masks of cells with each kind of bias, of 1,024 to 2,048 tokens."""
 
+LARGE_HEAD_OF_PRODUCTS = 512
+MAX_SCORES_OF_A_LARGE_HEAD = 1 << 18
+FEWEST_NUMBERS_TO_MULTIPLY = 3 << 14
+"""Features from which on plain products are the fastest without gradients, up to so many scores of a head, 1 MiB, and
+from so many numbers in its queries, or keys. From calls of 1 to 8 heads of 256 to 768 features, of 100 to 2,048
+tokens."""
+
 MAX_SCORES_OF_LARGE_HEADS = 1 << 24
 """Most scores of such heads whose weights are kept: 64 MiB."""
 
@@ -91,19 +98,19 @@ def cannot(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result; where it can be inspected, hidden keys are zeroed only if it is NaN."""
-    if call.inspectable:
-        return _alone(call)(*call[:3], call.scoring.sink, None)
-    return _by_autograd(call)(*call[:3], None, None) if _suits_autograd(call) else _with_zeros(call)
+    if _suits_operators(call):
+        return _by_operators(call)(*call[:3], None, None)
+    return _alone(call)(*call[:3], call.scoring.sink, None) if call.inspectable else _with_zeros(call)
 
 
 def prepare(call: Call) -> Prepared | None:
     """What mask and bias add is computed once; None where that may change unnoticed."""
     if not call.concrete or call.dropout is not None:
         return None
+    if _suits_operators(call):
+        return _by_operators(call)
     if not call.learns:
         return _alone(call)
-    if _suits_autograd(call):
-        return _by_autograd(call)
     hidden, added, _ = _in_full(call)
     if call.scoring.bias is not None and not isinstance(hidden, Table):
         return None
@@ -134,17 +141,22 @@ def _alone(call: Call) -> Prepared:
     return attend_alone
 
 
-def _suits_autograd(call: Call) -> bool:
-    """Whether autograd takes less time than a node of ours: where nothing is done to the scores, in a dtype in which
-    torch multiplies by the faster library."""
+def _suits_operators(call: Call) -> bool:
+    """Whether torch's operators take less time one by one: with gradients, where autograd does all the rest, and for
+    large heads."""
+    return _is_plain(call) and (call.learns or multiplies_faster(call))
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether nothing is done to the scores, in a dtype in which torch multiplies by the faster library."""
     scoring, dtype = call.scoring, call.query.dtype
     more = scoring.bias, scoring.softcap, scoring.sink, call.dropout
     if call.wants_lse or scoring.mask_or_everything is not EVERYTHING or any(part is not None for part in more):
         return False
-    return call.concrete and call.learns and dtype is wide(dtype) and not onednn_is_faster(dtype)
+    return call.concrete and dtype is wide(dtype) and not onednn_is_faster(dtype)
 
 
-def _by_autograd(call: Call) -> Prepared:
+def _by_operators(call: Call) -> Prepared:
     """Such a call, for other tensors."""
     scale = call.scoring.scale
     return lambda query, key, value, sink, bias: (formula(query, key, value, scale), None)
@@ -294,7 +306,7 @@ def saves_a_product(call: Call) -> bool:
     size, scores, shortest = min(call.query.shape[3], call.value.shape[3]), all_scores(call), min(grid[2:4])
     few_keys = grid.key_len <= 4 * size and scores <= MAX_SCORES_OF_LARGE_HEADS
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
-    if _suits_autograd(call):
+    if _is_plain(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
     enough = shortest * size >= fewest[0] and scores * size >= fewest[1]
     if not (few_keys and enough and size >= LARGE_HEAD):
@@ -302,6 +314,18 @@ def saves_a_product(call: Call) -> bool:
     reads = isinstance(scoring.bias, Given) and scoring.mask_or_everything is EVERYTHING
     finds = scoring.bias is None or reads or table_key(scoring, torch.float32) is not None
     return finds or size >= LARGE_HEAD_OF_A_TABLE
+
+
+def multiplies_faster(call: Call) -> bool:
+    """Whether heads are so large, and the scores of each so few that they stay in the cache, that without gradients two
+    products of whole matrices take less time than all other kernels. Row "full, 1 head of 512" of features.py."""
+    grid, size = call.scoring.grid, min(call.query.shape[3], call.value.shape[3])
+    if not _is_plain(call) or call.learns or call.query.dtype is not torch.float32 or size < LARGE_HEAD_OF_PRODUCTS:
+        return False
+    scores = all_scores(call)
+    few = grid.query_len * grid.key_len <= MAX_SCORES_OF_A_LARGE_HEAD and scores <= 4 * MAX_SCORES
+    enough = min(grid[2:4]) * size >= FEWEST_NUMBERS_TO_MULTIPLY and scores * size >= FEWEST_PRODUCTS_OF_LARGE_HEADS
+    return few and enough
 
 
 def _rounds_weights(call: Call) -> bool:
