@@ -135,9 +135,10 @@ def _suits_the_library(call: Call) -> bool:
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
-    scores = sdpa.num_scores(call) * (MAKES_A_TABLE if by_torch and not _finds_a_table(call) else 1.0)
-    if by_torch and not native.beats(call, scores, by_table=not direct.plain(call.scoring)):
-        return False
+    if by_torch:
+        scores = sdpa.num_scores(call) * (1.0 if _finds_a_table(call) else MAKES_A_TABLE)
+        if not native.beats(call, scores, by_table=not direct.plain(call.scoring)):
+            return False
     if _library_pays(call) or not engine.flash_can(call.query, call.scoring, call.dropout):
         return True
     return native.beats(call, strips_kernel.cost(call) / _worth_leaving_out(call))

@@ -70,15 +70,15 @@ LARGE_HEAD_OF_A_TABLE = 512
 """Features of a head from which on gradients take less time with all weights kept; and where what a bias and a mask add
 is written into one table first. From masks of cells with each kind of bias, of 1,024 to 2,048 tokens."""
 
+MAX_SCORES_OF_LARGE_HEADS = 1 << 24
+"""Most scores of such heads whose weights are kept: 64 MiB."""
+
 LARGE_HEAD_OF_PRODUCTS = 512
 MAX_SCORES_OF_A_LARGE_HEAD = 1 << 18
 FEWEST_NUMBERS_TO_MULTIPLY = 3 << 14
 """Features from which on plain products are the fastest without gradients, up to so many scores of a head, 1 MiB, and
 from so many numbers in its queries, or keys. From calls of 1 to 8 heads of 256 to 768 features, of 100 to 2,048
 tokens."""
-
-MAX_SCORES_OF_LARGE_HEADS = 1 << 24
-"""Most scores of such heads whose weights are kept: 64 MiB."""
 
 FEWEST_NUMBERS_OF_LARGE_HEADS = 1 << 14
 FEWEST_PRODUCTS_OF_LARGE_HEADS = 1 << 24
@@ -144,7 +144,7 @@ def _alone(call: Call) -> Prepared:
 def _suits_operators(call: Call) -> bool:
     """Whether torch's operators take less time one by one: with gradients, where autograd does all the rest, and for
     large heads."""
-    return _is_plain(call) and (call.learns or multiplies_faster(call))
+    return _is_plain(call) if call.learns else multiplies_faster(call)
 
 
 def _is_plain(call: Call) -> bool:
