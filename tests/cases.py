@@ -22,10 +22,10 @@ from regard.shapes import Grid
 BATCH, KV_HEADS, HEADS, QUERY_LEN, KEY_LEN, HEAD_DIM, VALUE_DIM = 2, 3, 6, 7, 11, 5, 13
 GRID = Grid(BATCH, HEADS, QUERY_LEN, KEY_LEN)
 
-# FlexAttention needs a GPU; tests/test_flex.py holds what of it can be held without one. The compiled library may be
+# Triton needs a GPU; tests/test_gpu_programs.py holds what of it can be held without one. The compiled library may be
 # missing, or turned off.
 ABSENT = [] if native.is_there(torch.float32) else ["native"]
-ON_A_CPU = [kernel.name for kernel in KERNELS if kernel.name not in ("flex", *ABSENT)]
+ON_A_CPU = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", *ABSENT)]
 
 
 class Ruled(NamedTuple):

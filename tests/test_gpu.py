@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"mask": Causal(), "softcap": 2.0},
     "bias": {"mask": Causal(), "bias": torch.randn(1, 4, 150, 170)},
     "alibi": {"mask": Causal(), "bias": regard.Alibi(4)},
+    "T5": {"bias": regard.RelativeBias(torch.randn(32, 4))},
+    "two tensors": {"bias": regard.biases.Given(torch.randn(4, 1, 170)) + torch.randn(150, 1)},
     "cells": {"mask": Dense(torch.rand(2, 4, 150, 170, generator=torch.Generator().manual_seed(0)) > 0.7)},
     "a function": {"mask": Where(lambda batch, head, query, key: (query + key + head) % 3 > batch)},
 }
@@ -75,6 +77,44 @@ def test_every_kernel_gives_on_a_gpu_what_the_reference_gives_on_a_cpu(case, ker
         assert_close(output.cpu().double(), exact, tolerance=tolerance)
         for ours, right in zip(torch.autograd.grad(output.sin().sum(), there), gradients, strict=True):
             assert_close(ours.cpu().double(), right, tolerance=4 * tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "value_size"), [(80, 32), (128, 128), (256, 200), (512, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=bench.name_of)
+def test_heads_of_all_sizes_with_all_that_learns(size, value_size, dtype):
+    shapes = (4, 300, size), (2, 280, size), (2, 280, value_size)
+    tensors = [torch.randn(2, *shape).to(dtype) for shape in shapes]
+    tensors += [torch.randn(4), torch.randn(1, 4, 300, 280), torch.randn(32, 4)]  # sink, bias, T5's table
+    found = []
+    for device in ("cpu", "cuda"):
+        leaves = [tensor.to(device).requires_grad_() for tensor in tensors]
+        query, key, value, sink, numbers, table = leaves
+        if device == "cpu":
+            query, key, value = query.double(), key.double(), value.double()
+        output, lse = regard.attention_with_lse(
+            query, key, value, mask=Causal() & Window(200), bias=regard.RelativeBias(table) + numbers, softcap=5.0,
+            sink=sink, dropout=0.2, generator=torch.Generator().manual_seed(3),
+            kernel="reference" if device == "cpu" else "auto",
+        )  # fmt: skip
+        grads = torch.autograd.grad(output.sin().sum() + lse.cos().sum(), leaves)
+        found.append([output, lse, *grads])
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    for right, ours in zip(*found, strict=True):
+        assert_close(ours.cpu().double(), right.double(), tolerance=4 * tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["window", "streaming with a sink", "alibi", "padding, a row of it empty"])
+def test_a_compiled_call_gives_on_a_gpu_what_it_gives_without_a_graph(name):
+    case = moved(CASES[name])
+    shapes = (4, 150), (2, 170), (2, 170)
+    leaves = [torch.randn(2, heads, length, 64, device="cuda").requires_grad_() for heads, length in shapes]
+    right = regard.attention(*leaves, **case)
+    ours = torch.compile(lambda *three: regard.attention(*three, **case))(*leaves)
+    assert_close(ours, right, tolerance=1e-5)
+    for one, other in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, right)), strict=True):
+        assert_close(one, other, tolerance=1e-5)
 
 
 @pytest.mark.gpu

@@ -264,7 +264,7 @@ def plan(
     scores  [batch=1, heads=2, query_len=8192, key_len=8192], mask Causal(offset=0)
     kernel  native: the compiled library computes what the mask allows, and little else, in less time
             not sdpa: supported, but native is preferred
-            not flex: FlexAttention is used on CUDA devices only: on others it has no backward pass
+            not triton: its programs run on CUDA devices only
             not strips: supported, but native is preferred
             not direct: supported, but holds 402,653,184 numbers of query_len x key_len
             not reference: supported, but holds 402,653,184 numbers of query_len x key_len

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from regard.graphs import exporting, tracing, transformed
-from regard.kernels import direct, flex, fused, sdpa, strips
+from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options
 from regard.kernels.strips import kernel as strips_kernel
@@ -29,7 +29,7 @@ REFERENCE = Kernel(
 )
 
 KERNELS: tuple[Kernel, ...] = (
-    sdpa.KERNEL, flex.KERNEL, strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE,
+    sdpa.KERNEL, strips.GPU_KERNEL, strips.NATIVE_KERNEL, strips.KERNEL, direct.KERNEL, REFERENCE,
 )  # fmt: skip
 
 FEW_NUMBERS = 1 << 16
@@ -52,6 +52,10 @@ least of all their gradients in half precision. Row "8 documents, causal"."""
 
 MAKES_A_TABLE = 1.5
 """Times as long as all else torch's operators take with a table made anew. Row "cells and bias, 2 heads of 256"."""
+
+
+MAX_SCORES_ON_A_GPU = 1 << 27
+"""Scores that a GPU computes and holds at once, 512 MiB in float32, where its programs do not support a call."""
 
 
 class Preference(NamedTuple):
@@ -171,11 +175,28 @@ def _saves_a_product(call: Call) -> bool:
     return library.cannot(call) is None and library.num_scores(call) >= NEARLY_ALL * all_scores(call)
 
 
+def _is_torchs_own(call: Call) -> bool:
+    """Whether torch's own function computes nothing that the mask hides, and is given no table."""
+    return sdpa.cannot(call) is None and direct.plain(call.scoring)
+
+
+def _fits_a_gpu(call: Call) -> bool:
+    """Whether it is on a GPU, where every strip is many short launches, and holds so little that all can be computed at
+    once."""
+    here = call.query.device.type == "cuda" and all_scores(call) <= MAX_SCORES_ON_A_GPU
+    return here and not (tracing() or transformed())
+
+
 PREFERENCES = (
     Preference(
         direct.KERNEL,
         "torch.func and forward_ad take derivatives of any kind and order, which plain operators have",
         lambda call: transformed() and all_scores(call) <= direct.MAX_SCORES,
+    ),
+    Preference(
+        strips.GPU_KERNEL,
+        "one program for each block of queries leaves out what the mask hides, and reads what is added where it lies",
+        lambda call: not _is_torchs_own(call),
     ),
     Preference(
         direct.KERNEL,
@@ -228,7 +249,16 @@ PREFERENCES = (
         "torch's own function supports the whole call",
         lambda call: exporting() or (_holds_little(call) and not _hides_most(call, sdpa.KERNEL) and not transformed()),
     ),
-    Preference(flex.KERNEL, "it skips the blocks that the mask leaves empty", lambda call: True),
+    Preference(
+        sdpa.KERNEL,
+        "torch's own function takes less time on a GPU than a launch for every step of every strip",
+        _fits_a_gpu,
+    ),
+    Preference(
+        direct.KERNEL,
+        "computing all scores at once takes less time on a GPU than a launch for every step of every strip",
+        _fits_a_gpu,
+    ),
     Preference(strips.NATIVE_KERNEL, _SKIPS, _suits_the_library_in_a_graph),
     Preference(strips.KERNEL, _SKIPS, lambda call: True),
     Preference(REFERENCE, "no other kernel supports the call", lambda call: True),

@@ -1,4 +1,4 @@
-"""The kernels strips and native: any mask, forward and backward, in memory linear in the length.
+"""The kernels strips, native and triton: any mask, forward and backward, in memory linear in the length.
 
 This folder decides how a mask is cut into strips and how a strip is computed:
 
@@ -9,9 +9,10 @@ This folder decides how a mask is cut into strips and how a strip is computed:
     view        a strip's part of a tensor                   native      the same by the compiled library
     pieces      cache-sized pieces of a strip                binding     the library, and what it is called with
     apart       strips that share nothing                    tuning      measured constants
-    partial     a part of the keys, to be merged             autograd, compiled, kernel    entry points
+    partial     a part of the keys, to be merged             gpu         the same by programs on a GPU
+    autograd, compiled, kernel    entry points
 """
 
-from regard.kernels.strips.kernel import KERNEL, NATIVE_KERNEL
+from regard.kernels.strips.kernel import GPU_KERNEL, KERNEL, NATIVE_KERNEL
 
-__all__ = ["KERNEL", "NATIVE_KERNEL"]
+__all__ = ["GPU_KERNEL", "KERNEL", "NATIVE_KERNEL"]

@@ -16,7 +16,7 @@ from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
 from regard.kernels.known import Recent, keep
-from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
+from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import form_of
 from regard.masks import Mask
@@ -175,7 +175,7 @@ def _of_node(
         added = deserialise(bias, bias_tensors, bias_numbers).bind(grid)
     scoring = Scoring(grid, scale, softcap, added, _bound(mask, mask_tensors, mask_numbers, grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
-    engine = able(NATIVE if by == NATIVE.name else OPERATORS, call)
+    engine = able(ENGINES[by], call)
     plan = engine.plan_of(call)
     if alike is None or not plan.is_kept:
         return engine, scoring, plan

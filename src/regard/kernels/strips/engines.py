@@ -1,4 +1,4 @@
-"""The two engines that compute strips: torch's operators, everywhere, and the compiled library, where there is one.
+"""The engines that compute strips: torch's operators everywhere, the compiled library, and programs for a GPU.
 
 Where a plan has others beside it, the library goes on from one to the next, and the results of torch's operators are
 merged; the gradients of each follow from the result of all, and are added up.
@@ -6,12 +6,14 @@ merged; the gradients of each follow from the result of all, and are added up.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from regard.dropout import Dropout
 from regard.kernels.call import Call
 from regard.kernels.strips import engine, native, options
+from regard.kernels.strips.gpu import passes
 from regard.kernels.strips.grouping import StripPlan
 from regard.numerics import merge, upcast
 from regard.scores import Scoring
@@ -38,7 +40,10 @@ class Engine:
     """How strips are cut and computed."""
 
     name: str
-    plan_of: Callable[[Call], StripPlan]
+    cannot: Callable[[Call], str | None]
+    """Why it does not support a call; None if it does."""
+    plan_of: Callable[[Call], Any]
+    """What it goes by: a `StripPlan`, or the `Blocks` of programs for a GPU."""
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """As `native.forward`, of a plan and those beside it."""
     pull: Callable[..., tuple[Tensor | None, ...]]
@@ -67,10 +72,13 @@ def added(one: Tensor | None, more: Tensor | None) -> Tensor | None:
     return one if one is None or more is None else one.add_(more)
 
 
-OPERATORS = Engine("strips", options.plan_of, _by_operators, engine.backward, keeps_exact=False)
-NATIVE = Engine("native", native.plan_of, native.forward, native.backward, keeps_exact=True)
+OPERATORS = Engine("strips", lambda call: None, options.plan_of, _by_operators, engine.backward, keeps_exact=False)
+NATIVE = Engine("native", native.cannot, native.plan_of, native.forward, native.backward, keeps_exact=True)
+GPU = Engine("triton", passes.cannot, passes.plan_of, passes.forward, passes.backward, keeps_exact=True)
+
+ENGINES = {engine.name: engine for engine in (OPERATORS, NATIVE, GPU)}
 
 
 def able(engine: Engine, call: Call) -> Engine:
-    """The engine, or the other one if it cannot compute a call."""
-    return OPERATORS if engine is NATIVE and native.cannot(call) is not None else engine
+    """The engine, or torch's operators if it cannot compute a call."""
+    return engine if engine.cannot(call) is None else OPERATORS

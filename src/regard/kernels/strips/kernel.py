@@ -2,8 +2,8 @@
 
 A mask is cut into *strips* (`plan`). A strip is one dense attention call over its concatenated spans: without a mask if
 all of it is allowed, else with a small one. Nothing of size query_len x key_len is built, not even for planning. There
-are two kernels, which differ in what computes a strip: torch's fused operator and plain products (`engine`), or the
-compiled library (`native`).
+are three kernels, which differ in what computes a strip: torch's fused operator and plain products (`engine`), the
+compiled library (`native`), or programs on a GPU (`gpu`), whose strips are blocks of equal size.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,8 @@ from regard.kernels.strips import engine, native, options, products, ready
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import Transformed, apply, unwrap_if_dead
 from regard.kernels.strips.compiled import in_graph
-from regard.kernels.strips.engines import NATIVE, OPERATORS, Engine, able
+from regard.kernels.strips.engines import GPU, NATIVE, OPERATORS, Engine, able
+from regard.kernels.strips.gpu import passes
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
 from regard.kernels.strips.order import form_of
@@ -49,6 +50,11 @@ def cannot(call: Call) -> str | None:
 def cannot_natively(call: Call) -> str | None:
     """The same of the compiled library; what a graph does not know yet, its node will ask."""
     return cannot(call) or (None if tracing() and native.runs_on(call) else native.cannot(call))
+
+
+def cannot_on_a_gpu(call: Call) -> str | None:
+    """The same of programs on a GPU."""
+    return passes.cannot(call) or cannot(call)
 
 
 def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
@@ -361,5 +367,14 @@ NATIVE_KERNEL = Kernel(
     peak_bytes=native.peak_bytes,
     prepare=lambda call: prepare(call, NATIVE),
     single=single,
+    reads_in_place=lambda call: True,
+)
+GPU_KERNEL = Kernel(
+    "triton",
+    cannot_on_a_gpu,
+    run=lambda call: run(call, GPU),
+    num_scores=passes.num_scores,
+    quadratic_numbers=lambda call: passes.evaluated_numbers(call.scoring),
+    peak_bytes=passes.peak_bytes,
     reads_in_place=lambda call: True,
 )
