@@ -75,6 +75,8 @@ bench: $(VENV)/.installed-bench ## the benchmarks, beside every peer, into bench
 
 gpu: $(VENV)/.installed-bench ## tests and benchmarks that need an NVIDIA GPU, into benchmarks/results and docs/performance-gpu.md
 	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/features.py --device cuda
+	$(BIN)/python benchmarks/features.py --report
 
 clients: $(VENV)/.installed-clients ## programs of other people under regard and eager, compared, into docs/transformers.md
 	$(BIN)/python -m pytest tests/clients --write-table

@@ -2,6 +2,7 @@
 
     python benchmarks/features.py [--rows "bias*"] [--lengths 128 512] [--dtypes float32 bfloat16] [--repeats 7]
     python benchmarks/features.py --random 50 --seed 7     calls drawn at random: other sizes, and features together
+    python benchmarks/features.py --device cuda            on a GPU, timed between two CUDA events
     python benchmarks/features.py --report       writes docs/cost-per-score.md; measures nothing
 
 Each row is one call, of 8 heads of 64 unless it says so, forward, and forward with its backward pass. Two ratios:
@@ -21,7 +22,6 @@ import json
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,9 @@ from torch import Tensor
 
 import regard
 from regard import Alibi, Causal, Dense, Document, Mask, Padding, Prefix, RelativeBias, Strided, Where, Window
-from regard.bench import in_turn, machine
+from regard.bench import check_device, in_turn, machine
+from regard.bench.device import seconds_of
+from regard.rules import Rule
 from regard.shapes import Grid
 
 ROOT = Path(__file__).parent.parent
@@ -271,31 +273,53 @@ def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     return row._replace(head_dim=size, learns=learns, by_token=of.random() < 0.5), length, dtype
 
 
-def allowed(mask: Mask | None, row: Row, length: int) -> Tensor:
+CPU = torch.device("cpu")
+
+
+def moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The arguments of a row on a device; what learns is a leaf there."""
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    if device == CPU:
+        return given
+    moves = {Tensor: to, Rule: lambda rule: rule.map_tensors(to)}
+    return {
+        name: next((move(value) for kind, move in moves.items() if isinstance(value, kind)), value)
+        for name, value in given.items()
+    }
+
+
+def allowed(mask: Mask | None, row: Row, length: int, device: torch.device = CPU) -> Tensor:
     """Which scores are allowed, [1 or batch, 1 or heads, queries, length]."""
     queries = row.queries or length
     if mask is None:
-        return torch.ones(1, 1, queries, length, dtype=torch.bool)
-    cells = mask.bind(Grid(row.batch, row.heads, queries, length)).allowed(range(queries), range(length))
+        return torch.ones(1, 1, queries, length, dtype=torch.bool, device=device)
+    cells = mask.bind(Grid(row.batch, row.heads, queries, length, device)).allowed(range(queries), range(length))
     return cells.expand(-1, -1, queries, length)
 
 
-def torch_ways(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> list[Callable[..., Tensor]]:
+def torch_ways(
+    row: Row, given: dict[str, Any], length: int, dtype: torch.dtype, device: torch.device
+) -> list[Callable[..., Tensor]]:
     """What can be written with torch, each of which is the best for some calls: its function, where there is one, and
     the formula, where it is as exact, gives no NaN, and has not so many scores that it is slower. What can be made
     beforehand is not timed."""
-    by_function = _by_function(row, given, length, dtype)
+    by_function = _by_function(row, given, length, dtype, device)
     if by_function is None:
-        return [_formula(row, given, length, dtype)]
+        return [_formula(row, given, length, dtype, device)]
     scores = row.batch * row.heads * (row.queries or length) * length
     few = dtype is torch.float32 and scores <= MAX_FORMULA_SCORES and not row.compiled
     mask = given.get("mask")
-    if not few or not (mask is None or bool(allowed(mask, row, length).any(-1).all())):
+    if not few or not (mask is None or bool(allowed(mask, row, length, device).any(-1).all())):
         return [by_function]
-    return [by_function, _formula(row, given, length, dtype)]
+    return [by_function, _formula(row, given, length, dtype, device)]
 
 
-def _by_function(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+def _by_function(
+    row: Row, given: dict[str, Any], length: int, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Tensor] | None:
     """`scaled_dot_product_attention`; None where it cannot do it."""
     mask, bias = given.get("mask"), given.get("bias")
     grouped, queries = row.heads != row.kv_heads, row.queries or length
@@ -309,39 +333,41 @@ def _by_function(row: Row, given: dict[str, Any], length: int, dtype: torch.dtyp
         if "documents" in row.name and row.name.endswith("causal") and not row.anew:  # as whoever packs them can
             lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
-        cells = allowed(mask, row, length)
+        cells = allowed(mask, row, length, device)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
-    table = _table_of(row, given, length)
+    table = _table_of(row, given, length, device)
     finished = None if row.learns else table().to(dtype)
     return lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v, attn_mask=table().to(dtype) if finished is None else finished, enable_gqa=grouped
     )
 
 
-def _table_of(row: Row, given: dict[str, Any], length: int) -> Callable[[], Any]:
+def _table_of(row: Row, given: dict[str, Any], length: int, device: torch.device) -> Callable[[], Any]:
     """A function that makes what mask and bias add to the scores; None if nothing."""
     mask, bias, queries = given.get("mask"), given.get("bias"), row.queries or length
-    cells = None if mask is None else allowed(mask, row, length)
+    cells = None if mask is None else allowed(mask, row, length, device)
 
     def table() -> Tensor | None:
         numbers = None
         if isinstance(bias, Tensor):
             numbers = bias
         elif bias is not None:
-            numbers = bias.bind(Grid(1, row.heads, queries, length)).values(range(queries), range(length))
+            numbers = bias.bind(Grid(1, row.heads, queries, length, device)).values(range(queries), range(length))
         if cells is None:
             return numbers
         if numbers is None:
-            return torch.zeros(cells.shape).masked_fill(~cells, -math.inf)
+            return torch.zeros(cells.shape, device=device).masked_fill(~cells, -math.inf)
         return numbers.masked_fill(~cells, -math.inf)
 
     return table
 
 
-def _formula(row: Row, given: dict[str, Any], length: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+def _formula(
+    row: Row, given: dict[str, Any], length: int, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Tensor]:
     """Two products with a softmax between them."""
     softcap, rate, sink = (given.get(name) for name in ("softcap", "dropout", "sink"))
-    table = _table_of(row, given, length)
+    table = _table_of(row, given, length, device)
     made = None if row.learns else table()
     finished = None if made is None else made.to(dtype)
 
@@ -373,7 +399,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str, Any] | None:
+def measure(
+    row: Row, length: int, dtype: torch.dtype, repeats: int, device: torch.device = CPU
+) -> dict[str, Any] | None:
     """Ratios of a row, forward and with its backward pass; None if it allows nothing at this length, or is not
     measured at it."""
     draw = torch.Generator().manual_seed(1)
@@ -382,12 +410,12 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     queries = row.queries or length
     size = row.head_dim
     sizes = (row.heads, queries, size), (row.kv_heads, length, size), (row.kv_heads, length, row.value_dim)
-    inputs = [torch.randn(row.batch, *size, generator=draw).to(dtype) for size in sizes]
+    inputs = [torch.randn(row.batch, *size, generator=draw).to(device, dtype) for size in sizes]
     if row.by_token:
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    others = [torch.randn(1, row.heads, length, size, generator=draw).to(dtype) for _ in range(3)]
-    given = row.make(length)
-    scores = int(allowed(given.get("mask"), row, length).expand(row.batch, row.heads, -1, -1).sum())
+    others = [torch.randn(1, row.heads, length, size, generator=draw).to(device, dtype) for _ in range(3)]
+    given = moved(row.make(length), device)
+    scores = int(allowed(given.get("mask"), row, length, device).expand(row.batch, row.heads, -1, -1).sum())
     if not scores:
         return None
     plain_scores = row.heads * length * (length + 1) // 2
@@ -397,7 +425,7 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     }
     peers: list[str] = []
     if row.heads * queries * length <= MAX_TABLE_NUMBERS:
-        ways = torch_ways(row, given, length, dtype)
+        ways = torch_ways(row, given, length, dtype, device)
         peers = [f"torch {number}" for number in range(len(ways))]
         calls |= {name: (one, inputs) for name, one in zip(peers, ways, strict=True)}
     if row.compiled:
@@ -413,14 +441,10 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
             for name in in_turn(list(calls), repeat):
                 call, tensors = calls[name]
                 if row.anew:
-                    given |= row.make(length)
+                    given |= moved(row.make(length), device)
                 leaves = [tensor.detach().requires_grad_(way == "backward") for tensor in tensors]
                 with torch.set_grad_enabled(way == "backward"):
-                    start = time.perf_counter()
-                    output = call(*leaves)
-                    if way == "backward":
-                        output.sum().backward()
-                    taken = time.perf_counter() - start
+                    taken = seconds_of(_work(call, leaves, way), device)
                 if repeat:  # the first one warms up
                     times[name].append(taken)
                     spent += taken
@@ -434,6 +458,13 @@ def measure(row: Row, length: int, dtype: torch.dtype, repeats: int) -> dict[str
     return found
 
 
+def _work(call: Callable[..., Tensor], leaves: Sequence[Tensor], way: str) -> Callable[[], object]:
+    """What is timed of a call, without anything around it."""
+    if way == "forward":
+        return lambda: call(*leaves)
+    return lambda: call(*leaves).sum().backward()
+
+
 def _against(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median of the ratios of each turn."""
     return round(statistics.median(peer / own for own, peer in zip(ours, theirs, strict=True)), 3)
@@ -445,8 +476,8 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "# Cost per allowed score",
         "",
         "Written by `python benchmarks/features.py --report` from `benchmarks/results/features-*.json`; `make bench`",
-        "measures anew. Each row is one call, with 8 heads of 64 unless it says so. Which library multiplies",
-        "what depends on the processor, and there is a part for each kind.",
+        "measures anew, and `make gpu` on a GPU. Each row is one call, with 8 heads of 64 unless it says so. Which",
+        "library multiplies what depends on the processor, and there is a part for each kind.",
         "",
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
         "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",
@@ -499,21 +530,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--random", type=int, default=0, help="measure so many calls drawn at random, and no others")
     parser.add_argument("--seed", type=int, default=0, help="of the first of them")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda; without a GPU nothing is measured")
     parser.add_argument("--output", type=Path, help="where results go; a whole run goes to benchmarks/results")
     parser.add_argument("--report", action="store_true", help="write the page from the results, and measure nothing")
     chosen = parser.parse_args()
     if chosen.report:
         PAGE.write_text(report(kinds.every("features")), encoding="utf-8")
         return
+    try:
+        device = check_device(chosen.device)
+    except ValueError as error:
+        print(f"features.py: {error}: nothing was measured")
+        return
     for number in range(chosen.seed, chosen.seed + chosen.random):
         row, length, dtype = drawn(number)
-        found = measure(row, length, dtype, chosen.repeats)
+        found = measure(row, length, dtype, chosen.repeats, device)
         if found is not None:
             _say(found)
     if chosen.random:
         return
     whole = chosen.rows == "*" and chosen.lengths == LENGTHS and len(chosen.dtypes) == 2
-    data: dict[str, Any] = {"machine": machine(), "peers": BOTH, "rows": []}
+    data: dict[str, Any] = {"machine": machine(device), "peers": BOTH, "rows": []}
     output = chosen.output or (kinds.file("features", data["machine"]) if whole else None)
     for dtype in chosen.dtypes:
         for length in chosen.lengths:
@@ -522,7 +559,7 @@ def main() -> None:
                     continue
                 quick = length < 4096 or row.queries is not None
                 repeats = chosen.repeats if quick else max(2, chosen.repeats // 3)
-                found = measure(row, length, getattr(torch, dtype), repeats)
+                found = measure(row, length, getattr(torch, dtype), repeats, device)
                 if found is None:
                     continue
                 data["rows"].append(found)

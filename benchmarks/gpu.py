@@ -44,7 +44,10 @@ def run_tests(*arguments: str) -> Data:
     """The tests marked for a GPU: how many passed, which failed and why, and which were skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *(arguments or ("tests",))]
+        # in several processes, since most of the time is the compiler's; pytest-benchmark, where it is installed, warns
+        # of them, and a warning is an error here
+        options = ["--numprocesses", "auto", "-p", "no:benchmark", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *(arguments or ("tests",))]
         done = subprocess.run(command, cwd=ROOT, check=False)
         if not report.is_file():
             raise RuntimeError(f"gpu.py: pytest ended with {done.returncode} and wrote no report")

@@ -3,7 +3,7 @@ Intel's own or on others, and where AMX multiplies those of bfloat16, or no inst
 with AVX2.
 
 Which of them does decides most of the choices in `regard.kernels`, so a page that shows one kind alone says little
-about the others. A run writes the file of the kind of processor that it runs on.
+about the others. A run writes the file of the kind of processor that it runs on, or of a GPU.
 """
 
 import json
@@ -15,7 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def file(benchmark: str, machine: dict[str, Any]) -> Path:
     """Where the results of this machine go: benchmarks/results/features-mkl-and-amx.json."""
-    return RESULTS / f"{benchmark}-{machine['products'].lower().replace(' ', '-')}.json"
+    kind = "gpu" if "gpu" in machine else machine["products"].lower().replace(" ", "-")
+    return RESULTS / f"{benchmark}-{kind}.json"
 
 
 def every(benchmark: str) -> list[dict[str, Any]]:
@@ -25,6 +26,9 @@ def every(benchmark: str) -> list[dict[str, Any]]:
 
 def heading(machine: dict[str, Any]) -> list[str]:
     """The beginning of a page's part for one kind, in Markdown."""
+    if "gpu" in machine:
+        told = f"{machine['gpu']}, {machine['gpu_gib']} GiB, CUDA {machine['cuda']}, torch {machine['torch']}."
+        return ["", "## On a GPU", "", told]
     by = f"the compiled library for {machine['library']}" if machine.get("library") else "torch's operators alone"
     told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; computed by {by}."
     if machine.get("limited"):

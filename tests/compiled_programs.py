@@ -34,7 +34,7 @@ def compiled(program, half, width, size, capability):
     even = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(program.arg_names)
-        if signature[name].startswith("*") or name[-2:] in ("_b", "_h", "_m", "_n")
+        if signature[name].startswith("*") or name[-2:] in ("_m", "_n")
     }
     options = {"num_warps": size.warps, "num_stages": size.stages}
     target = GPUTarget("cuda", capability, 32)

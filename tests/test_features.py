@@ -30,14 +30,14 @@ def test_torch_is_given_the_same_work(row: features.Row) -> None:
     tensors = [torch.randn(row.batch, *size, generator=draw) for size in sizes]
     given = row.make(length)
     ours = regard.attention(*tensors, **given)
-    for way in features.torch_ways(row, given, length, torch.float32):
+    for way in features.torch_ways(row, given, length, torch.float32, features.CPU):
         assert_close(ours, way(*tensors), tolerance=1e-5)
 
 
 def test_the_formula_is_a_peer_of_torchs_function_where_it_may_be_faster() -> None:
     def ways(name: str, length: int = 64, dtype: torch.dtype = torch.float32) -> int:
         row = next(row for row in features.ROWS if row.name == name)
-        return len(features.torch_ways(row, row.make(length), length, dtype))
+        return len(features.torch_ways(row, row.make(length), length, dtype, features.CPU))
 
     assert ways("full") == ways("bias, dense, trained") == ways("17 queries, 32 texts", 2048) == 2
     assert ways("full", 1024) == ways("full", dtype=torch.bfloat16) == ways("full, compiled") == 1
@@ -64,7 +64,7 @@ def test_regard_and_torch_agree_on_calls_that_nobody_thought_of(first: int) -> N
         found = []
         for way, tensors in (
             (lambda q, k, v, given=given: regard.attention(q, k, v, **given), leaves),
-            (features.torch_ways(row, given, length, torch.float32)[0], exact),
+            (features.torch_ways(row, given, length, torch.float32, features.CPU)[0], exact),
         ):
             for tensor in tensors:
                 tensor.requires_grad_()

@@ -270,6 +270,8 @@ def pair_of_selecting(kind: str, sizes: dict[str, Any]) -> tuple[PreTrainedModel
 @of(SELECTING)
 def test_a_family_that_selects_keys_for_each_query_gives_the_same_logits(kind, sizes):
     theirs, ours = pair_of_selecting(kind, sizes)
+    if kind == "DogeForCausalLM":  # rounding to float32 would decide which of two keys is selected, as near ties are
+        theirs, ours = theirs.double(), ours.double()
     compiled = torch.compile(ours, backend="eager")
     for side in ("none", "left", "right"):
         real = real_tokens(side)

@@ -4,6 +4,7 @@ A block that is allowed in full is a number in a list; one that is allowed in pa
 mask has a closed form, only blocks that it may allow in part are evaluated, all of them together, where the call is.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -72,14 +73,11 @@ def blocks_of(mask: Mask, grid: Grid) -> Blocks:
 def _found(mask: Mask, grid: Grid) -> Blocks:
     one = range(1)
     batch, heads = mask.allowed(one, one).shape[:2]
-    row, column, full = (part.to(grid.device) for part in _closed(mask, grid))
-    sure = torch.arange(batch * heads, device=grid.device).repeat_interleave(int(full.sum()))
-    in_full = (part[full].repeat(batch * heads) for part in (row, column, full))
-    bits, found = [], [Found(sure, *in_full)]
-    row, column = row[~full], column[~full]
-    asked = torch.arange(batch * heads, device=grid.device).repeat_interleave(len(row))
-    row, column = row.repeat(batch * heads), column.repeat(batch * heads)
-    for of, rows, columns in zip(*(part.split(BLOCKS_TOGETHER) for part in (asked, row, column)), strict=True):
+    closed = _closed(mask, grid)
+    full = closed[2]
+    bits, found = [], [Found(*_of_each(batch * heads, (part[full] for part in closed), grid.device))]
+    asked = _of_each(batch * heads, (part[~full] for part in closed[:2]), grid.device)
+    for of, rows, columns in zip(*(part.split(BLOCKS_TOGETHER) for part in asked), strict=True):
         cells = _cells(mask, grid, of // heads, of % heads, rows, columns)
         some, every = cells.flatten(1).any(1), cells.flatten(1).all(1)
         bits.append(_packed(cells[some & ~every]))
@@ -94,6 +92,15 @@ def _found(mask: Mask, grid: Grid) -> Blocks:
 
 
 _kept = cached_by_mask(maxsize=32)(_found)
+
+
+def _of_each(times: int, blocks: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+    """The same blocks for so many batch indices and heads, which of them each is for in front."""
+    parts = [part.to(device) for part in blocks]
+    return [
+        torch.arange(times, device=device).repeat_interleave(len(parts[0])),
+        *(part.repeat(times) for part in parts),
+    ]
 
 
 def _closed(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

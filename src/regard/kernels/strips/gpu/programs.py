@@ -22,6 +22,12 @@ ROWS = tl.constexpr(128)
 COLUMNS = tl.constexpr(64)
 """Queries and keys of a block of the mask."""
 
+ANY = [
+    "heads", "group", "query_len", "key_len", "first_row", "least", "list_b", "list_h", "of_keys_b", "row_b", "row_h",
+    "dense_b", "dense_h", "grads_h",
+]  # fmt: skip
+"""Numbers for whose divisors no program is compiled, so that one serves all lengths."""
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -123,7 +129,7 @@ def _attend(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def forward(
     query, key, value, output, lse, sink, row, dense, of_queries, of_keys, odd, begins, columns, cell_of, cells,
     query_b, query_h, query_m, key_b, key_h, key_n, value_b, value_h, value_n, output_b, output_h, output_m,
@@ -221,7 +227,7 @@ def _pull_queries(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def of_queries(
     query, key, value, grad_output, lse, delta, grad_query, grads, row, dense, of_queries, of_keys, odd, begins,
     columns, cell_of, cells,
@@ -315,7 +321,7 @@ def _pull_keys(
     return of_k, of_v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANY)
 def of_keys(
     query, key, value, grad_output, lse, delta, grad_key, grad_value, row, dense, of_queries, of_keys, odd, begins,
     rows, cell_of, cells,
