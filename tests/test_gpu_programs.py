@@ -110,6 +110,9 @@ CASES = {
     "a bias that learns": {"mask": Causal(), "bias": torch.randn(1, 4, 150, 170).requires_grad_()},
     "a bias of keys that learns": {"bias": torch.randn(2, 1, 1, 170).requires_grad_()},
     "a bias that hides keys": {"bias": torch.zeros(170).masked_fill(torch.arange(170) >= 110, -math.inf)},
+    "bias and sink that lie otherwise": {
+        "mask": Causal(), "sink": torch.randn(8)[::2], "bias": -torch.randn(1, 4, 170, 150).mT,
+    },
     "ALiBi": {"mask": Causal(), "bias": regard.Alibi(4)},
     "T5's bias, which learns": {"bias": regard.RelativeBias(torch.randn(32, 4).requires_grad_())},
     "two tensors, one of which learns": {"bias": Given(torch.randn(4, 1, 1).requires_grad_()) + torch.randn(150, 1)},

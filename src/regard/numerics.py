@@ -71,9 +71,11 @@ def grouped_matmul(
 def row_products(first: Tensor, second: Tensor) -> Tensor:
     """sum(first * second) over features, in float32 or wider: [batch, heads, length, size] twice -> [..., length].
 
-    A few heads at a time: what is only needed in between stays in the cache, and is not memory that the system has to
-    hand out anew in every call, which takes several times as long as the sums.
+    On a CPU a few heads at a time: what is only needed in between stays in the cache, and is not memory that the system
+    has to hand out anew in every call, which takes several times as long as the sums.
     """
+    if first.device.type != "cpu":
+        return (upcast(first) * upcast(second)).sum(-1)
     batch, heads, length, size = first.shape
     sums = first.new_empty(batch, heads, length, dtype=wide(first.dtype))
     together = max(1, MAX_BETWEEN // max(1, length * size))

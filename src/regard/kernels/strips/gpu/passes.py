@@ -211,7 +211,7 @@ class Launch:
             total = sum(tensors if made is None else [*tensors, made.detach()])
             assert isinstance(total, Tensor)
             return total
-        return tensors[0] if tensors else None
+        return tensors[0].resolve_neg() if tensors else None
 
     def run(self, which: int, program: Any, lists: Lists, length: int, **more: Any) -> None:
         """Launches a program for so many queries (or, the last one, keys) of each head, cut as small as need be.
@@ -278,9 +278,10 @@ def forward(
     launch = Launch(query, key, value, scoring, dropout, plan, Added(scoring, NO_PLAN, query.dtype))
     output = laid_like(query, value.shape[3], by_token=by_token)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    of_heads = query if sink is None else sink.resolve_neg().contiguous()
     launch.run(
         0, programs().forward, plan.by_query, query.shape[2], output=output, lse=lse, columns=plan.by_query.others,
-        sink=query if sink is None else sink, HAS_SINK=sink is not None, **_strides("output", output, "bhm"),
+        sink=of_heads, HAS_SINK=sink is not None, **_strides("output", output, "bhm"),
     )  # fmt: skip
     return output, lse, output
 
