@@ -241,12 +241,16 @@ def test_what_it_cannot_do_is_said(monkeypatch):
             self.scoring, self.value = self.call.scoring, self.call.value
             self.query = type("Query", (), {"device": torch.device("cuda"), "dtype": dtype, "shape": self.value.shape})
 
-    monkeypatch.setattr(passes, "is_there", lambda: False)
+    monkeypatch.setattr(passes, "cannot_on", passes._why_not_on.__wrapped__)  # which remembers nothing
+    monkeypatch.setattr(passes, "find_spec", lambda name: None)
     assert "Triton is not installed" in passes.cannot(OnCuda())
-    monkeypatch.setattr(passes, "is_there", lambda: True)
+    monkeypatch.setattr(passes, "find_spec", lambda name: name)
     assert "compute capability 8.0" in passes.cannot(OnCuda())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert passes.cannot(OnCuda()) is None
+    monkeypatch.setenv("REGARD_NATIVE", "0")
+    assert "REGARD_NATIVE=0" in passes.cannot(OnCuda())
+    monkeypatch.delenv("REGARD_NATIVE")
     assert passes.cannot(OnCuda(mask=Causal() & Window(3), softcap=1.0, dropout=0.1, bias=torch.zeros(5, 5))) is None
     assert "torch.float64" in passes.cannot(OnCuda(dtype=torch.float64))
     assert "more than 128 features" in passes.cannot(OnCuda(size=130))

@@ -85,21 +85,19 @@ def programs() -> ModuleType:
     return programs
 
 
-def is_there() -> bool:
-    """Whether there is Triton, and REGARD_NATIVE is not 0."""
-    return os.environ.get("REGARD_NATIVE") != "0" and _has_triton()
+def cannot_on(device: torch.device) -> str | None:
+    """Why programs do not run on a device."""
+    return _why_not_on(device)
+
+
+cannot_on._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def cannot_on(device: torch.device) -> str | None:
-    """Why programs do not run on a device."""
+def _why_not_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "its programs run on CUDA devices only"
-    if not is_there():
+    if find_spec("triton") is None or os.environ.get("REGARD_NATIVE") == "0":
         return "Triton is not installed, or turned off by REGARD_NATIVE=0"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 (NVIDIA Ampere) or newer"
