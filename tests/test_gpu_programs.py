@@ -81,6 +81,21 @@ def test_blocks_hold_every_allowed_cell_and_nothing_else(data):
         assert torch.equal(cells_of(found, grid, by, 4, 32).expand(grid[:4]), allowed)
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [Causal() & Window(40), Dense(torch.arange(150)[:, None] % 3 == torch.arange(170) % 3)],
+    ids=["in closed form", "cells"],
+)
+def test_blocks_lie_where_the_call_does_whatever_the_default_device_is(mask):
+    grid = Grid(1, 1, 150, 170)
+    bound = mask.bind(grid)
+    right = blocks._found(bound, grid)
+    with torch.device("meta"):
+        found = blocks._found(bound, grid)
+    for ours, theirs in zip((*found.by_query, found.bits), (*right.by_query, right.bits), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_long_window_is_planned_without_a_square():
     grid = Grid(1, 1, 1 << 14, 1 << 14)
     asked = []

@@ -107,10 +107,11 @@ def _closed(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Row and column of all blocks that may not be empty, and which of them are certainly allowed in full, for all
     batch indices and heads; as far as is known without evaluating a cell."""
     rows, columns = -(-grid.query_len // ROWS), -(-grid.key_len // COLUMNS)
-    if not mask.closed_form:
-        row, column = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).unbind(1)
-        return row, column, torch.zeros_like(row, dtype=torch.bool)
     here = torch.device("cpu")  # where rectangles are judged, a number at a time
+    if not mask.closed_form:
+        row, column = (torch.arange(count, device=here) for count in (rows, columns))
+        row, column = torch.cartesian_prod(row, column).unbind(1)
+        return row, column, torch.zeros_like(row, dtype=torch.bool)
     judge = mask.to(here).bind(grid._replace(device=here))
     rectangles = [
         (range(row * ROWS, min((row + 1) * ROWS, grid.query_len)), range(grid.key_len)) for row in range(rows)
@@ -120,10 +121,10 @@ def _closed(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         for row, seen in enumerate(visible(judge, rectangles, COLUMNS))
         for part, tile in seen
     ]
-    row, start, stop, full = torch.tensor(parts, dtype=torch.int64).view(-1, 4).unbind(1)
+    row, start, stop, full = torch.tensor(parts, dtype=torch.int64, device=here).view(-1, 4).unbind(1)
     sizes = stop - start
     row, full = row.repeat_interleave(sizes), full.repeat_interleave(sizes).bool()
-    column = torch.arange(len(row)) - (sizes.cumsum(0) - sizes - start).repeat_interleave(sizes)
+    column = torch.arange(len(row), device=here) - (sizes.cumsum(0) - sizes - start).repeat_interleave(sizes)
     return row, column, full & ((column + 1) * COLUMNS <= grid.key_len)
 
 
@@ -138,9 +139,8 @@ def _cells(mask: Mask, grid: Grid, batch: Tensor, head: Tensor, row: Tensor, col
 
 def _packed(cells: Tensor) -> Tensor:
     """32 cells in each number, the first in its lowest bit."""
-    eight: Tensor = cells.unflatten(2, (-1, 8)).to(torch.uint8) << torch.arange(
-        8, dtype=torch.uint8, device=cells.device
-    )
+    places = torch.arange(8, dtype=torch.uint8, device=cells.device)
+    eight: Tensor = cells.unflatten(2, (-1, 8)).to(torch.uint8) << places
     return eight.sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
