@@ -27,6 +27,20 @@ GRID = Grid(BATCH, HEADS, QUERY_LEN, KEY_LEN)
 ABSENT = [] if native.is_there(torch.float32) else ["native"]
 ON_A_CPU = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", *ABSENT)]
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Causal() & Window(40)},
+    "streaming with a sink": {"mask": Causal() & (Window(20) | Prefix(3)), "sink": torch.randn(4)},
+    "documents": {"mask": Causal(offset=0) & Document(torch.arange(150)[None] // 60, torch.arange(170)[None] // 60)},
+    "padding, a row of it empty": {"mask": Padding([100, 0])},
+    "softcap": {"mask": Causal(), "softcap": 2.0},
+    "ALiBi": {"mask": Causal(), "bias": Alibi(4)},
+    "cells": {"mask": Dense(torch.rand(2, 4, 150, 170, generator=torch.Generator().manual_seed(0)) > 0.7)},
+    "a function": {"mask": Where(lambda batch, head, query, key: (query + key + head) % 3 > batch)},
+}  # fmt: skip
+"""Arguments of calls of [2, 4, 150, size] on [2, 2, 170, size], which several files compute in their own way."""
+
 
 class Ruled(NamedTuple):
     mask: Mask

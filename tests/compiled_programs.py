@@ -42,7 +42,7 @@ def compiled(program, half, width, size, capability):
 
 
 for (half, width), of_programs in passes.SIZES.items():
-    for name, sizes in zip(("forward", "of_queries", "of_keys"), of_programs, strict=True):
+    for name, sizes in zip(passes.PROGRAMS, of_programs, strict=True):
         for capability in (80, 90):
             program = getattr(programs, name)
             shared = [compiled(program, half, width, size, capability).metadata.shared for size in sizes]

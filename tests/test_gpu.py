@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import regard
+from cases import FEATURES
 from comparing import assert_close
-from regard import Causal, Dense, Document, Padding, Prefix, Where, Window, bench
+from regard import Causal, Window, bench
 from regard.bench import device as devices
 from regard.bench.peer import ON_A_GPU
 from regard.kernels import KERNELS, KernelError
@@ -37,20 +38,10 @@ gpu = script()
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
-CASES: dict[str, dict[str, Any]] = {
-    "everything": {},
-    "causal": {"mask": Causal()},
-    "window": {"mask": Causal() & Window(40)},
-    "streaming with a sink": {"mask": Causal() & (Window(20) | Prefix(3)), "sink": torch.randn(4)},
-    "documents": {"mask": Causal(offset=0) & Document(torch.arange(150)[None] // 60, torch.arange(170)[None] // 60)},
-    "padding, a row of it empty": {"mask": Padding([100, 0])},
-    "softcap": {"mask": Causal(), "softcap": 2.0},
+CASES: dict[str, dict[str, Any]] = FEATURES | {
     "bias": {"mask": Causal(), "bias": torch.randn(1, 4, 150, 170)},
-    "alibi": {"mask": Causal(), "bias": regard.Alibi(4)},
     "T5": {"bias": regard.RelativeBias(torch.randn(32, 4))},
     "two tensors": {"bias": regard.biases.Given(torch.randn(4, 1, 170)) + torch.randn(150, 1)},
-    "cells": {"mask": Dense(torch.rand(2, 4, 150, 170, generator=torch.Generator().manual_seed(0)) > 0.7)},
-    "a function": {"mask": Where(lambda batch, head, query, key: (query + key + head) % 3 > batch)},
 }
 
 
@@ -105,7 +96,7 @@ def test_heads_of_all_sizes_with_all_that_learns(size, value_size, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["window", "streaming with a sink", "alibi", "padding, a row of it empty"])
+@pytest.mark.parametrize("name", ["window", "streaming with a sink", "ALiBi", "padding, a row of it empty"])
 def test_a_compiled_call_gives_on_a_gpu_what_it_gives_without_a_graph(name):
     case = moved(CASES[name])
     shapes = (4, 150), (2, 170), (2, 170)

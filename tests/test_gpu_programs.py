@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
-from cases import composed_masks, grids
+from cases import FEATURES, composed_masks, grids
 from comparing import assert_close, assert_same_cells
-from regard import Causal, Dense, Document, Padding, Prefix, Where, Window
+from regard import Causal, Dense, Padding, Where, Window
 from regard.biases import Given
 from regard.kernels.strips.gpu import blocks, passes
 from regard.reference import reference
@@ -112,23 +112,13 @@ def test_a_long_window_is_planned_without_a_square():
 
 # --- passes -------------------------------------------------------------------------------------------------------
 
-CASES = {
-    "nothing": {},
-    "causal": {"mask": Causal()},
-    "window": {"mask": Causal() & Window(40)},
-    "streaming with a sink": {"mask": Causal() & (Window(20) | Prefix(3)), "sink": torch.randn(4)},
-    "documents": {"mask": Causal(offset=0) & Document(torch.arange(150)[None] // 60, torch.arange(170)[None] // 60)},
-    "padding, a row of it empty": {"mask": Padding([100, 0])},
-    "softcap": {"mask": Causal(), "softcap": 2.0},
-    "cells": {"mask": Dense(torch.rand(2, 4, 150, 170, generator=torch.Generator().manual_seed(0)) > 0.7)},
-    "a function": {"mask": Where(lambda batch, head, query, key: (query + key + head) % 3 > batch)},
+CASES = FEATURES | {
     "a bias that learns": {"mask": Causal(), "bias": torch.randn(1, 4, 150, 170).requires_grad_()},
     "a bias of keys that learns": {"bias": torch.randn(2, 1, 1, 170).requires_grad_()},
     "a bias that hides keys": {"bias": torch.zeros(170).masked_fill(torch.arange(170) >= 110, -math.inf)},
     "bias and sink that lie otherwise": {
         "mask": Causal(), "sink": torch.randn(8)[::2], "bias": -torch.randn(1, 4, 170, 150).mT,
     },
-    "ALiBi": {"mask": Causal(), "bias": regard.Alibi(4)},
     "T5's bias, which learns": {"bias": regard.RelativeBias(torch.randn(32, 4).requires_grad_())},
     "two tensors, one of which learns": {"bias": Given(torch.randn(4, 1, 1).requires_grad_()) + torch.randn(150, 1)},
     "dropout": {"mask": Causal(), "dropout": 0.3},
@@ -292,7 +282,7 @@ def test_programs_are_compiled_for_gpus_and_the_last_of_their_sizes_fit_into_lit
     said = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True).stdout
     found = [json.loads(line) for line in said.splitlines()]
     assert {(one["program"], one["half"], one["width"]) for one in found} == {
-        (program, *kind) for program in ("forward", "of_queries", "of_keys") for kind in passes.SIZES
+        (program, *kind) for program in passes.PROGRAMS for kind in passes.SIZES
     }
     for one in found:
         assert one["shared"] == sorted(one["shared"], reverse=True), one

@@ -65,11 +65,6 @@ class Found(NamedTuple):
     full: Tensor
 
 
-def blocks_of(mask: Mask, grid: Grid) -> Blocks:
-    """The blocks of a bound mask; kept, if it can be compared."""
-    return _kept(mask, grid)
-
-
 def _found(mask: Mask, grid: Grid) -> Blocks:
     one = range(1)
     batch, heads = mask.allowed(one, one).shape[:2]
@@ -91,7 +86,8 @@ def _found(mask: Mask, grid: Grid) -> Blocks:
     return Blocks(by_query, by_key, packed, batch, heads)
 
 
-_kept = cached_by_mask(maxsize=32)(_found)
+blocks_of = cached_by_mask(maxsize=32)(_found)
+"""The blocks of a bound mask; kept, if it can be compared."""
 
 
 def _of_each(times: int, blocks: Iterable[Tensor], device: torch.device) -> list[Tensor]:

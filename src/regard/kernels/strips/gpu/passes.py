@@ -1,7 +1,7 @@
 """The blocks of a call by programs on a GPU: all of them in one launch forward, and in two backward."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -50,6 +50,9 @@ class Size(NamedTuple):
     stages: int
 
 
+PROGRAMS = "forward", "of_queries", "of_keys"
+"""The output, the gradients of queries, and those of keys."""
+
 SIZES: dict[tuple[bool, int], tuple[tuple[Size, ...], ...]] = {
     (False, 64): ((Size(32, COLUMNS, 4, 2),), (Size(32, COLUMNS, 8, 1),), (Size(32, 32, 4, 1),)),
     (False, 128): ((Size(32, COLUMNS, 8, 1),), (Size(32, COLUMNS, 8, 1),), (Size(16, 32, 8, 1),)),
@@ -69,9 +72,9 @@ SIZES: dict[tuple[bool, int], tuple[tuple[Size, ...], ...]] = {
         (Size(32, 32, 8, 1),),
     ),
 }
-"""For the output, the gradients of queries and those of keys, in float32 and (True) half precision, for heads of up to
-so many features: the largest for which the compiler moves hardly any registers to memory, for GPUs of compute
-capability 8.0 and 9.0, and smaller ones for GPUs with less shared memory. Not measured on a GPU yet."""
+"""For each of the programs, in float32 and (True) half precision, for heads of up to so many features: the largest for
+which the compiler moves hardly any registers to memory, for GPUs of compute capability 8.0 and 9.0, and smaller ones
+for GPUs with less shared memory. Not measured on a GPU yet."""
 
 _fits: dict[Hashable, int] = {}
 """Which of the sizes of a program a GPU has shared memory for."""
@@ -172,19 +175,16 @@ class Launch:
         self.blocks, self.grid = blocks, grid
         dense = self._dense(added, scoring)
         row = added.row
-        numbers = None if dropout is None else dropout.numbers(grid)
-        odd = none if numbers is None else numbers.odds().contiguous()
-        columns = none if numbers is None else numbers.columns.contiguous()
+        rows = columns = odd = none
+        if dropout is not None:
+            numbers = dropout.numbers(grid)
+            rows, columns, odd = (one.contiguous() for one in (numbers.rows, numbers.columns, numbers.odds()))
         self.added = {
-            "row": none if row is None else row.contiguous(),
-            "dense": none if dense is None else dense,
-            "of_queries": none if numbers is None else numbers.rows.contiguous(),
-            "of_keys": columns,
-            "odd": odd,
-            "of_keys_b": 0 if numbers is None or len(columns) == 1 else grid.key_len,
-            **_strides("row", row, "bh"),
-            **_strides("dense", dense, "bhmn"),
-        }
+            "row": none if row is None else row.contiguous(), "dense": none if dense is None else dense,
+            "of_queries": rows, "of_keys": columns, "odd": odd,
+            "of_keys_b": grid.key_len if dropout is not None and len(columns) > 1 else 0,
+            **_strides("row", row, "bh"), **_strides("dense", dense, "bhmn"),
+        }  # fmt: skip
         plain = scoring.softcap is None and row is None and dense is None
         self.numbers = {
             "heads": grid.heads, "group": grid.heads // key.shape[1], "query_len": grid.query_len,
@@ -211,12 +211,9 @@ class Launch:
             return total
         return tensors[0].resolve_neg() if tensors else None
 
-    def run(self, which: int, program: Any, lists: Lists, length: int, **more: Any) -> None:
-        """Launches a program for so many queries (or, the last one, keys) of each head, cut as small as need be.
-
-        Args:
-            which: 0 for the output, 1 for the gradients of queries, 2 for those of keys.
-        """
+    def run(self, name: str, lists: Lists, length: int, **more: Any) -> None:
+        """Launches one of `PROGRAMS` for so many queries (or, the last one, keys) of each head, cut as small as need
+        be."""
         query, key, value = self.three
         of_lists = len(lists.begins) // 2 // (self.blocks.batch * self.blocks.heads)
         given = {
@@ -225,12 +222,12 @@ class Launch:
             "list_h": of_lists if self.blocks.heads > 1 else 0, **self.added, **self.numbers, **self.kinds, **more,
             **_strides("query", query, "bhm"), **_strides("key", key, "bhn"), **_strides("value", value, "bhn"),
         }  # fmt: skip
-        kind = which, query.device, *self.kinds.values()
-        sizes = self.sizes[which]
+        kind = name, query.device, *self.kinds.values()
+        program, sizes, by_key = getattr(programs(), name), self.sizes[PROGRAMS.index(name)], name == PROGRAMS[2]
         for number in range(_fits.get(kind, 0), len(sizes)):
             queries, keys, warps, stages = sizes[number]
-            given |= {"QUERIES": queries, "KEYS": keys} if which == 2 else {"QUERIES": queries}
-            grid = -(-length // (keys if which == 2 else queries)), self.grid.batch * self.grid.heads
+            given |= {"QUERIES": queries, "KEYS": keys} if by_key else {"QUERIES": queries}
+            grid = -(-length // (keys if by_key else queries)), self.grid.batch * self.grid.heads
             try:
                 with torch.cuda.device_of(query):
                     program[grid](**given, num_warps=warps, num_stages=stages)
@@ -278,7 +275,7 @@ def forward(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     of_heads = query if sink is None else sink.resolve_neg().contiguous()
     launch.run(
-        0, programs().forward, plan.by_query, query.shape[2], output=output, lse=lse, columns=plan.by_query.others,
+        "forward", plan.by_query, query.shape[2], output=output, lse=lse, columns=plan.by_query.others,
         sink=of_heads, HAS_SINK=sink is not None, **_strides("output", output, "bhm"),
     )  # fmt: skip
     return output, lse, output
@@ -312,17 +309,16 @@ def _of_queries(launch: Launch, added: Added, scoring: Scoring, given: dict[str,
     batch, heads, query_len, key_len = scoring.grid[:4]
     grad = laid_like(query, query.shape[3])
     more = {"grad_query": grad, "columns": lists.others, **_strides("into", grad, "bhm"), **given}
-    program = programs().of_queries
     if not added.wanted:
         nothing = {"grads": query, "grads_h": 0, "first_row": 0, "WRITES": False}
-        launch.run(1, program, lists, query_len, **nothing, **more)
+        launch.run("of_queries", lists, query_len, **nothing, **more)
         return grad
     step = max(ROWS, MAX_GRADIENTS // (batch * heads * key_len) // ROWS * ROWS)
     for first in range(0, query_len, step):
         rows = range(first, min(first + step, query_len))
         grads = torch.zeros(batch, heads, len(rows), key_len, device=query.device)
         written = {"grads": grads, "grads_h": len(rows) * key_len, "first_row": first, "WRITES": True}
-        launch.run(1, program, lists, len(rows), **written, **more)
+        launch.run("of_queries", lists, len(rows), **written, **more)
         strip = AddedToStrip(added, whole_rows(scoring, rows))
         for index in range(batch):
             strip.pull(grads[index], index, slice(None), slice(None))
@@ -335,13 +331,13 @@ def _of_keys(launch: Launch, given: dict[str, Any]) -> list[Tensor]:
     (query, *two), lists = launch.three, launch.blocks.by_key
     batch, heads, key_len = query.shape[0], query.shape[1], two[0].shape[2]
     kv_heads = two[0].shape[1]
-    make: Callable[[Tensor], Tensor] = lambda one: laid_like(one, one.shape[3])  # noqa: E731
-    if heads != kv_heads:
-        make = lambda one: one.new_empty(batch, heads, key_len, one.shape[3], dtype=torch.float32)  # noqa: E731
-    grads = [make(one) for one in two]
+    if heads == kv_heads:
+        grads = [laid_like(one, one.shape[3]) for one in two]
+    else:
+        grads = [one.new_empty(batch, heads, key_len, one.shape[3], dtype=torch.float32) for one in two]
     strides = _strides("into_k", grads[0], "bhn") | _strides("into_v", grads[1], "bhn")
     more = {"grad_key": grads[0], "grad_value": grads[1], "rows": lists.others, **strides, **given}
-    launch.run(2, programs().of_keys, lists, key_len, **more)
+    launch.run("of_keys", lists, key_len, **more)
     if heads == kv_heads:
         return grads
     return [grad.unflatten(1, (kv_heads, -1)).sum(2).to(query.dtype) for grad in grads]

@@ -86,9 +86,10 @@ def _kept(of_queries, of_keys, odd, m, n, query_len, key_len, least):
 
 
 @triton.jit
-def _seen(rows, scores, axis: tl.constexpr):
-    """Rows that some score here reads, and zeros in place of others, whatever they hold: 0 times NaN is NaN."""
-    some = tl.max(tl.where(scores == float("-inf"), 0, 1), axis)
+def _seen(rows, scores):
+    """Rows that some score here reads, a row of scores for each column of these, and zeros in place of others, whatever
+    they hold: 0 times NaN is NaN."""
+    some = tl.max(tl.where(scores == float("-inf"), 0, 1), 0)
     return tl.where((some != 0)[:, None], rows, 0.0)
 
 
@@ -121,7 +122,7 @@ def _attend(
         top = new
         v = _load(value, keys, value_n, key_len, V, V_WIDTH, not PARTIAL)
         if PARTIAL or HAS_ROW or HAS_DENSE:
-            v = _seen(v, scores, 0)
+            v = _seen(v, scores)
         if DROPS:
             kept = _kept(of_queries, of_keys, odd, m[:, None], keys[None, :], query_len, key_len, least)
             weights = tl.where(kept, weights * factor, 0.0)
@@ -145,7 +146,6 @@ def forward(
     m = first + tl.arange(0, QUERIES)
     q = _load(query + b * query_b + h * query_h, m, query_m, query_len, QK, WIDTH, False)
     begin = begins + 2 * (batch * list_b + head * list_h + first // ROWS)
-    full, partial, end = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2)
     key += b * key_b + kv * key_h
     value += b * value_b + kv * value_h
     row += b * row_b + h * row_h
@@ -156,16 +156,13 @@ def forward(
     acc = tl.zeros([QUERIES, V_WIDTH], dtype=tl.float32)
     top = tl.full([QUERIES], float("-inf"), dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
-    acc, top, total = _attend(
-        acc, top, total, q, m, full, partial, columns, cell_of, cells, key, key_n, value, value_n, row, dense, dense_m,
-        dense_n, of_queries, of_keys, odd, query_len, key_len, scale, softcap, least, factor,
-        QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, False,
-    )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, q, m, partial, end, columns, cell_of, cells, key, key_n, value, value_n, row, dense, dense_m,
-        dense_n, of_queries, of_keys, odd, query_len, key_len, scale, softcap, least, factor,
-        QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, True,
-    )  # fmt: skip
+    for kind in tl.static_range(2):  # blocks that are allowed in full, then those in part
+        start, stop = tl.load(begin + kind), tl.load(begin + kind + 1)
+        acc, top, total = _attend(
+            acc, top, total, q, m, start, stop, columns, cell_of, cells, key, key_n, value, value_n, row, dense,
+            dense_m, dense_n, of_queries, of_keys, odd, query_len, key_len, scale, softcap, least, factor,
+            QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, kind == 1,
+        )  # fmt: skip
     if HAS_SINK:
         more = tl.load(sink + head).to(tl.float32) * LOG2_E
         new = tl.maximum(top, more)
@@ -208,8 +205,8 @@ def _pull_queries(
             cells, cell, CAPS, HAS_ROW, HAS_DENSE, PARTIAL,
         )  # fmt: skip
         if PARTIAL or HAS_ROW or HAS_DENSE:
-            k = _seen(k, scores, 0)
-            v = _seen(v, scores, 0)
+            k = _seen(k, scores)
+            v = _seen(v, scores)
         weights = tl.exp2(scores - of_all[:, None])
         pulled = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROPS:
@@ -250,7 +247,6 @@ def of_queries(
     of_all = tl.where(of_all == float("-inf"), 0.0, of_all)
     delta = tl.load(delta + at, mask=m < query_len, other=0.0)
     begin = begins + 2 * (batch * list_b + head * list_h + first // ROWS)
-    full, partial, end = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2)
     key += b * key_b + kv * key_h
     value += b * value_b + kv * value_h
     row += b * row_b + h * row_h
@@ -260,16 +256,13 @@ def of_queries(
     odd += b * of_keys_b
     grads += tl.program_id(1).to(tl.int64) * grads_h
     acc = tl.zeros([QUERIES, WIDTH], dtype=tl.float32)
-    acc = _pull_queries(
-        acc, q, grad, of_all, delta, m, full, partial, columns, cell_of, cells, key, key_n, value, value_n, row, dense,
-        dense_m, dense_n, of_queries, of_keys, odd, grads, first_row, query_len, key_len, scale, softcap, least, factor,
-        QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, WRITES, PRECISION, False,
-    )  # fmt: skip
-    acc = _pull_queries(
-        acc, q, grad, of_all, delta, m, partial, end, columns, cell_of, cells, key, key_n, value, value_n, row, dense,
-        dense_m, dense_n, of_queries, of_keys, odd, grads, first_row, query_len, key_len, scale, softcap, least, factor,
-        QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, WRITES, PRECISION, True,
-    )  # fmt: skip
+    for kind in tl.static_range(2):  # blocks that are allowed in full, then those in part
+        start, stop = tl.load(begin + kind), tl.load(begin + kind + 1)
+        acc = _pull_queries(
+            acc, q, grad, of_all, delta, m, start, stop, columns, cell_of, cells, key, key_n, value, value_n, row,
+            dense, dense_m, dense_n, of_queries, of_keys, odd, grads, first_row, query_len, key_len, scale, softcap,
+            least, factor, QK, WIDTH, V, V_WIDTH, CAPS, HAS_ROW, HAS_DENSE, DROPS, WRITES, PRECISION, kind == 1,
+        )  # fmt: skip
     features = tl.arange(0, WIDTH)
     places = grad_query + b * into_b + h * into_h + m.to(tl.int64)[:, None] * into_m + features[None, :]
     inside = (m[:, None] < query_len) & (features[None, :] < QK)
@@ -302,8 +295,8 @@ def _pull_keys(
                 cells, cell, CAPS, HAS_ROW, HAS_DENSE, PARTIAL,
             )  # fmt: skip
             if PARTIAL or HAS_ROW or HAS_DENSE:
-                q = _seen(q, scores, 0)
-                grad = _seen(grad, scores, 0)
+                q = _seen(q, scores)
+                grad = _seen(grad, scores)
             weights = tl.exp2(scores - of_all[None, :])
             pulled = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             spread = weights
@@ -340,7 +333,6 @@ def of_keys(
     k = _load(key + b * key_b + kv * key_h, n, key_n, key_len, QK, WIDTH, False)
     v = _load(value + b * value_b + kv * value_h, n, value_n, key_len, V, V_WIDTH, False)
     begin = begins + 2 * (batch * list_b + head * list_h + first // COLUMNS)
-    full, partial, end = tl.load(begin), tl.load(begin + 1), tl.load(begin + 2)
     query += b * query_b + h * query_h
     grad_output += b * grad_b + h * grad_h
     at = tl.program_id(1).to(tl.int64) * query_len
@@ -350,16 +342,13 @@ def of_keys(
     odd += b * of_keys_b
     of_k = tl.zeros([KEYS, WIDTH], dtype=tl.float32)
     of_v = tl.zeros([KEYS, V_WIDTH], dtype=tl.float32)
-    of_k, of_v = _pull_keys(
-        of_k, of_v, k, v, n, full, partial, rows, cell_of, cells, query, query_m, grad_output, grad_m, lse + at,
-        delta + at, row, dense, dense_m, dense_n, of_queries + at, of_keys, odd, query_len, key_len, scale, softcap,
-        least, factor, QK, WIDTH, V, V_WIDTH, QUERIES, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, False,
-    )  # fmt: skip
-    of_k, of_v = _pull_keys(
-        of_k, of_v, k, v, n, partial, end, rows, cell_of, cells, query, query_m, grad_output, grad_m, lse + at,
-        delta + at, row, dense, dense_m, dense_n, of_queries + at, of_keys, odd, query_len, key_len, scale, softcap,
-        least, factor, QK, WIDTH, V, V_WIDTH, QUERIES, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, True,
-    )  # fmt: skip
+    for kind in tl.static_range(2):  # blocks that are allowed in full, then those in part
+        start, stop = tl.load(begin + kind), tl.load(begin + kind + 1)
+        of_k, of_v = _pull_keys(
+            of_k, of_v, k, v, n, start, stop, rows, cell_of, cells, query, query_m, grad_output, grad_m, lse + at,
+            delta + at, row, dense, dense_m, dense_n, of_queries + at, of_keys, odd, query_len, key_len, scale, softcap,
+            least, factor, QK, WIDTH, V, V_WIDTH, QUERIES, CAPS, HAS_ROW, HAS_DENSE, DROPS, PRECISION, kind == 1,
+        )  # fmt: skip
     features = tl.arange(0, WIDTH)
     places = grad_key + b * into_k_b + h * into_k_h + n.to(tl.int64)[:, None] * into_k_n + features[None, :]
     inside = (n[:, None] < key_len) & (features[None, :] < QK)
