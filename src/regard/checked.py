@@ -42,21 +42,27 @@ _KNOWN: dict[Form, "Checked"] = {}
 _BY_NUMBERS: dict[Form, None] = {}
 """Forms with a bias tensor whose kernel keeps what it reads: such calls are alike only if its numbers are."""
 
+noted: tuple[object, ...] = ()
+"""Calls that are known without their form, by `regard.repeated`, the last one first: of each where in memory it is
+told, and what has to be kept for that."""
+
 
 class Checked:
     """A call that was validated and has its kernel, for other tensors of the same form.
 
     Attributes:
         run: takes query, key, value, sink and bias, and returns output and lse.
+        ways: how often it was noted (`regard.repeated`).
     """
 
-    __slots__ = ("run",)
+    __slots__ = ("run", "ways")
 
     def __init__(self, call: Call, kernel: Kernel) -> None:
         prepared = None if torch._C._is_any_autocast_enabled() else kernel.prepare(call)
         if prepared is None:
             prepared = partial(_anew, kernel, _kept(call.scoring), call.dropout, call.wants_lse)
         self.run: Prepared = prepared
+        self.ways = 0
 
 
 def _kept(scoring: Scoring) -> Scoring:
@@ -213,5 +219,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
 
 def forget() -> None:
     """Empties the cache."""
+    global noted
+    noted = ()
     _KNOWN.clear()
     _BY_NUMBERS.clear()

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from regard import hints
+from regard import checked, hints, repeated
 from regard.biases import Bias
 from regard.checked import Form, form_of, recall, remember
 from regard.graphs import tracing
@@ -25,9 +25,9 @@ MIN_WARNED_NUMBERS = 1 << 28
 
 Arguments = tuple[
     Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None, float | None, float | None, Tensor | None,
-    Additive | None, float, torch.Generator | None, bool,
+    Additive | None, float, torch.Generator | None, bool, str,
 ]  # fmt: skip
-"""Those of `attention` from query to generator, and whether lse is wanted."""
+"""Those of `attention` from query to generator, whether lse is wanted, and the kernel."""
 
 
 class QuadraticMemoryWarning(UserWarning):
@@ -86,10 +86,10 @@ def attention(
     tensor([[[[1.0000, 0.0000],
               [0.2689, 0.7311]]]])
     """
-    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False
-    results, form = _like_an_earlier_one(given, kernel)
+    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False, kernel
+    results, form = _like_an_earlier_one(given)
     if results is None:
-        results = _first(form, check_call("attention", *given), kernel, bias)
+        results = _first(form, check_call("attention", *given[:-1]), kernel, bias)
     return results[0]
 
 
@@ -119,25 +119,33 @@ def attention_with_lse(
     Shapes:
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
-    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True
-    results, form = _like_an_earlier_one(given, kernel)
+    given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True, kernel
+    results, form = _like_an_earlier_one(given)
     if results is None:
-        results = _first(form, check_call("attention_with_lse", *given), kernel, bias)
+        results = _first(form, check_call("attention_with_lse", *given[:-1]), kernel, bias)
     output, lse = results
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
 
 
-def _like_an_earlier_one(given: Arguments, kernel: str) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
+def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
     query, key, value, _, bias, _, _, sink, *_ = given
     if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
-        results = attention_of_one(*given, kernel)
+        results = attention_of_one(*given)
         if results is not None:
             return results, None
-    form = form_of(*given, kernel)
+    if not torch.compiler.is_compiling():
+        results = repeated.repeat(given, checked.noted)
+        if results is not None:
+            return results, None
+    form = form_of(*given)
     known = None if form is None else recall(form)
-    return None if known is None else known.run(query, key, value, sink, bias), form
+    if form is None or known is None:
+        return None, form
+    results = known.run(query, key, value, sink, bias)
+    repeated.note(given, form, known)
+    return results, form
 
 
 def _first(form: Form | None, call: Call, kernel: str, bias: Bias | Tensor | None) -> tuple[Tensor, Tensor | None]:

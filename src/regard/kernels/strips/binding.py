@@ -155,7 +155,36 @@ class OneOf(ctypes.Structure):
     )
 
 
-STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf, AgainOf, OneOf
+class StepOf(ctypes.Structure):
+    """`struct step` of c/repeated.h."""
+
+    _fields_ = (
+        ("of", _address),
+        ("place", _i64),
+        ("name", _address),
+        ("calls", _i64),
+        ("is_", _address),
+        ("by_type", _i64),
+    )
+
+
+class NotedOf(ctypes.Structure):
+    """`struct noted` of c/repeated.h."""
+
+    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64))
+
+
+class RepeatedOf(ctypes.Structure):
+    """`struct repeated` of c/repeated.h."""
+
+    _fields_ = (
+        ("three", LyingOf * 3),
+        *((name, _address) for name in ("step", "noted", "pass_", "run", "make_output", "threads")),
+        *((name, _i64) for name in ("steps", "count", "told")),
+    )
+
+
+STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf, AgainOf, OneOf, StepOf, NotedOf, RepeatedOf
 
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""
@@ -182,9 +211,10 @@ class Compiled:
             [rows] each; returns whether all between are seen. Takes the cells' address, sizes, and how far rows are
             apart, and the other two addresses.
         describe: of tensors, as `describe` tells it; empty where they are too many.
-        note: tells an `AgainOf` how tensors lie.
         again: a pass for other tensors, given an `AgainOf` and by how many threads; returns DONE, UNLIKE or SUSPECT.
         one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE.
+        lie: tells a `LyingOf` how a tensor lies.
+        repeat: output and lse of a call like one of a table, or None: `regard.repeated`.
     """
 
     forward: Callable[["Told | int"], None]
@@ -193,9 +223,10 @@ class Compiled:
     look: Callable[["Told | int"], None]
     find_keys: Callable[[int, int, int, int, int, int], int]
     describe: Callable[[tuple[Tensor, ...], bool], bytes]
-    note: Callable[[int, tuple[Tensor, ...]], int]
     again: Callable[[int, int, tuple[Tensor, ...]], int]
     one: Callable[[Any, int, int | None, tuple[Tensor, ...]], int]
+    lie: Callable[[int, Tensor], int]
+    repeat: Callable[[tuple[object, ...], tuple[object, ...]], tuple[Tensor, Tensor | None] | None]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -229,9 +260,10 @@ class Compiled:
         locked.regard_set_python(_functions_of_python())
         for name, arguments, result in (
             ("describe", (_tensors, _i64), ctypes.py_object),
-            ("note", (_address, _tensors), _i64),
             ("again", (_address, _i64, _tensors), _i64),
             ("one", (_address, _i64, _address, _tensors), _i64),
+            ("lie", (_address, _tensors), _i64),
+            ("repeat", (_tensors, _tensors), ctypes.py_object),
         ):
             function = getattr(locked, f"regard_{name}")
             function.argtypes, function.restype = arguments, result
@@ -280,9 +312,17 @@ def _functions_of_python() -> Any:
         exchange = _ExchangeOf.from_address(exchange.older)
     if exchange.major != 1 or not exchange.read:
         raise OSError("this torch tells of tensors in another way")
-    names = "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread"
-    addresses = (ctypes.cast(getattr(python, name), _address).value for name in names)
-    return (_address * 6)(exchange.read, *addresses)
+    addresses = [ctypes.cast(getattr(python, name), _address).value for name in _OF_PYTHON]
+    objects = map(id, (None, int, float))
+    return (_address * (len(addresses) + 4))(exchange.read, *addresses, *objects)
+
+
+_OF_PYTHON = (
+    "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread",
+    "PyTuple_New", "PyTuple_SetItem", "Py_IncRef", "Py_DecRef", "PyObject_GetAttr", "PyObject_Call", "PyObject_Type",
+    "PyObject_RichCompareBool", "PyLong_AsLongLong", "PyLong_AsVoidPtr", "PyErr_Clear",
+)  # fmt: skip
+"""In the order of `struct python`."""
 
 
 def _find_describe(tensors: tuple[Tensor, ...], of_one: bool) -> Hashable | None:

@@ -217,6 +217,10 @@ class Planned:
             return self(query, key, value, sink, bias)
         return found[0], found[1] if wants_lse else None
 
+    def last_pass(self, sink: Tensor | None) -> ready.Pass | None:
+        """That of the last such call, if the library can be told all of it at once."""
+        return None if self.wants_lse else ready.last_alone(self.plan, sink)
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None,
         dropout: Dropout | None = None,

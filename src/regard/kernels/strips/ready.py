@@ -38,9 +38,12 @@ class Pass:
         sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
         gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
             the addresses of those that learn.
+    Attributes:
+        at: where in memory it is told. has_given: whether it reads bias tensors. has_exact: whether it also writes the
+            output unrounded.
     """
 
-    __slots__ = ("_at", "_has_given", "_held", "_known", "compiled", "gradients", "has_exact", "like", "sums")
+    __slots__ = ("_held", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums")
 
     def __init__(
         self,
@@ -57,15 +60,16 @@ class Pass:
     ) -> None:
         self.compiled, self.like, self.sums, self.gradients = compiled, like, sums, gradients
         self._held = held
-        self._has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
+        self.has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
         known = self._known = AgainOf()
         ctypes.memmove(ctypes.addressof(known), words, ctypes.sizeof(words))
         known.backward, known.finishes = backward, any(sums)
         known.count, known.checked = len(checked) + len(others), len(checked)
         for lying, name in zip(known.tensor, (*checked, *others), strict=False):
             lying.word = AT[name]
-        self._at = ctypes.addressof(known)
-        self.compiled.note(self._at, tuple(checked.values()))
+        for lying, tensor in zip(known.tensor, checked.values(), strict=False):
+            self.compiled.lie(ctypes.addressof(lying), tensor)
+        self.at = ctypes.addressof(known)
 
     def run(
         self, tensors: list[Tensor], sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
@@ -77,10 +81,10 @@ class Pass:
             tensors: those that are checked, query and key first, and the others, but for a sink.
             of_learned: the gradients of bias tensors, where the sums go.
         """
-        at, compiled, held = self._at, self.compiled, list[object]()
+        at, compiled, held = self.at, self.compiled, list[object]()
         if sink is not None:
             tensors.append(sink_as_read(sink, compiled.dtype))
-        if bias is not None and self._has_given:
+        if bias is not None and self.has_given:
             tensors += tensors_of(bias, compiled.dtype)
         if dropout is not None or self.gradients is not None:  # what is told besides tensors is another in each pass
             words = _WordsOfAgain.from_buffer_copy(self._known)
@@ -111,7 +115,7 @@ def forward(
     passes: list[Pass] | None = plan.told.get((sink is None, dropout is None, wants_lse, learns, by_token))
     if passes is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
-    for told in passes:
+    for n, told in enumerate(passes):
         compiled = told.compiled
         lse = exact = output = (
             torch.empty_like(query) if told.like[0] else laid_like(query, value.shape[3], by_token=by_token)
@@ -125,10 +129,17 @@ def forward(
             tensors.append(lse)
         outcome = told.run(tensors, sink, bias, dropout)
         if outcome == DONE:
+            passes[0], passes[n] = told, passes[0]
             return output, lse, exact
         if outcome == SUSPECT:  # something hidden may have had a part
             return None
     return None
+
+
+def last_alone(plan: StripPlan, sink: Tensor | None) -> Pass | None:
+    """The last forward pass without gradients, dropout and lse, if it needs nothing but its tensors."""
+    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, False, False, False), [])
+    return passes[0] if passes and passes[0].like[0] and not passes[0].has_exact else None
 
 
 def backward(

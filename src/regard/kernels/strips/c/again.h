@@ -22,7 +22,7 @@ struct dl_tensor {
     uint64_t offset;
 };
 
-/* Functions of torch and of Python. */
+/* Functions of torch and of Python, and objects. */
 static struct python {
     int (*read)(void *, struct dl_tensor *); /* returns 0, or sets an error */
     void *(*item)(void *, i64);              /* of a tuple */
@@ -30,6 +30,18 @@ static struct python {
     void *(*bytes)(const char *, i64);
     void *(*release)(void);
     void (*acquire)(void *);
+    void *(*tuple)(i64);
+    int (*set_item)(void *, i64, void *);
+    void (*keep)(void *);
+    void (*drop)(void *);
+    void *(*attribute)(void *, void *);
+    void *(*call)(void *, void *, void *);
+    void *(*type)(void *);
+    int (*compare)(void *, void *, int);
+    i64 (*number)(void *);
+    void *(*address)(void *);
+    void (*clear)(void);
+    void *none, *whole_number, *real_number; /* the last two are types */
 } python;
 
 API void regard_set_python(const struct python *functions) { python = *functions; }
@@ -84,36 +96,30 @@ static void lie(struct lying *to, const struct dl_tensor *t)
     }
 }
 
-/* Notes how the tensors that are checked lie. Returns 0, or -1 with an error set. */
-API i64 regard_note(struct again *known, void *tensors)
+/* Notes how a tensor lies. Returns 0, or -1 with an error set. */
+API i64 regard_lie(struct lying *to, void *tensor)
 {
-    for (i64 i = 0; i < known->checked; i++) {
-        struct dl_tensor t;
-        if (python.read(python.item(tensors, i), &t)) return -1;
-        lie(known->tensor + i, &t);
-    }
+    struct dl_tensor t;
+    if (python.read(tensor, &t)) return -1;
+    lie(to, &t);
     return 0;
 }
 
 enum outcome { DONE, UNLIKE, SUSPECT };
 
-/* The same pass for other tensors. UNLIKE: nothing was computed; -1: the same, and an error is set. SUSPECT: something
-   hidden may have had a part. */
-API i64 regard_again(const struct again *known, i64 threads, void *tensors)
+/* The same pass for other tensors. UNLIKE: nothing was computed. SUSPECT: something hidden may have had a part. */
+static i64 again(const struct again *known, i64 threads, const struct dl_tensor *tensor, i64 count)
 {
     struct call c = known->call;
     char *given[MOST_TENSORS];
-    i64 count = python.length(tensors);
-    if (count > MOST_TENSORS) return UNLIKE;
     for (i64 i = 0; i < count; i++) {
-        struct dl_tensor t;
-        if (python.read(python.item(tensors, i), &t)) return -1;
+        const struct dl_tensor *t = tensor + i;
         if (i < known->checked) {
             struct lying l = {.word = known->tensor[i].word};
-            lie(&l, &t);
+            lie(&l, t);
             if (memcmp(&l, known->tensor + i, sizeof l)) return UNLIKE;
         }
-        char *begin = t.data + t.offset;
+        char *begin = t->data + t->offset;
         if (i < known->count)
             memcpy((i64 *)&c + known->tensor[i].word, &begin, sizeof begin);
         else
@@ -125,6 +131,17 @@ API i64 regard_again(const struct again *known, i64 threads, void *tensors)
     if (known->finishes && !c.suspect) regard_finish(&c);
     python.acquire(state);
     return c.suspect ? SUSPECT : DONE;
+}
+
+/* The same, of tensors of Python's. -1: nothing was computed, and an error is set. */
+API i64 regard_again(const struct again *known, i64 threads, void *tensors)
+{
+    struct dl_tensor t[MOST_TENSORS];
+    i64 count = python.length(tensors);
+    if (count > MOST_TENSORS) return UNLIKE;
+    for (i64 i = 0; i < count; i++)
+        if (python.read(python.item(tensors, i), t + i)) return -1;
+    return again(known, threads, t, count);
 }
 
 /* A call of one query, of any number of keys. The last three may be there or not in all calls alike. alone: up to how

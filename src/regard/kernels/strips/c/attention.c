@@ -18,16 +18,16 @@
    Scores are in units of log 2: weights = exp2(score - max). Whatever hides a key adds -inf. A query that sees no key
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
 
-   vectors.h and halves.h have the products, call.h the interface, again.h that for calls like earlier ones, scores.h what
-   scores are, forward.h, few.h, backward.h and statistics.h what is computed of them, for some queries; here all queries
+   vectors.h and halves.h have the products, call.h the interface, again.h that for passes like earlier ones, repeated.h
+   for whole calls of Python's, scores.h what scores are, forward.h, few.h, backward.h and statistics.h what is computed of them, for some queries; here all queries
    of a call are given out to threads. */
 
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "again.h"
 #include "backward.h"
 #include "few.h"
+#include "repeated.h"
 #include "statistics.h"
 
 /* memory of a thread, which it keeps */
@@ -550,5 +550,6 @@ API i64 regard_lanes(void) { return LANES; }
 API i64 regard_size_of_structures(void)
 {
     return sizeof(struct call) + sizeof(struct strip) + sizeof(struct span) + sizeof(struct tile) +
-           sizeof(struct gradient) + sizeof(struct statistic) + sizeof(struct again) + sizeof(struct one);
+           sizeof(struct gradient) + sizeof(struct statistic) + sizeof(struct again) + sizeof(struct one) +
+           sizeof(struct step) + sizeof(struct noted) + sizeof(struct repeated);
 }

@@ -1,0 +1,513 @@
+"""Calls that are like an earlier one but for their tensors: found out by the library, and by nothing else than what
+decides what a call computes."""
+
+import gc
+import itertools
+import random
+import sys
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard import (
+    Additive,
+    Alibi,
+    Causal,
+    Dense,
+    Document,
+    KernelError,
+    Mask,
+    Padding,
+    Prefix,
+    RelativeBias,
+    ShapeError,
+    Where,
+    Window,
+    attention,
+    attention_with_lse,
+    checked,
+    repeated,
+)
+from regard.kernels.strips import binding
+
+pytestmark = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
+
+LENGTH, HEADS, SIZE = 24, 4, 16
+
+
+def heads(seed: int = 0, dtype: torch.dtype = torch.float32, queries: int = LENGTH) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (2, HEADS, queries, SIZE), (2, 2, LENGTH, SIZE), (2, 2, LENGTH, SIZE)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+
+
+@pytest.fixture
+def found(monkeypatch) -> list[bool]:
+    """For each call, whether it was like one of those that are noted."""
+    seen: list[bool] = []
+    real = binding.compiled(torch.float32).repeat
+
+    def repeat(given, table):
+        results = real(given, table)
+        seen.append(results is not None)
+        return results
+
+    monkeypatch.setattr(repeated, "repeat", repeat)
+    return seen
+
+
+def by_formula(three: list[Tensor], **given) -> Tensor:
+    """The output in float64, found without looking for calls like it."""
+    noted, checked.noted = checked.noted, ()
+    try:
+        return attention(*(t.detach().double() for t in three), **given, kernel="reference")
+    finally:
+        checked.noted = noted
+
+
+def right(three: list[Tensor], kernel: str = "auto", **given) -> None:
+    expected, found = by_formula(three, **given), attention(*three, **given, kernel=kernel)
+    error = 2e-5 if three[0].dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, atol=error, rtol=error)
+
+
+def settle(*arguments, **given) -> None:
+    """Calls until one is noted, if it ever is."""
+    for _ in range(3):
+        attention(*arguments, **given)
+
+
+KINDS = {
+    "nothing": dict,
+    "causal": lambda: {"mask": Causal()},
+    "window": lambda: {"mask": Causal() & Window(5), "scale": 0.3},
+    "either": lambda: {"mask": (Causal() & Window(4)) | Prefix(2), "softcap": 9.0},
+    "not": lambda: {"mask": ~Window(3) & Causal()},
+    "slopes": lambda: {"mask": Causal(), "bias": Alibi(HEADS)},
+    "a bias tensor": lambda: {"bias": torch.linspace(-1, 1, HEADS * LENGTH * LENGTH).view(1, HEADS, LENGTH, LENGTH)},
+    "a bias for each key": lambda: {"bias": torch.linspace(-1, 1, LENGTH)},
+    "sink": lambda: {"mask": Causal(), "sink": torch.arange(HEADS) / 4},
+    "slopes and sink": lambda: {"mask": Window(9), "bias": Alibi(HEADS), "sink": torch.arange(HEADS) / 4},
+    "a bias tensor and sink": lambda: {"bias": torch.linspace(-1, 1, LENGTH), "sink": torch.arange(HEADS) / 4},
+    "a whole number": lambda: {"scale": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kernel", ["auto", "native"])
+def test_a_call_like_an_earlier_one_is_found_and_right(kind, dtype, learns, kernel, found):
+    given = KINDS[kind]()
+    for seed in range(6):
+        three = [tensor.requires_grad_(learns) for tensor in heads(seed, dtype)]
+        anew = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+        expected = by_formula(three, **given)
+        found.clear()
+        output = attention(*three, **anew, kernel=kernel)
+        error = 2e-2 if dtype is torch.bfloat16 else 2e-5
+        torch.testing.assert_close(output.detach().double(), expected, atol=error, rtol=error)
+        assert output.requires_grad == learns
+    assert found == [True] or checked._BY_NUMBERS  # a bias of which the kernel keeps a copy is known by its numbers
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "either", "not", "slopes", "sink"])
+def test_masks_and_biases_made_anew_are_like_those_before(kind, found):
+    for seed in range(5):
+        right(heads(seed), **KINDS[kind]())
+    assert found[-1]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native"])
+def test_log_sum_exp_and_output_are_calls_of_their_own(kernel, found):
+    three = heads()
+    settle(*three, mask=Causal(), kernel=kernel)
+    for _ in range(3):
+        output, lse = attention_with_lse(*three, mask=Causal(), kernel=kernel)
+        torch.testing.assert_close(attention(*three, mask=Causal(), kernel=kernel), output)
+        assert lse.shape == (2, HEADS, LENGTH)
+    assert found[-2:] == [True, True]
+
+
+LAID = {
+    "as they are": torch.clone,
+    "by token": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "features apart": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], 3).flatten(2, 3)[:, :, ::2],
+    "negated": lambda t: torch._neg_view(-t),
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "native"])
+@pytest.mark.parametrize("laid", LAID)
+def test_tensors_may_lie_in_another_way(laid, kernel):
+    for step in range(9):
+        three, sink = heads(step), torch.arange(HEADS) / 3
+        if step % 3 == 2:
+            three = [LAID[laid](tensor) if place <= step // 3 else tensor for place, tensor in enumerate(three)]
+        right(three, mask=Causal(), sink=sink, kernel=kernel)
+        right(three, mask=Causal(), kernel=kernel)
+        right([tensor.double() for tensor in three], mask=Causal(), kernel=kernel)
+
+
+def other_slopes() -> Alibi:
+    return Alibi(slopes=torch.tensor([1.0, 0.5, 0.25, 0.125]))
+
+
+def reversed_table() -> Tensor:
+    return torch.linspace(1, -1, LENGTH)
+
+
+DIFFERENCES = {
+    "scale": ({"scale": 0.5}, {"scale": 0.25}),
+    "no scale": ({"scale": None}, {"scale": 0.75}),
+    "a whole scale": ({"scale": 1}, {"scale": 2}),
+    "softcap": ({"softcap": 3.0}, {"softcap": 4.0}),
+    "no softcap": ({"softcap": None}, {"softcap": 1.0}),
+    "mask": ({"mask": Causal()}, {"mask": None}),
+    "kind of mask": ({"mask": Window(4)}, {"mask": Prefix(4)}),
+    "number of a mask": ({"mask": Window(4)}, {"mask": Window(7)}),
+    "part of a mask": ({"mask": Causal() & Window(4)}, {"mask": Causal() & Prefix(4)}),
+    "number in a part": ({"mask": Causal() & ~Window(4)}, {"mask": Causal() & ~Window(2)}),
+    "offset": ({"mask": Causal(offset=0)}, {"mask": Causal(offset=-3)}),
+    "slopes": ({"bias": Alibi(HEADS)}, {"bias": other_slopes()}),
+    "bias": ({"bias": Alibi(HEADS)}, {"bias": None}),
+    "bias that is a tensor": ({"bias": torch.linspace(-1, 1, LENGTH)}, {"bias": reversed_table()}),
+    "axes of a bias": ({"bias": torch.ones(LENGTH)}, {"bias": torch.linspace(-1, 1, LENGTH)[:, None]}),
+    "sink": ({"sink": torch.zeros(HEADS)}, {"sink": torch.ones(HEADS)}),
+    "no sink": ({"sink": torch.zeros(HEADS)}, {"sink": None}),
+    "strides of a sink": ({"sink": torch.arange(4.0)}, {"sink": torch.arange(8.0)[::2]}),
+    "dtype of a sink": ({"sink": torch.arange(4.0)}, {"sink": torch.arange(4.0).double() / 2}),
+    "additive": ({}, {"additive": Additive(torch.ones(HEADS, SIZE))}),
+}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_a_call_that_differs_in_one_thing_is_another(difference, learns):
+    for one, other in itertools.permutations(DIFFERENCES[difference]):
+        checked.forget()
+        for step in range(12):
+            three = [tensor.requires_grad_(learns) for tensor in heads(step)]
+            right(three, **(other if step % 4 == 3 else one))
+
+
+def test_a_kernel_that_does_not_exist_is_refused_whatever_came_before():
+    settle(*heads())
+    with pytest.raises(KernelError, match="no kernel named"):
+        attention(*heads(), kernel="nothing")
+
+
+def test_dropout_and_its_generator_are_looked_at(found):
+    settle(*heads())
+    assert not torch.equal(attention(*heads(), dropout=0.5), attention(*heads()))
+    settle(*heads(), dropout=0.5)
+    seeded = [attention(*heads(), dropout=0.5, generator=torch.Generator().manual_seed(1)) for _ in range(3)]
+    assert all(torch.equal(seeded[0], each) for each in seeded)
+
+
+def test_a_bias_of_which_the_kernel_keeps_a_copy_is_known_by_its_numbers():
+    bias = torch.zeros(1, HEADS, LENGTH, LENGTH)
+    for step in range(8):
+        bias[..., step] += step // 4
+        expected = by_formula(heads(), bias=bias, mask=Causal())
+        found = attention(*heads(), bias=bias, mask=Causal(), kernel="sdpa")
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_mask_that_could_be_read_in_two_ways_is_refused_whatever_came_before():
+    three = [tensor[:, :2] for tensor in heads()]
+    with torch.inference_mode():  # where few cells are known by their contents
+        cells = torch.ones(2, LENGTH, LENGTH, dtype=torch.bool)
+        settle(*three, mask=Dense(cells[None]))
+        with pytest.raises(ShapeError, match="Dense"):
+            attention(*three, mask=Dense(cells))
+
+
+class Watched(Tensor):
+    """A tensor of one's own, which sees what is done with it."""
+
+
+def test_tensors_of_ones_own_are_not_taken_for_plain_ones(found):
+    three = heads()
+    settle(*three, mask=Causal())
+    for place in range(3):
+        given = [t.as_subclass(Watched) if n == place else t for n, t in enumerate(three)]
+        attention(*given, mask=Causal())
+        assert not found[-1]
+        given[place] = nn.Parameter(three[place], requires_grad=False)
+        attention(*given, mask=Causal())
+        assert not found[-1]
+
+
+def test_whatever_changes_about_an_object_is_seen():
+    """In each call something else changes, and often changes back; nothing may be taken for what it was."""
+    draw = random.Random(1)
+    window, slopes, cells = Window(5), Alibi(slopes=torch.ones(HEADS)), torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    dense, bias, sink = Dense(cells), torch.zeros(1, HEADS, LENGTH, LENGTH), nn.Parameter(torch.zeros(HEADS))
+    by_token = torch.zeros(1, LENGTH, LENGTH, HEADS).permute(0, 3, 1, 2)
+    masks = [None, window, Causal() & window, dense, dense & window]
+    for step in range(300):
+        change = draw.randrange(9)
+        if change == 0:
+            window.w = draw.choice([3, 5])
+            window.before = window.w - 1
+        elif change == 1:
+            slopes.slopes.data.fill_(draw.choice([0.5, 1.0]))
+        elif change == 2:
+            cells[draw.randrange(1, LENGTH), 0] = draw.random() < 0.5
+        elif change == 3:
+            bias[..., draw.randrange(LENGTH)] = draw.random()
+        elif change == 4:
+            sink.data.fill_(draw.random())
+        elif change == 5:
+            bias.data = draw.choice([bias.data.contiguous(), by_token.copy_(bias)])
+        with torch.set_grad_enabled(draw.random() < 0.5):
+            given = {"scale": draw.choice([None, 0.25, 0.5, 1, 1.0]), "softcap": draw.choice([None, 4.0])}
+            added = draw.choice([None, bias, slopes])
+            right(heads(step % 5), mask=draw.choice(masks), bias=added, sink=draw.choice([None, sink]), **given)
+
+
+def test_what_autograd_is_asked_for_is_seen(found):
+    for learns in itertools.product([False, True], repeat=3):
+        for grads in (True, False, True):
+            for _ in range(2):
+                three = [t.requires_grad_(wants) for t, wants in zip(heads(), learns, strict=True)]
+                with torch.set_grad_enabled(grads):
+                    output = attention(*three, mask=Causal(), kernel="native")
+                assert output.requires_grad == (grads and any(learns))
+                if output.requires_grad:
+                    output.sum().backward()
+                    assert [t.grad is not None for t in three] == list(learns)
+    assert any(found)
+
+
+def test_gradients_are_right_again_and_again(found):
+    for seed in range(5):
+        three = [t.requires_grad_() for t in heads(seed)]
+        others = [t.detach().double().requires_grad_() for t in three]
+        attention(*three, mask=Causal() & Window(7)).square().sum().backward()
+        attention(*others, mask=Causal() & Window(7), kernel="reference").square().sum().backward()
+        for one, other in zip(three, others, strict=True):
+            torch.testing.assert_close(one.grad.double(), other.grad, atol=1e-4, rtol=1e-4)
+    assert found[-1]
+
+
+def test_states_of_torch_are_seen(found):
+    three = heads()
+    settle(*three, mask=Causal())
+    expected = attention(*three, mask=Causal())
+    assert found.pop()
+    found.clear()
+
+    def right_and_not_found() -> None:
+        torch.testing.assert_close(attention(*three, mask=Causal()), expected)
+        assert not found.pop()
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            return function(*arguments, **(named or {}))
+
+    with Counts():
+        right_and_not_found()
+    with forward_ad.dual_level():
+        right_and_not_found()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attention(*three, mask=Causal())
+        assert not found.pop()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda *given: attention(*given, mask=Causal()), three, check_trace=False)
+    assert not any(found)
+    torch.testing.assert_close(traced(*heads(1)), attention(*heads(1), mask=Causal()))
+    torch.func.grad(lambda x: (attention(*three, mask=Causal()) * x).sum())(torch.ones(1))
+    assert not found.pop()
+    traced = make_fx(lambda *given: attention(*given, mask=Causal()))(*three)
+    torch.testing.assert_close(traced(*heads(1)), attention(*heads(1), mask=Causal()))
+    torch.func.vmap(lambda *one: attention(*(t[None] for t in one), mask=Causal()))(*three)
+    torch.func.grad(lambda q, k, v: attention(q, k, v, mask=Causal()).sum())(*three)
+    attention(*three, mask=Causal())
+    assert found.pop()
+
+
+def test_dropout_is_drawn_anew_in_every_call(found):
+    torch.manual_seed(0)
+    outputs = [attention(*heads(), dropout=0.5) for _ in range(5)]
+    assert found[-1]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(outputs, 2))
+    torch.manual_seed(0)
+    torch.testing.assert_close(attention(*heads(), dropout=0.5), outputs[0])
+
+
+class Switched(Mask):
+    """A mask that says something else when a switch that is no argument of it is turned."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    on = True
+
+    def structure(self):
+        return type(self), self.n, self.on
+
+    def rule(self, batch, head, query, key):
+        return key <= query if self.on else key >= query
+
+
+def test_masks_of_ones_own_are_always_asked(found):
+    mask = Switched(3)
+    for on in (True, True, True, False, True):
+        Switched.on = on
+        right(heads(), mask=mask)
+    functions = [Where(lambda batch, head, query, key, n=n: key <= query + n) for n in (0, 2)]
+    for mask in functions * 3:
+        right(heads(), mask=mask)
+    assert not any(found)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: Padding(torch.arange(LENGTH)[None].expand(2, -1) < torch.tensor([[9], [LENGTH]])),
+        lambda: Document(torch.arange(LENGTH)[None] // 7),
+        lambda: Dense(torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5),
+    ],
+)
+def test_tensors_of_masks_are_known_as_themselves(mask, found):
+    kept = mask()
+    settle(*heads(), mask=kept)
+    right(heads(1), mask=kept)
+    assert found[-1]
+    other = mask()
+    right(heads(1), mask=other)
+    assert not found[-1]
+    tensor = next(value for value in vars(kept).values() if isinstance(value, Tensor))
+    tensor[:] = tensor.flip(-1)
+    right(heads(1), mask=kept)
+    assert not found[-1]
+
+
+def test_a_table_that_learns_is_never_taken_for_what_it_was():
+    table = nn.Parameter(torch.zeros(32, HEADS))
+    bias = RelativeBias(table)
+    for step in range(6):
+        right(heads(), bias=bias)
+        with torch.no_grad():
+            right(heads(), bias=bias)
+            table.add_(step)
+
+
+def test_slopes_that_begin_to_learn_are_given_gradients():
+    slopes = torch.ones(HEADS)
+    bias = Alibi(slopes=slopes)
+    settle(*heads(), bias=bias, kernel="native")
+    slopes.requires_grad_()
+    attention(*heads(), bias=bias, kernel="native").square().sum().backward()
+    assert slopes.grad is not None
+
+
+def test_hidden_numbers_have_no_part(found):
+    cells = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.4
+    cells[:, 5] = False
+    mask = Dense(cells)
+    for bad in (0.0, 0.0, 0.0, torch.nan, torch.inf, 0.0):
+        query, key, value = heads()
+        expected = by_formula([query, key, value], mask=mask)
+        key[:, :, 5] = value[:, :, 5] = bad
+        found_now = attention(query, key, value, mask=mask)
+        torch.testing.assert_close(found_now.double(), expected, atol=2e-5, rtol=2e-5)
+    assert found[-1]
+
+
+def test_no_more_calls_are_noted_than_so_many_and_none_again_and_again():
+    for length in range(2, 3 * repeated.MAX_CALLS):
+        settle(*heads(queries=length), mask=Causal())
+        assert len(checked.noted) <= 2 * repeated.MAX_CALLS
+    checked.forget()
+    for step in range(1, 3 * repeated.MAX_WAYS):
+        three = [torch.zeros(*t.shape[:3], step + SIZE)[..., :SIZE].copy_(t) for t in heads()]
+        for _ in range(2):
+            attention(*three, mask=Causal())
+    assert len(checked.noted) == 2 * repeated.MAX_WAYS
+
+
+def test_nothing_of_a_call_is_kept_but_its_mask():
+    three = heads()
+    bias, sink = torch.zeros(HEADS, LENGTH, LENGTH), torch.zeros(HEADS)
+    settle(*three, bias=bias, sink=sink)
+    output = attention(*three, bias=bias, sink=sink)
+    alive = [weakref.ref(t) for t in (*three, bias, sink, output)]
+    del three, bias, sink, output
+    gc.collect()
+    assert [one() for one in alive] == [None] * 6
+
+
+def test_what_is_known_as_itself_is_kept_so_that_nothing_else_takes_its_place():
+    mask = Dense(torch.rand(LENGTH, LENGTH) < 0.5)
+    cells = weakref.ref(mask.mask)
+    settle(*heads(), mask=mask)
+    del mask
+    gc.collect()
+    assert cells() is not None
+    checked.forget()
+    gc.collect()
+    assert cells() is None
+
+
+def test_objects_are_counted_as_often_as_they_are_held():
+    three, mask, scale = heads(), Causal() & Window(9), 0.375
+    given = {"mask": mask, "scale": scale}
+    settle(*three, **given)
+    settle(*three, mask=mask, sink=torch.ones(HEADS, dtype=torch.float64))  # by its own code
+    watched = *three, mask, scale, Causal, Tensor, torch.empty_like
+    before = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(1000):
+        attention(*three, **given)
+        attention(*three, mask=mask, sink=torch.ones(HEADS, dtype=torch.float64))
+        attention(*three, mask=Causal() & Window(8))  # like none of them, at first
+    after = [sys.getrefcount(thing) for thing in watched]
+    assert all(abs(now - then) < 20 for then, now in zip(before, after, strict=True))
+
+
+def test_errors_of_a_call_are_its_own(monkeypatch):
+    three = [t.requires_grad_() for t in heads()]
+    settle(*three, mask=Causal())
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*given):
+        raise StoppedError
+
+    _, (noted, _), *_ = checked.noted
+    noted.run = id(stop)
+    with pytest.raises(StoppedError):
+        attention(*three, mask=Causal())
+
+
+def test_threads_may_call_at_once():
+    wrong: list[object] = []
+
+    def calls(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(150):
+            try:
+                mask = draw.choice([Causal(), Window(draw.randrange(2, 20)), Causal() & Prefix(draw.randrange(1, 20))])
+                right(heads(draw.randrange(4), queries=draw.choice([LENGTH, 5, 9])), mask=mask)
+            except BaseException as error:
+                wrong.append(error)
+                raise
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
