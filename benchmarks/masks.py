@@ -97,17 +97,22 @@ def report(data: Data, small: Data, looking: Data, recorded: Data, plots: list[s
     parts += [
         "## Small calls",
         "",
-        "Overhead of `regard.attention` over `scaled_dot_product_attention` per small call, in microseconds.",
+        "Overhead of `regard.attention` over `scaled_dot_product_attention` per small call, in microseconds: of calls",
+        "one right after the other, and of each after a feed-forward layer, as in a model.",
         _processor(small),
         "",
-        "| call | shape | dtype | torch | regard | overhead |",
-        "|---|---|---|---:|---:|---:|",
+        "| call | shape | dtype | torch | regard | overhead | torch, between layers | regard | overhead |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
         *(
-            f"| {r['case']} | {r['shape']} | {r['dtype']} | {r['torch_us']} | {r['regard_us']} | {r['extra_us']} |"
+            f"| {r['case']} | {r['shape']} | {r['dtype']} | {_overhead(r)} | {_overhead(r['between_layers'])} |"
             for r in small["rows"]
         ),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _overhead(figures: dict[str, float]) -> str:
+    return " | ".join(f"{figures[name]:,.1f}" for name in ("torch_us", "regard_us", "extra_us"))
 
 
 def _processor(data: Data) -> str:

@@ -4,6 +4,8 @@
 
 Small calls are where a library's own checking and choosing shows. Both functions are called in turn, pair by pair, on
 the same tensors, and the medians of all pairs are compared; the difference is the price of regard's gate and choice.
+They are timed twice: one right after the other, and each after other work, as between the layers of a model, when code
+and objects have left the processor's caches.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,11 +93,29 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
     ]
 
 
-def measure(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], repeats: int) -> dict[str, float]:
-    """Medians in microseconds of calls made in turn, and the median of the differences pair by pair."""
+def other_work(queries: int) -> Callable[[], object]:
+    """A function that does what lies between two calls of attention: a feed-forward layer of 768 features over as many
+    tokens, whose weights take 19 MB."""
+    tokens = torch.randn(queries, 768)
+    widen, narrow = torch.nn.Linear(768, 3072), torch.nn.Linear(3072, 768)
+    return lambda: narrow(F.gelu(widen(tokens)))
+
+
+def measure(
+    ours: Callable[[], Tensor],
+    theirs: Callable[[], Tensor],
+    repeats: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
+    """Medians in microseconds of calls made in turn, and the median of the differences pair by pair.
+
+    Args:
+        before: what is done before each of them.
+    """
     times: dict[str, list[float]] = {"regard": [], "torch": []}
     for repeat in range(repeats + 50):
         for name, call in (("torch", theirs), ("regard", ours)):
+            before()
             start = time.perf_counter()
             call()
             if repeat >= 50:  # the first ones warm up
@@ -115,7 +136,7 @@ def compare(ours: Tensor, theirs: Tensor) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=2000, help="of calls one after the other; a quarter with work")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "small_calls.json")
     options = parser.parse_args()
     rows = []
@@ -125,9 +146,14 @@ def main() -> None:
             # another kernel than torch's may round elsewhere
             compare(ours(*tensors), theirs(*tensors))
             row = {"case": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
-            row |= measure(lambda t=tensors, f=ours: f(*t), lambda t=tensors, f=theirs: f(*t), options.repeats)
+            queries = 1 if "1 query" in name else shape[2]
+            both = partial(ours, *tensors), partial(theirs, *tensors)
+            row |= measure(*both, options.repeats)
+            row["between_layers"] = between = measure(*both, options.repeats // 4, before=other_work(queries))
             rows.append(row)
-            print(f"{name:<36}{row['dtype']:<10}{row['torch_us']:>9} us{row['extra_us']:>+10.2f} us", flush=True)
+            told = f"{row['torch_us']:>9} us{row['extra_us']:>+10.2f} us"
+            told += f"   between layers {between['torch_us']:>9} us{between['extra_us']:>+10.2f} us"
+            print(f"{name:<36}{row['dtype']:<10}{told}", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps({"machine": bench.machine(), "repeats": options.repeats, "rows": rows}, indent=1) + "\n"

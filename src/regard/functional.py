@@ -6,6 +6,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from regard import checked, hints, repeated
 from regard.biases import Bias
@@ -130,14 +131,15 @@ def attention_with_lse(
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
+    if not is_compiling():
+        results = repeated.repeat(given, checked.noted)
+        if results is not None:
+            return results, None
     query, key, value, _, bias, _, _, sink, *_ = given
     if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
         results = attention_of_one(*given)
         if results is not None:
-            return results, None
-    if not torch.compiler.is_compiling():
-        results = repeated.repeat(given, checked.noted)
-        if results is not None:
+            repeated.note_one(given)
             return results, None
     form = form_of(*given)
     known = None if form is None else recall(form)

@@ -157,22 +157,27 @@ def _looked_at(others: list[Mask], keys: range, grid: Grid, seen: Seen) -> Seen:
 
 
 def _numbers_of(bias: Bias, of_query: Sequence[int], key_len: int, query: Tensor) -> Tensor:
-    """What a bias adds to the scores of the only query: [1 or batch, 1 or heads, 1, 1 or key_len].
+    """What a bias adds to the scores of the only query: [1 or batch, 1 or heads, 1, 1 or key_len]."""
+    row = row_of(bias, of_query, key_len, query)
+    if row is None:
+        return _row(bias, Grid(of_query[0], of_query[1], 1, key_len, query.device), wide(query.dtype))
+    return row.narrow(3, row.shape[3] - key_len, key_len)
 
-    Where the last key of a cache is the query's own, the numbers of fewer keys are the last of those of more: they are
-    kept for as many as there may be before the next power of two.
-    """
+
+def row_of(bias: Bias, of_query: Sequence[int], key_len: int, query: Tensor) -> Tensor | None:
+    """What a bias adds to the scores of a query that is the last key's own, for as many keys as there may be up to the
+    next power of two, of which those of fewer keys are the last; None if it does not count from the last key."""
     batch, heads, dtype = of_query[0], of_query[1], wide(query.dtype)
     known = contents(bias)
     if known is None or not _counts_from_the_last(bias):
-        return _row(bias, Grid(batch, heads, 1, key_len, query.device), dtype)
+        return None
     most = 1 << key_len.bit_length()
 
     def make() -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return _row(settled(bias), Grid(batch, heads, 1, most, query.device), dtype)
 
-    return _ROWS.get((known, batch, heads, most, dtype), make).narrow(3, most - key_len, key_len)
+    return _ROWS.get((known, batch, heads, most, dtype), make)
 
 
 def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:

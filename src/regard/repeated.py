@@ -4,7 +4,7 @@ To make the form of a call, and to look for it (`checked`), takes Python a few m
 between the layers of a model, where its own code and objects have left the processor's caches. So what the form follows
 from is noted as steps, each of which looks at one object: an argument, an attribute of a mask, a state of torch. Where
 every one finds what it found before, and query, key and value lie as before, the earlier call's way is taken at once.
-Any other call is left to its form.
+One query may have other keys, as in writing token by token. Any other call is left to its form.
 """
 
 import ctypes
@@ -18,12 +18,19 @@ from torch.autograd import forward_ad
 
 from regard import checked
 from regard.checked import Checked, Form, InPlace
-from regard.kernels.strips import binding
-from regard.kernels.strips.binding import NotedOf, RepeatedOf, StepOf
+from regard.kernels import choose
+from regard.kernels.strips import NATIVE_KERNEL, binding
+from regard.kernels.strips.binding import FAR, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
+from regard.kernels.strips.single import told_of_one
+from regard.masks import Mask, Padding
+from regard.masks.planning import keys_of_last
+from regard.numerics import wide
+from regard.one_query import row_of
 from regard.rules import Rule
+from regard.validation import check_call
 from regard.versions import is_few
 
 Results = tuple[Tensor, Tensor | None]
@@ -65,13 +72,102 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
     if library is None or known.ways == MAX_WAYS or not given[QUERY].is_cpu:
         return
     known.ways += 1
+    if isinstance(given[BIAS], Tensor) and type(form[-1]) is not InPlace:
+        return  # calls are alike only if its numbers are
+
+    def way(made: RepeatedOf) -> list[object]:
+        told = _pass_of(library, given, known)
+        if told is not None:
+            made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
+        made.run = id(known.run)
+        return [told, known.run]
+
+    _note(library, given, way)
+
+
+def note_one(given: tuple[Any, ...]) -> None:
+    """Notes a call of one query that was computed by `one_query`, for any number of keys, if it sees all or the last of
+    them, but for padding, and nothing is added to its scores but what follows from how far they are from the last."""
+    library = binding.compiled(torch.float32)
+    query, key, value, mask, bias, scale, softcap, sink, *_ = given
+    if library is None or not checked.ones_left or given[WANTS_LSE] or isinstance(bias, Tensor):
+        return
+    keys, others = (range(FAR), []) if mask is None else keys_of_last(mask, FAR)
+    if (
+        keys.stop < FAR
+        or not (others == [] or _is_padding(others))
+        or not key.stride(3) == value.stride(3) == 1
+        or query.shape[3] != value.shape[3]
+    ):
+        return
+    row = None if bias is None else row_of(bias, query.shape, key.shape[2], query)
+    if (row is None) != (bias is None) or wide(query.dtype) is not library.dtype:
+        return
+    added = None if row is None else row[..., -key.shape[2] :]
+    call = check_call("attention", query, key, value, None, added, scale, softcap, sink, None, 0.0, None, False)
+    if choose(call) is not NATIVE_KERNEL:
+        return
+    checked.ones_left -= 1
+    told = told_of_one(call)
+
+    def way(made: RepeatedOf) -> list[object]:
+        made.one, made.told, made.last = ctypes.addressof(told), sink is not None, len(keys) % FAR
+        made.row = None if row is None else id(row)
+        return [told, row]
+
+    if sink is None or _is_read_as_it_is(sink, library):
+        _note(library, given, way, pads=bool(others))
+
+
+def _is_padding(others: list[Mask]) -> bool:
+    """Whether it is one mask, which says of each key whether it is real."""
+    return len(others) == 1 and type(others[0]) is Padding and others[0].keys.dtype is torch.bool
+
+
+def _note(
+    library: binding.Compiled,
+    given: tuple[Any, ...],
+    way: Callable[[RepeatedOf], list[object]],
+    *,
+    pads: bool = False,
+) -> None:
+    """Notes a call.
+
+    Args:
+        way: notes how it is computed; returns what has to be kept for that.
+        pads: whether its padding may be another one in each call.
+    """
     try:
-        notes = _Notes(library, given, form)
+        notes = _Notes(library, given, pads)
     except (_CannotBeNotedError, RuntimeError, BufferError):  # those of torch, for tensors without memory of their own
         return
-    noted = notes.made(given, known)
-    if len(notes.steps) <= MAX_STEPS and len(notes.tensors) <= MAX_NOTED:
-        checked.noted = (ctypes.addressof(noted), (noted, notes), *checked.noted)[: 2 * MAX_CALLS]
+    if len(notes.steps) > MAX_STEPS or len(notes.tensors) > MAX_NOTED:
+        return
+    made = RepeatedOf()
+    held = *way(made), notes, made
+    library.lie_open(ctypes.addressof(made), bool(made.one), given[: VALUE + 1])
+    steps = (StepOf * len(notes.steps))(*notes.steps)
+    tensors = (NotedOf * len(notes.tensors))(*notes.tensors)
+    made.step, made.steps = ctypes.addressof(steps), len(steps)
+    made.noted, made.count = ctypes.addressof(tensors), len(tensors)
+    made.make_output, made.threads = id(torch.empty_like), id(torch.get_num_threads)
+    checked.noted = (ctypes.addressof(made), (*held, steps, tensors), *checked.noted)[: 2 * MAX_CALLS]
+
+
+def _pass_of(library: binding.Compiled, given: tuple[Any, ...], known: Checked) -> Pass | None:
+    """The library's pass, if it is all that the call takes, and reads sink and bias as they are."""
+    planned = getattr(known.run, "__self__", None)
+    sink = given[SINK]
+    if not isinstance(planned, Planned) or known.run != planned.alone:
+        return None
+    told = planned.last_pass(sink)
+    if told is None or told.compiled is not library or not (sink is None or _is_read_as_it_is(sink, library)):
+        return None
+    return told if isinstance(given[BIAS], Tensor) or not told.has_given else None
+
+
+def _is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
+    return sink_as_read(sink, library.dtype).data_ptr() == sink.data_ptr()
 
 
 class _CannotBeNotedError(Exception):
@@ -82,11 +178,11 @@ class _Notes:
     """What a call has to be like.
 
     Args:
-        given: its arguments. form: that of `checked`.
+        given: its arguments. pads: as of `_note`.
     """
 
-    def __init__(self, library: binding.Compiled, given: tuple[Any, ...], form: Form) -> None:
-        self._library = library
+    def __init__(self, library: binding.Compiled, given: tuple[Any, ...], pads: bool) -> None:
+        self._library, self._pads = library, pads
         self._held: list[object] = []  # as long as an object is there, no other has its address
         self.steps: list[StepOf] = []
         self.tensors: list[NotedOf] = []
@@ -105,8 +201,6 @@ class _Notes:
         self.look(-1, of=forward_ad, name="_current_level")
         for place in (QUERY, KEY, VALUE):
             self._of_tensor(given, place)
-        if isinstance(given[BIAS], Tensor) and type(form[-1]) is not InPlace:
-            raise _CannotBeNotedError  # the call is alike only if the numbers are
 
     def look(
         self, found: object, place: int = 0, name: str | None = None, *, of: object = None, calls: bool = False,
@@ -125,11 +219,11 @@ class _Notes:
         if tensor is None:
             self.look(None, place)
             return
-        self.look(type(tensor), place, by_type=True)
         self.look(False, place, "is_neg", calls=True)
         if torch.is_grad_enabled():
             self.look(tensor.requires_grad, place, "requires_grad")
-        if place > VALUE:
+        if place > VALUE:  # the library looks at the first three itself
+            self.look(type(tensor), place, by_type=True)
             self._lies(tensor, place)
 
     def _of_rule(self, rule: Rule, place: int) -> None:
@@ -150,6 +244,9 @@ class _Notes:
 
     def _in_rule(self, tensor: Tensor, place: int, name: str) -> None:
         """A tensor of a mask or bias: known by its few numbers, or else as itself in this version, as in a form."""
+        if self._pads and tensor.dtype is torch.bool:
+            self.tensors.append(NotedOf(self.look(type(tensor), place, name, by_type=True), is_padding=True))
+            return
         few = is_few(tensor)
         at = self.look(type(tensor) if few else tensor, place, name, by_type=few)
         if torch.is_grad_enabled():
@@ -167,31 +264,3 @@ class _Notes:
             self._held.append(numbers)
             noted.numbers, noted.bytes = ctypes.cast(ctypes.c_char_p(numbers), ctypes.c_void_p), len(numbers)
         self.tensors.append(noted)
-
-    def made(self, given: tuple[Any, ...], known: Checked) -> RepeatedOf:
-        """For the library."""
-        made, told = RepeatedOf(), self._pass_of(given, known)
-        for lying, tensor in zip(made.three, given[: VALUE + 1], strict=True):
-            self._library.lie(ctypes.addressof(lying), tensor)
-        steps = (StepOf * len(self.steps))(*self.steps)
-        tensors = (NotedOf * len(self.tensors))(*self.tensors)
-        made.step, made.steps = ctypes.addressof(steps), len(steps)
-        made.noted, made.count = ctypes.addressof(tensors), len(tensors)
-        made.run, made.make_output, made.threads = map(id, (known.run, torch.empty_like, torch.get_num_threads))
-        if told is not None:
-            made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
-        self._held += [steps, tensors, known.run, told]
-        return made
-
-    def _pass_of(self, given: tuple[Any, ...], known: Checked) -> Pass | None:
-        """The library's pass, if it is all that the call takes, and reads sink and bias as they are."""
-        planned = getattr(known.run, "__self__", None)
-        sink, bias = given[SINK], given[BIAS]
-        if not isinstance(planned, Planned) or known.run != planned.alone:
-            return None
-        told = planned.last_pass(sink)
-        if told is None or told.compiled is not self._library:
-            return None
-        if sink is not None and sink_as_read(sink, self._library.dtype).data_ptr() != sink.data_ptr():
-            return None
-        return told if isinstance(bias, Tensor) or not told.has_given else None

@@ -171,7 +171,7 @@ class StepOf(ctypes.Structure):
 class NotedOf(ctypes.Structure):
     """`struct noted` of c/repeated.h."""
 
-    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64))
+    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("is_padding", _i64))
 
 
 class RepeatedOf(ctypes.Structure):
@@ -179,8 +179,8 @@ class RepeatedOf(ctypes.Structure):
 
     _fields_ = (
         ("three", LyingOf * 3),
-        *((name, _address) for name in ("step", "noted", "pass_", "run", "make_output", "threads")),
-        *((name, _i64) for name in ("steps", "count", "told")),
+        *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run", "make_output", "threads")),
+        *((name, _i64) for name in ("steps", "count", "told", "last")),
     )
 
 
@@ -213,7 +213,8 @@ class Compiled:
         describe: of tensors, as `describe` tells it; empty where they are too many.
         again: a pass for other tensors, given an `AgainOf` and by how many threads; returns DONE, UNLIKE or SUSPECT.
         one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE.
-        lie: tells a `LyingOf` how a tensor lies.
+        lie: tells a `LyingOf` how a tensor lies. lie_open: tells a `RepeatedOf` how query, key and value lie, and if
+            its second argument is true, of keys and values only what all numbers of them have in common.
         repeat: output and lse of a call like one of a table, or None: `regard.repeated`.
     """
 
@@ -226,6 +227,7 @@ class Compiled:
     again: Callable[[int, int, tuple[Tensor, ...]], int]
     one: Callable[[Any, int, int | None, tuple[Tensor, ...]], int]
     lie: Callable[[int, Tensor], int]
+    lie_open: Callable[[int, bool, tuple[Tensor, ...]], int]
     repeat: Callable[[tuple[object, ...], tuple[object, ...]], tuple[Tensor, Tensor | None] | None]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
@@ -263,6 +265,7 @@ class Compiled:
             ("again", (_address, _i64, _tensors), _i64),
             ("one", (_address, _i64, _address, _tensors), _i64),
             ("lie", (_address, _tensors), _i64),
+            ("lie_open", (_address, _i64, _tensors), _i64),
             ("repeat", (_tensors, _tensors), ctypes.py_object),
         ):
             function = getattr(locked, f"regard_{name}")
@@ -313,8 +316,8 @@ def _functions_of_python() -> Any:
     if exchange.major != 1 or not exchange.read:
         raise OSError("this torch tells of tensors in another way")
     addresses = [ctypes.cast(getattr(python, name), _address).value for name in _OF_PYTHON]
-    objects = map(id, (None, int, float))
-    return (_address * (len(addresses) + 4))(exchange.read, *addresses, *objects)
+    objects = map(id, (None, int, float, Tensor))
+    return (_address * (len(addresses) + 5))(exchange.read, *addresses, *objects)
 
 
 _OF_PYTHON = (

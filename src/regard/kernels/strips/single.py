@@ -53,6 +53,20 @@ Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor |
 """A `Single` that takes what is hidden out of the result itself."""
 
 
+def told_of_one(call: Call) -> OneOf:
+    """What the library is told of such calls."""
+    (batch, heads, rows, size), kv_heads = call.query.shape, call.key.shape[1]
+    told = OneOf(has_lse=call.wants_lse, has_sink=call.scoring.sink is not None)
+    told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, kv_heads
+    told.call.query_len, told.call.head_dim, told.call.value_dim = rows, size, call.value.shape[3]
+    told.call.dtype, told.call.scale = DTYPES[call.query.dtype], call.scoring.scale
+    told.call.softcap, told.call.strips = call.scoring.softcap or 0.0, 1
+    told.strip.batch, told.strip.times, told.strip.step, told.strip.count, told.strip.spans = -1, 1, 1, rows, 1
+    told.span.step, told.span.low, told.span.high = 1, -FAR, FAR
+    told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * kv_heads * size)
+    return told
+
+
 def single(call: Call) -> Alone | None:
     """A function of query, key, value, sink, what is hidden, and a bias, in which nothing that is hidden has a part.
 
@@ -62,14 +76,7 @@ def single(call: Call) -> Alone | None:
         return None
     (batch, heads, rows, size), dtype = call.query.shape, wide(call.query.dtype)
     shape, library, wants_lse = (batch, heads, rows, call.value.shape[3]), library_for(dtype), call.wants_lse
-    told = OneOf(has_lse=wants_lse, has_sink=call.scoring.sink is not None)
-    told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, call.key.shape[1]
-    told.call.query_len, told.call.head_dim, told.call.value_dim = rows, size, shape[3]
-    told.call.dtype, told.call.scale = DTYPES[call.query.dtype], call.scoring.scale
-    told.call.softcap, told.call.strips = call.scoring.softcap or 0.0, 1
-    told.strip.batch, told.strip.times, told.strip.step, told.strip.count, told.strip.spans = -1, 1, 1, rows, 1
-    told.span.step, told.span.low, told.span.high = 1, -FAR, FAR
-    told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * call.key.shape[1] * size)
+    told = told_of_one(call)
     at = ctypes.byref(told)  # which keeps it
 
     def attend_one(

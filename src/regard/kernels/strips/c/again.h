@@ -41,7 +41,7 @@ static struct python {
     i64 (*number)(void *);
     void *(*address)(void *);
     void (*clear)(void);
-    void *none, *whole_number, *real_number; /* the last two are types */
+    void *none, *whole_number, *real_number, *tensor; /* all but the first are types */
 } python;
 
 API void regard_set_python(const struct python *functions) { python = *functions; }
@@ -162,16 +162,12 @@ static int place(struct tensor *to, const struct dl_tensor *t)
 }
 
 /* within: where the first keys that are seen are, where the ends, and how far those of the next batch index; NULL: all.
-   tensors: query, key, value, output, then lse and sink, and then what is added to the scores, if it is. */
-API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void *tensors)
+   t: query, key, value, output, then lse and sink, and then what is added to the scores, if it is. */
+static i64 one(const struct one *known, i64 threads, const i64 *within, const struct dl_tensor *t, i64 count)
 {
     struct one o = *known;
     struct call *c = &o.call;
-    struct dl_tensor t[7];
-    i64 count = python.length(tensors), n = 4;
-    if (count > 7) return UNLIKE;
-    for (i64 i = 0; i < count; i++)
-        if (python.read(python.item(tensors, i), t + i)) return -1;
+    i64 n = 4;
     struct tensor *to[] = {&c->query, &c->key, &c->value, &c->output};
     for (int i = 0; i < 4; i++)
         if (t[i].axes != 4 || !place(to[i], t + i)) return UNLIKE;
@@ -202,4 +198,15 @@ API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void
     }
     python.acquire(state);
     return DONE;
+}
+
+/* The same, of tensors of Python's. -1: nothing was computed, and an error is set. */
+API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void *tensors)
+{
+    struct dl_tensor t[7];
+    i64 count = python.length(tensors);
+    if (count > 7) return UNLIKE;
+    for (i64 i = 0; i < count; i++)
+        if (python.read(python.item(tensors, i), t + i)) return -1;
+    return one(known, threads, within, t, count);
 }

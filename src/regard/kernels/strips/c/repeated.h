@@ -10,7 +10,11 @@
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
 #define MOST_STEPS 48
 #define MOST_NOTED 8
+#define MOST_TEXTS 256 /* that are padded */
 #define EQUAL 2 /* Py_EQ */
+#define DL_BOOL 6 /* the kind of bools */
+
+API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, i64 apart, int32_t *first_key, int32_t *end_key);
 
 /* An object that has to be as it was. It is `of`, or if that is NULL what an earlier step found, where the arguments come
    first; of that the attribute `name`, if there is one; and what that returns, if it is called. It has to be `is`, or a
@@ -24,25 +28,49 @@ struct step {
     i64 by_type;
 };
 
-/* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. */
+/* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or,
+   is_padding, which keys are real, of a call of one query: any bools. */
 struct noted {
     i64 from;
     struct lying lying;
     const char *numbers;
-    i64 bytes;
+    i64 bytes, is_padding;
 };
 
-/* A call. pass: what computes it, for an output like the query that `make_output` makes, by as many threads as `threads`
-   returns; or NULL, and `run` is called with query, key, value, sink and bias. The tensors that are told to `pass` after
-   the output are the first `told` of those noted. */
+/* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for an output like
+   the query that `make_output` makes, by as many threads as `threads` returns; or, if both are NULL, `run` is called with
+   query, key, value, sink and bias. The tensors that are told to them after the output are the first `told` of those
+   noted.
+
+   One query may have other keys: of their number only the magnitude is told in `three`, and not how they lie. It sees the
+   last `last` of them, or all if that is 0. row: NULL, or what is added to scores, of which the last number is the last
+   key's. */
 struct repeated {
     struct lying three[3];
     const struct step *step;
     const struct noted *noted;
     const struct again *pass;
-    void *run, *make_output, *threads;
-    i64 steps, count, told;
+    const struct one *one;
+    void *row, *run, *make_output, *threads;
+    i64 steps, count, told, last;
 };
+
+static void open_ended(struct lying three[3])
+{
+    i64 keys = three[1].shape[2];
+    three[2].shape[2] = three[2].shape[2] == keys;
+    three[1].shape[2] = keys ? 64 - __builtin_clzll(keys) : 0;
+    for (int i = 1; i < 3; i++) memset(three[i].stride, 0, 3 * sizeof(i64));
+}
+
+/* Notes how query, key and value lie. Returns 0, or -1 with an error set. */
+API i64 regard_lie_open(struct repeated *r, i64 opens, void *tensors)
+{
+    for (i64 i = 0; i < 3; i++)
+        if (regard_lie(r->three + i, python.item(tensors, i))) return -1;
+    if (opens) open_ended(r->three);
+    return 0;
+}
 
 static void *called(void *function, void *arguments) /* NULL: an error is set */
 {
@@ -72,8 +100,8 @@ static int is_as_it_was(const struct step *s, void *x)
     return same;
 }
 
-/* Whether all is as it was. An error, as of an attribute that is not there, says no. */
-static int is_like(const struct repeated *r, void *given)
+/* Whether all is as it was. An error, as of an attribute that is not there, says no. padding: is read, if there is one. */
+static int is_like(const struct repeated *r, void *given, struct dl_tensor *padding)
 {
     void *found[ARGUMENTS + MOST_STEPS];
     i64 n = ARGUMENTS, like = 1;
@@ -98,6 +126,10 @@ static int is_like(const struct repeated *r, void *given)
             like = 0;
             break;
         }
+        if (noted->is_padding) {
+            *padding = t;
+            continue;
+        }
         lie(&l, &t);
         like = !memcmp(&l, &noted->lying, sizeof l);
         if (like && noted->numbers) like = !memcmp(t.data + t.offset, noted->numbers, noted->bytes);
@@ -107,16 +139,51 @@ static int is_like(const struct repeated *r, void *given)
     return like;
 }
 
-/* Output and None, as a tuple; NULL where nothing was computed, or something hidden may have had a part. */
-static void *pass_again(const struct repeated *r, void *given, const struct dl_tensor *three)
+/* The last so many, of an axis of n. */
+static void keep_last(struct dl_tensor *t, int axis, i64 n, i64 shape[4])
 {
-    struct dl_tensor t[4 + MOST_NOTED] = {three[0], three[1], three[2]};
+    memcpy(shape, t->shape, 4 * sizeof(i64));
+    t->data += (shape[axis] - n) * t->strides[axis] * (t->bits / 8);
+    shape[axis] = n, t->shape = shape;
+}
+
+/* padding: bools [1 or batch, key]; without axes if there is none. */
+static i64 one_again(
+    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct dl_tensor *padding)
+{
+    i64 shape[3][4], keys = t[1].shape[2], seen = r->last ? least(r->last, keys) : keys;
+    int32_t first[MOST_TEXTS], end[MOST_TEXTS];
+    i64 within[] = {(i64)first, (i64)end, 0};
+    if (padding->axes) {
+        const struct dl_tensor *p = padding;
+        i64 rows = p->axes == 2 ? p->shape[0] : 0;
+        int fits = rows == 1 || (rows == t[0].shape[0] && rows <= MOST_TEXTS);
+        fits = fits && p->shape[1] == keys && p->kind == DL_BOOL && p->device == t[0].device && p->strides[1] == 1;
+        if (!fits || seen < 2) return UNLIKE;
+        const char *from = p->data + p->offset + keys - seen;
+        if (!regard_keys((const uint8_t *)from, rows, seen, p->strides[0], first, end)) return UNLIKE;
+        within[2] = rows > 1;
+    }
+    keep_last(t + 1, 2, seen, shape[0]), keep_last(t + 2, 2, seen, shape[1]);
+    if (r->row) {
+        if (python.read(r->row, t + count)) return UNLIKE;
+        keep_last(t + count++, 3, seen, shape[2]);
+    }
+    return one(r->one, threads, padding->axes ? within : NULL, t, count);
+}
+
+/* Output and None, as a tuple; NULL where nothing was computed, or something hidden may have had a part. */
+static void *pass_again(
+    const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *padding)
+{
+    struct dl_tensor t[5 + MOST_NOTED] = {three[0], three[1], three[2]};
     void *query = kept(python.item(given, 0)), *arguments = tuple_of(1, &query);
     void *results[2] = {called(r->make_output, arguments), NULL}, *threads = called(r->threads, NULL);
     i64 outcome = results[0] && threads && !python.read(results[0], t + 3) ? DONE : UNLIKE;
     for (i64 i = 0; i < r->told && outcome == DONE; i++)
         if (python.read(python.item(given, r->noted[i].from), t + 4 + i)) outcome = UNLIKE;
-    if (outcome == DONE) outcome = again(r->pass, python.number(threads), t, 4 + r->told);
+    i64 by = threads ? python.number(threads) : 0, count = 4 + r->told;
+    if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, padding) : again(r->pass, by, t, count);
     python.drop(arguments);
     if (threads) python.drop(threads);
     if (outcome == DONE) {
@@ -144,19 +211,25 @@ static void *run_again(const struct repeated *r, void *given)
 API void *regard_repeat(void *given, void *table)
 {
     struct dl_tensor t[3];
-    struct lying three[3] = {0};
+    struct lying three[3] = {0}, open[3];
     for (i64 i = 0; i < 3; i++) {
-        if (python.read(python.item(given, i), t + i)) {
+        void *type = python.type(python.item(given, i));
+        int is_there = type == python.tensor && !python.read(python.item(given, i), t + i);
+        python.drop(type);
+        if (!is_there) {
             python.clear();
             return kept(python.none);
         }
         lie(three + i, t + i);
     }
+    memcpy(open, three, sizeof open);
+    open_ended(open);
     for (i64 i = 0; i < python.length(table); i += 2) {
         const struct repeated *r = python.address(python.item(table, i));
-        if (memcmp(three, r->three, sizeof three) || !is_like(r, given)) continue;
-        if (!r->pass) return run_again(r, given);
-        void *found = pass_again(r, given, t);
+        struct dl_tensor padding = {0};
+        if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, &padding)) continue;
+        if (!r->pass && !r->one) return run_again(r, given);
+        void *found = pass_again(r, given, t, &padding);
         return found ? found : kept(python.none);
     }
     return kept(python.none);
