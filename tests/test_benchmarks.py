@@ -236,7 +236,15 @@ def stored(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
 SMALL = {
     "machine": {"processor": "Abacus 8", "threads": 4},
     "rows": [
-        {"case": "tiny", "shape": [1, 2, 8, 16], "dtype": "float32", "torch_us": 5, "regard_us": 16, "extra_us": 11},
+        {
+            "case": "tiny",
+            "shape": [1, 2, 8, 16],
+            "dtype": "float32",
+            "torch_us": 5,
+            "regard_us": 16,
+            "extra_us": 11,
+            "between_layers": {"torch_us": 21.04, "regard_us": 32, "extra_us": 10.98},
+        },
     ],
 }
 
@@ -280,7 +288,7 @@ def test_the_page_says_what_the_results_say() -> None:
     for number, threads in ((7, 3), (8, 4), (9, 5), (10, 6)):
         assert f"Abacus {number}, {threads} threads" in page
     assert "(p-time.svg)" in page
-    assert "| tiny | [1, 2, 8, 16] | float32 | 5 | 16 | 11 |" in page
+    assert "| tiny | [1, 2, 8, 16] | float32 | 5.0 | 16.0 | 11.0 | 21.0 | 32.0 | 11.0 |" in page
     assert "Statistics of 7 heads of 64 over 8,192 tokens" in page
     assert "| entropy | 650 | 1.25 |" in page
     assert "| an image | 131,072 | 21.5 s | 416 |" in page
@@ -410,6 +418,14 @@ def test_small_calls_compare_the_same_work() -> None:
         small.compare(ours(*tensors), theirs(*tensors))
     figures = small.measure(lambda: torch.ones(3), lambda: torch.ones(3), repeats=3)
     assert set(figures) == {"torch_us", "regard_us", "extra_us"}
+
+
+def test_small_calls_are_also_timed_after_other_work() -> None:
+    small, done = script("small_calls"), []
+    work = small.other_work(7)
+    assert work().shape == (7, 768)
+    small.measure(lambda: done.append("regard"), lambda: done.append("torch"), 3, before=lambda: done.append("work"))
+    assert done == ["work", "torch", "work", "regard"] * 53
 
 
 def test_every_way_to_look_runs_and_is_compared_with_one_forward_pass() -> None:
