@@ -8,6 +8,8 @@
 #include "again.h"
 
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
+#define BIAS 4       /* the places of two of them */
+#define SINK 7
 #define MOST_STEPS 48
 #define MOST_NOTED 8
 #define MOST_TEXTS 256 /* that are padded */
@@ -89,6 +91,7 @@ static void *tuple_of(i64 count, void **item)
 }
 
 static void *kept(void *object) { return python.keep(object), object; }
+static void *instead_of(void *object, void *other) { return python.drop(object), other; }
 
 static int is_as_it_was(const struct step *s, void *x)
 {
@@ -109,12 +112,8 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor *padd
     for (i64 i = 0; like && i < r->steps; i++) {
         const struct step *s = r->step + i;
         void *x = kept(s->of ? s->of : found[s->from]);
-        for (int then = 0; x && then < 2; then++) {
-            if (then ? !s->calls : !s->name) continue;
-            void *next = then ? called(x, NULL) : python.attribute(x, s->name);
-            python.drop(x);
-            x = next;
-        }
+        if (s->name) x = instead_of(x, python.attribute(x, s->name));
+        if (s->calls && x) x = instead_of(x, called(x, NULL));
         if (x) found[n++] = x;
         like = x && is_as_it_was(s, x);
     }
@@ -199,7 +198,7 @@ static void *run_again(const struct repeated *r, void *given)
 {
     void *taken[] = {
         kept(python.item(given, 0)), kept(python.item(given, 1)), kept(python.item(given, 2)),
-        kept(python.item(given, 7)), kept(python.item(given, 4)),
+        kept(python.item(given, SINK)), kept(python.item(given, BIAS)),
     };
     void *arguments = tuple_of(5, taken), *found = called(r->run, arguments);
     python.drop(arguments);
