@@ -132,7 +132,8 @@ def _seen_under(mask: object, of_query: Sequence[int], key_len: int, query: Tens
         return seen
     if not is_there(wide(query.dtype)):
         return None  # then which kernel is best depends on the mask
-    if len(others) == 1 and type(others[0]) is Padding and (cells := others[0].keys).dtype is torch.bool:
+    cells = padding_of(others)
+    if cells is not None:
         # in the next call with one key more: to look costs less than to compare
         rows, columns = cells.shape
         if rows not in (1, of_query[0]) or columns != key_len or not cells.is_cpu:
@@ -145,6 +146,12 @@ def _seen_under(mask: object, of_query: Sequence[int], key_len: int, query: Tens
     if known is None:
         return _looked_at(others, keys, grid, seen)
     return _SEEN.get((known, grid), lambda: _looked_at(others, keys, grid, seen))
+
+
+def padding_of(masks: list[Mask]) -> Tensor | None:
+    """Which keys are real, if masks are nothing but padding that says so of each: [1 or batch, key]."""
+    alone = masks[0] if len(masks) == 1 else None
+    return alone.keys if type(alone) is Padding and alone.keys.dtype is torch.bool else None
 
 
 def _looked_at(others: list[Mask], keys: range, grid: Grid, seen: Seen) -> Seen:

@@ -25,10 +25,9 @@ from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
 from regard.kernels.strips.single import told_of_one
-from regard.masks import Mask, Padding
 from regard.masks.planning import keys_of_last
 from regard.numerics import wide
-from regard.one_query import row_of
+from regard.one_query import padding_of, row_of
 from regard.rules import Rule
 from regard.validation import check_call
 from regard.versions import is_few
@@ -95,7 +94,7 @@ def note_one(given: tuple[Any, ...]) -> None:
     keys, others = (range(FAR), []) if mask is None else keys_of_last(mask, FAR)
     if (
         keys.stop < FAR
-        or not (others == [] or _is_padding(others))
+        or (others and padding_of(others) is None)
         or not key.stride(3) == value.stride(3) == 1
         or query.shape[3] != value.shape[3]
     ):
@@ -103,11 +102,11 @@ def note_one(given: tuple[Any, ...]) -> None:
     row = None if bias is None else row_of(bias, query.shape, key.shape[2], query)
     if (row is None) != (bias is None) or wide(query.dtype) is not library.dtype:
         return
+    checked.ones_left -= 1  # what follows takes longer than such a call
     added = None if row is None else row[..., -key.shape[2] :]
     call = check_call("attention", query, key, value, None, added, scale, softcap, sink, None, 0.0, None, False)
     if choose(call) is not NATIVE_KERNEL:
         return
-    checked.ones_left -= 1
     told = told_of_one(call)
 
     def way(made: RepeatedOf) -> list[object]:
@@ -117,11 +116,6 @@ def note_one(given: tuple[Any, ...]) -> None:
 
     if sink is None or _is_read_as_it_is(sink, library):
         _note(library, given, way, pads=bool(others))
-
-
-def _is_padding(others: list[Mask]) -> bool:
-    """Whether it is one mask, which says of each key whether it is real."""
-    return len(others) == 1 and type(others[0]) is Padding and others[0].keys.dtype is torch.bool
 
 
 def _note(

@@ -50,6 +50,16 @@ API void regard_set_python(const struct python *functions) { python = *functions
 #define MOST_AXES 8
 #define MOST_DESCRIBED 4
 #define MOST_TENSORS 24
+#define MOST_OF_ONE 7
+
+/* Reads a tuple of tensors. Returns how many there are; -1 if one has no numbers in strides, and an error is set. */
+static i64 read_all(void *tensors, i64 most, struct dl_tensor *t)
+{
+    i64 count = python.length(tensors);
+    for (i64 i = 0; i < least(count, most); i++)
+        if (python.read(python.item(tensors, i), t + i)) return -1;
+    return count;
+}
 
 /* Device, dtype and shape of some tensors, as bytes of Python's; none where they are too many. NULL, and an error is
    set, if a tensor has no numbers in strides. of_one: they are query, key, value and bias of one query. Of the number
@@ -137,11 +147,8 @@ static i64 again(const struct again *known, i64 threads, const struct dl_tensor 
 API i64 regard_again(const struct again *known, i64 threads, void *tensors)
 {
     struct dl_tensor t[MOST_TENSORS];
-    i64 count = python.length(tensors);
-    if (count > MOST_TENSORS) return UNLIKE;
-    for (i64 i = 0; i < count; i++)
-        if (python.read(python.item(tensors, i), t + i)) return -1;
-    return again(known, threads, t, count);
+    i64 count = read_all(tensors, MOST_TENSORS, t);
+    return count < 0 ? -1 : count > MOST_TENSORS ? UNLIKE : again(known, threads, t, count);
 }
 
 /* A call of one query, of any number of keys. The last three may be there or not in all calls alike. alone: up to how
@@ -203,10 +210,7 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
 /* The same, of tensors of Python's. -1: nothing was computed, and an error is set. */
 API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void *tensors)
 {
-    struct dl_tensor t[7];
-    i64 count = python.length(tensors);
-    if (count > 7) return UNLIKE;
-    for (i64 i = 0; i < count; i++)
-        if (python.read(python.item(tensors, i), t + i)) return -1;
-    return one(known, threads, within, t, count);
+    struct dl_tensor t[MOST_OF_ONE];
+    i64 count = read_all(tensors, MOST_OF_ONE, t);
+    return count < 0 ? -1 : count > MOST_OF_ONE ? UNLIKE : one(known, threads, within, t, count);
 }

@@ -19,8 +19,8 @@
    gets 0, and lse -inf. Nothing here allocates beyond a piece of memory for each thread.
 
    vectors.h and halves.h have the products, call.h the interface, again.h that for passes like earlier ones, repeated.h
-   for whole calls of Python's, scores.h what scores are, forward.h, few.h, backward.h and statistics.h what is computed of them, for some queries; here all queries
-   of a call are given out to threads. */
+   for whole calls of Python's, scores.h what scores are, forward.h, few.h, backward.h and statistics.h what is computed
+   of them, for some queries; here all queries of a call are given out to threads. */
 
 #include <pthread.h>
 #include <stdlib.h>

@@ -74,11 +74,11 @@ API i64 regard_lie_open(struct repeated *r, i64 opens, void *tensors)
     return 0;
 }
 
-static void *called(void *function, void *arguments) /* NULL: an error is set */
+/* What a function returns; the arguments are its own from then on. NULL: an error is set. */
+static void *called(void *function, void *arguments)
 {
-    void *none = arguments ? NULL : python.tuple(0);
-    void *found = python.call(function, arguments ? arguments : none, NULL);
-    if (none) python.drop(none);
+    void *found = python.call(function, arguments, NULL);
+    python.drop(arguments);
     return found;
 }
 
@@ -113,7 +113,7 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor *padd
         const struct step *s = r->step + i;
         void *x = kept(s->of ? s->of : found[s->from]);
         if (s->name) x = instead_of(x, python.attribute(x, s->name));
-        if (s->calls && x) x = instead_of(x, called(x, NULL));
+        if (s->calls && x) x = instead_of(x, called(x, python.tuple(0)));
         if (x) found[n++] = x;
         like = x && is_as_it_was(s, x);
     }
@@ -176,14 +176,13 @@ static void *pass_again(
     const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *padding)
 {
     struct dl_tensor t[5 + MOST_NOTED] = {three[0], three[1], three[2]};
-    void *query = kept(python.item(given, 0)), *arguments = tuple_of(1, &query);
-    void *results[2] = {called(r->make_output, arguments), NULL}, *threads = called(r->threads, NULL);
+    void *query = kept(python.item(given, 0)), *threads = called(r->threads, python.tuple(0));
+    void *results[2] = {called(r->make_output, tuple_of(1, &query)), NULL};
     i64 outcome = results[0] && threads && !python.read(results[0], t + 3) ? DONE : UNLIKE;
     for (i64 i = 0; i < r->told && outcome == DONE; i++)
         if (python.read(python.item(given, r->noted[i].from), t + 4 + i)) outcome = UNLIKE;
     i64 by = threads ? python.number(threads) : 0, count = 4 + r->told;
     if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, padding) : again(r->pass, by, t, count);
-    python.drop(arguments);
     if (threads) python.drop(threads);
     if (outcome == DONE) {
         results[1] = kept(python.none);
@@ -200,9 +199,7 @@ static void *run_again(const struct repeated *r, void *given)
         kept(python.item(given, 0)), kept(python.item(given, 1)), kept(python.item(given, 2)),
         kept(python.item(given, SINK)), kept(python.item(given, BIAS)),
     };
-    void *arguments = tuple_of(5, taken), *found = called(r->run, arguments);
-    python.drop(arguments);
-    return found;
+    return called(r->run, tuple_of(5, taken));
 }
 
 /* Output and lse of a call like one of the table's, as a tuple; None if it is like none of them. table: a tuple of the
