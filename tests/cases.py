@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ GRID = Grid(BATCH, HEADS, QUERY_LEN, KEY_LEN)
 # missing, or turned off.
 ABSENT = [] if native.is_there(torch.float32) else ["native"]
 ON_A_CPU = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", *ABSENT)]
+needs_library = pytest.mark.skipif(bool(ABSENT), reason="the compiled library is not there, or turned off")
 
 FEATURES: dict[str, dict[str, Any]] = {
     "nothing": {},

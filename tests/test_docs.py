@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import regard
+from cases import ABSENT
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 FINDER = doctest.DocTestFinder(exclude_empty=True)
@@ -39,6 +40,8 @@ def run(test: doctest.DocTest) -> str:
 
 @pytest.mark.parametrize("test", list(examples()), ids=lambda test: test.name)
 def test_the_example_of(test):
+    if ABSENT and test.name == "regard.functional.plan":
+        pytest.skip("prints a plan of the compiled library")
     said = run(test)
     assert not said, said
 

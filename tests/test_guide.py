@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import ABSENT
 from test_architecture import MAP, drawings, folder_of, storeys
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +89,8 @@ def unproved(text: str) -> list[str]:
 @every_page
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_page_prints_what_it_says_whatever_was_random_before(page, seed):
+    if ABSENT and page.name == "14-what-it-costs.md":
+        pytest.skip("counts what the compiled library computes")
     torch.manual_seed(seed)
     said = said_of(page.read_text(encoding="utf-8"), page.name)
     assert not said, said

@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_uti
 from transformers.pytorch_utils import Conv1D
 
 import regard
-from cases import ABSENT, around
+from cases import ABSENT, around, needs_library
 from comparing import assert_close, assert_same_cells, assert_within_budget
 from regard import functional, hooks, huggingface, one_query
 from regard.huggingface import LazyMask, LazyWeights, attend, interface, mask_for_transformers, masks, reading
@@ -1583,6 +1583,7 @@ def test_each_token_with_a_bias_and_a_sink_is_like_the_one_before_whatever_their
     assert len(asked) == 3 + 10  # those that raise an error are asked again
 
 
+@needs_library
 @pytest.mark.parametrize(("kv_heads", "masked", "most"), [(4, False, 44), (2, False, 44), (4, True, 50), (2, True, 54)])
 def test_a_layer_that_writes_a_token_makes_few_calls(kv_heads, masked, most):
     query, key, value = (torch.randn(3, heads, n, 8) for heads, n in ((4, 1), (kv_heads, 70), (kv_heads, 70)))
@@ -1675,6 +1676,7 @@ def test_a_second_text_of_the_same_form_is_not_checked_again(monkeypatch):
     agree(theirs, ours, input_ids=some_tokens())
 
 
+@needs_library
 def test_one_query_with_a_mask_of_its_own_takes_the_short_way_and_sees_what_it_says(monkeypatch):
     def too_long(*given: Any) -> None:
         raise AssertionError("the ordinary way")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cases import ON_A_CPU
 from comparing import assert_close
 from regard import Alibi, Causal, Dense, Document, Padding, Window, attention
 
@@ -68,7 +69,7 @@ def _summed(attend: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("left", ["query", "key", "value", "sink", "bias"])
-@pytest.mark.parametrize("kernel", ["auto", "native", "strips", "direct", "sdpa"])
+@pytest.mark.parametrize("kernel", ["auto", *ON_A_CPU])
 def test_a_tensor_that_a_transform_has_left_behind_is_the_one_that_it_was_given(left, kernel):
     draw = torch.Generator().manual_seed(0)
     given: dict[str, Any] = {name: torch.randn(1, 2, 40, 8, generator=draw) for name in ("query", "key", "value")}

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
+from cases import needs_library
 from comparing import assert_close, assert_within_budget
 from regard import (
     Alibi,
@@ -53,7 +54,6 @@ from regard.validation import check_call
 ROOT = Path(__file__).parent.parent
 BUILDS = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and shutil.which("cc") is not None
 IS_OFF = os.environ.get("REGARD_NATIVE") == "0"
-needs_library = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
 
 
 def run(program: str, **environment: str) -> str:
