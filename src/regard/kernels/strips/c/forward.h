@@ -7,7 +7,7 @@
 static i64 forward_numbers(const struct call *c)
 {
     i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
-    return c->units * each + KEYS * (UNIT + c->head_dim + 3 * c->value_dim) + 16 * 10;
+    return c->units * each + KEYS * (UNIT + c->head_dim + 3 * c->value_dim) + UNIT * c->value_dim + 16 * 11;
 }
 
 /* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
@@ -139,6 +139,7 @@ static void forward_place(const struct place *p, real *memory)
     real *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
     real *seen_room = part_of(&memory, KEYS * E), *weighed_room = part_of(&memory, KEYS * E);
+    real *rows = part_of(&memory, UNIT * E);
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total);
@@ -166,7 +167,6 @@ static void forward_place(const struct place *p, real *memory)
             }
         }
     }
-    real rows[UNIT * E];
     for (i64 r = 0; r < p->rows; r++) {
         if (r % UNIT == 0) to_rows(output + r * E, E, rows);
         write_row(p, r, rows + r % UNIT * E, top[r], total[r]);

@@ -4,8 +4,7 @@
 
 #include "forward.h"
 
-#define LOOKS 4 /* keys among which the largest weight is sought before they are looked at one by one */
-#define PLACES 8 /* of a list of the largest weights that are held in registers */
+#define PLACES 8 /* of a list of the largest weights, and weights that are merged with them at a time */
 
 /* numbers that are not negative have the order of their bits, and NaN is above all */
 typedef whole loose_whole __attribute__((may_alias));
@@ -41,13 +40,67 @@ INLINE int any(lanes where)
 
 INLINE vec larger(vec x, vec y) { return choose(above(x, y), x, y); }
 
-/* numbers in the list of a query: the largest weights, and their keys */
-INLINE i64 places_of(const struct statistic *t) { return t->kind == TOP ? 2 * round_up(t->n, PLACES) : 0; }
+/* A weight and its key in one number, by which the larger weight comes first, and of equal ones that of the earlier key:
+   for some queries. 0: none. */
+#ifdef FLOAT64
+#define RANKED LANES /* queries */
+typedef struct {
+    ints weight, key;
+} ranks;
+
+INLINE ranks rank(const real *weights, whole key)
+{
+    return (ranks){(ints)load(weights), (ints){0} + ~key};
+}
+
+INLINE void order(ranks *x, ranks *y)
+{
+    ints before = (y->weight > x->weight) | ((y->weight == x->weight) & (y->key > x->key));
+    ranks one = *x, other = *y;
+    x->weight = (ints)pick(before, (vec)other.weight, (vec)one.weight);
+    x->key = (ints)pick(before, (vec)other.key, (vec)one.key);
+    y->weight = (ints)pick(before, (vec)one.weight, (vec)other.weight);
+    y->key = (ints)pick(before, (vec)one.key, (vec)other.key);
+}
+#else
+#define RANKED (LANES / 2)
+typedef int64_t ranks __attribute__((vector_size(BYTES)));
+typedef uint32_t half_ranks __attribute__((vector_size(BYTES / 2)));
+typedef half_ranks loose_ranks __attribute__((aligned(4), may_alias));
+
+INLINE ranks rank(const real *weights, whole key)
+{
+#if defined(__AVX512F__)
+    ranks wide = (ranks)_mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)weights));
+#else
+    ranks wide = __builtin_convertvector(*(const loose_ranks *)weights, ranks);
+#endif
+    return wide << 32 | (int64_t)(uint32_t)~key;
+}
+
+/* the larger of each two numbers is the first */
+INLINE void order(ranks *x, ranks *y)
+{
+    ranks one = *x, other = *y;
+#if defined(__AVX512F__)
+    *x = (ranks)_mm512_max_epi64((__m512i)one, (__m512i)other);
+    *y = (ranks)_mm512_min_epi64((__m512i)one, (__m512i)other);
+#else
+    ranks before = other > one;
+    *x = (other & before) | (one & ~before);
+    *y = (one & before) | (other & ~before);
+#endif
+}
+#endif
+
+/* the numbers of a list for each query: of the largest weights, with their keys */
+INLINE i64 places_of(const struct statistic *t) { return t->kind == TOP ? round_up(t->n, PLACES) : 0; }
+INLINE i64 list_numbers(const struct statistic *t) { return places_of(t) * (sizeof(ranks) / sizeof(real)) / RANKED; }
 
 static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
-    for (i64 t = 0; t < c->statistics; t++) lists += places_of(c->statistic + t);
+    for (i64 t = 0; t < c->statistics; t++) lists += list_numbers(c->statistic + t);
     return c->units * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
 }
 
@@ -118,78 +171,134 @@ static void receive(const struct place *p, const struct statistic *t, const stru
     }
 }
 
-/* Some places of the lists of a vector of queries, largest first, take in one more weight of each, with its key; these
-   become what then has no place. */
-INLINE void insert(vec number[PLACES], vec key[PLACES], vec *weight, vec *of_weight)
+/* The larger of each two numbers is the first: of those so far apart, or of two runs, of which one is read from its end. */
+INLINE void order_apart(ranks x[PLACES], const int apart)
 {
-    lanes is_above[PLACES];
     UNROLL
-    for (int l = 0; l < PLACES; l++) is_above[l] = above(*weight, number[l]);
-    vec out = choose(is_above[PLACES - 1], number[PLACES - 1], *weight);
-    vec of_out = choose(is_above[PLACES - 1], key[PLACES - 1], *of_weight);
+    for (int i = 0; i < PLACES; i++)
+        if (!(i & apart)) order(x + i, x + i + apart);
+}
+INLINE void order_runs(ranks x[PLACES], const int run)
+{
     UNROLL
-    for (int l = PLACES - 1; l > 0; l--) { /* what is smaller moves down by one place */
-        number[l] = choose(is_above[l - 1], number[l - 1], choose(is_above[l], *weight, number[l]));
-        key[l] = choose(is_above[l - 1], key[l - 1], choose(is_above[l], *of_weight, key[l]));
-    }
-    number[0] = choose(is_above[0], *weight, number[0]), key[0] = choose(is_above[0], *of_weight, key[0]);
-    *weight = out, *of_weight = of_out;
+    for (int i = 0; i < PLACES; i++)
+        if (!(i & run)) order(x + i, x + (i ^ (2 * run - 1)));
 }
 
-/* PLACES of the lists take in n weights and their keys, which become what then has no place. */
-static void insert_all(real *numbers, real *keys, i64 n, vec *weights, vec *of_weights)
+/* Largest first, by a sorting network (Batcher 1968, Sorting networks and their applications). */
+INLINE void sort(ranks x[PLACES])
 {
-    vec number[PLACES], key[PLACES];
-    UNROLL
-    for (int l = 0; l < PLACES; l++) number[l] = load(numbers + l * UNIT), key[l] = load(keys + l * UNIT);
-    for (i64 first = 0; first < n; first += LOOKS) {
-        i64 stop = least(first + LOOKS, n);
-        vec largest = weights[first];
-        for (i64 j = first + 1; j < stop; j++) largest = larger(weights[j], largest);
-        if (!any(above(largest, number[PLACES - 1]))) continue;
-        for (i64 j = first; j < stop; j++) insert(number, key, weights + j, of_weights + j);
-    }
-    UNROLL
-    for (int l = 0; l < PLACES; l++) store(numbers + l * UNIT, number[l]), store(keys + l * UNIT, key[l]);
+    order_runs(x, 1);
+    order_runs(x, 2), order_apart(x, 1);
+    order_runs(x, 4), order_apart(x, 2), order_apart(x, 1);
 }
 
-static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s, real *list)
+/* the same of a run that falls and then grows, or the other way round */
+INLINE void sort_one_bend(ranks x[PLACES]) { order_apart(x, 4), order_apart(x, 2), order_apart(x, 1); }
+
+/* Some places of a list take in sorted numbers; these become what then has no place, sorted if it is wanted. */
+INLINE void merge(ranks *list, ranks x[PLACES], int is_wanted)
 {
-    i64 places = places_of(t) / 2;
-    vec weights[KEYS], of_weights[KEYS];
+    ranks largest[PLACES];
+    UNROLL
+    for (int l = 0; l < PLACES; l++) largest[l] = list[l];
+    UNROLL
+    for (int l = 0; l < PLACES; l++) order(largest + l, x + PLACES - 1 - l);
+    sort_one_bend(largest);
+    UNROLL
+    for (int l = 0; l < PLACES; l++) list[l] = largest[l];
+    if (is_wanted) sort_one_bend(x);
+}
+
+/* where the list of a query begins, and among the `RANKED` numbers of each place, its own */
+INLINE ranks *list_of(real *lists, i64 row, const struct statistic *t)
+{
+    return (ranks *)(lists + row / UNIT * UNIT * list_numbers(t)) + row % UNIT / RANKED * places_of(t);
+}
+
+/* the weights in a place of the lists of a vector of queries, which lie so far apart */
+INLINE vec weights_in(const ranks *place, i64 apart)
+{
+#ifdef FLOAT64
+    return (void)apart, (vec)place->weight;
+#else
+#define OF_UPPER(lane, half) (2 * (lane) + 1)
+    return __builtin_shufflevector((vec)place[0], (vec)place[apart], EACH_LANE(OF_UPPER, 0));
+#endif
+}
+
+/* The lists of a vector of queries take in up to PLACES keys. */
+static void take_in(i64 places, i64 n, const real *weights, const whole keys[PLACES], ranks *list)
+{
+    for (int of = 0; of < LANES / RANKED; of++, weights += RANKED, list += places) {
+        ranks x[PLACES];
+        UNROLL
+        for (i64 j = 0; j < PLACES; j++) x[j] = j < n ? rank(weights + j * UNIT, keys[j]) : (ranks){0};
+        sort(x);
+        for (i64 l = 0; l < places; l += PLACES) merge(list + l, x, l + PLACES < places);
+    }
+}
+
+static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s, real *lists)
+{
+    i64 places = places_of(t);
+    whole keys[KEYS + PLACES];
+    for (i64 j = 0; j < s->n; j++) keys[j] = token_seen(p, s, j);
     for (int w = 0; w < s->wide; w++) {
-        real *numbers = column_of(list, s->row, 2 * places) + w * LANES;
-        for (i64 j = 0; j < s->n; j++) {
-            weights[j] = load(s->weights + w * LANES + j * UNIT);
-            of_weights[j] = (vec)((ints){0} + (whole)token_seen(p, s, j));
+        const real *weights = s->weights + w * LANES;
+        ranks *list = list_of(lists, s->row + w * LANES, t);
+        vec last = weights_in(list + places - 1, places);
+        for (i64 first = 0; first < s->n; first += PLACES, weights += PLACES * UNIT) {
+            i64 n = least(PLACES, s->n - first);
+            vec largest = load(weights);
+            for (i64 j = 1; j < n; j++) largest = larger(load(weights + j * UNIT), largest);
+            if (!any(above(largest, last))) continue;
+            take_in(places, n, weights, keys + first, list);
+            last = weights_in(list + places - 1, places);
         }
-        for (i64 l = 0; l < places; l += PLACES)
-            insert_all(numbers + l * UNIT, numbers + (places + l) * UNIT, s->n, weights, of_weights);
     }
+}
+
+/* weight and key of a query in a place of its list */
+INLINE void write_rank(ranks *place, i64 row, real weight, whole key)
+{
+#ifdef FLOAT64
+    place->weight[row % RANKED] = bits_of(weight), place->key[row % RANKED] = ~key;
+#else
+    (*place)[row % RANKED] = (int64_t)bits_of(weight) << 32 | (uint32_t)~key;
+#endif
+}
+
+INLINE void read_rank(const ranks *place, i64 row, real *weight, i64 *key)
+{
+#ifdef FLOAT64
+    whole bits = place->weight[row % RANKED];
+    *key = ~place->key[row % RANKED];
+#else
+    whole bits = (*place)[row % RANKED] >> 32;
+    *key = ~(uint32_t)(*place)[row % RANKED];
+#endif
+    memcpy(weight, &bits, sizeof bits);
 }
 
 /* what was found among other keys */
-static void read_largest(const struct place *p, const struct statistic *t, real *list)
+static void read_largest(const struct place *p, const struct statistic *t, real *lists)
 {
     for (i64 r = 0; r < p->rows; r++) {
-        real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
+        ranks *list = list_of(lists, r, t);
         const real *from = numbers_at(p, t, p->head[r], p->token[r], sizeof *from);
         const i64 *from_keys = t->keys + (from - (real *)t->numbers.data);
-        for (i64 l = 0; l < t->n; l++) {
-            whole key = from_keys[l];
-            numbers[l * UNIT] = from[l];
-            memcpy(keys + l * UNIT, &key, sizeof key);
-        }
+        for (i64 l = 0; l < t->n; l++) write_rank(list + l, r, from[l], from_keys[l]);
     }
 }
 
-static void write_largest(const struct place *p, const struct statistic *t, real *list)
+static void write_largest(const struct place *p, const struct statistic *t, real *lists)
 {
     for (i64 r = 0; r < p->rows; r++) {
-        const real *numbers = column_of(list, r, places_of(t)), *keys = numbers + places_of(t) / 2 * UNIT;
+        const ranks *list = list_of(lists, r, t);
         real *to = numbers_at(p, t, p->head[r], p->token[r], sizeof *to);
         i64 *to_keys = t->keys + (to - (real *)t->numbers.data); /* with the same strides */
-        for (i64 l = 0; l < t->n; l++) to[l] = numbers[l * UNIT], to_keys[l] = bits_of(keys[l * UNIT]);
+        for (i64 l = 0; l < t->n; l++) read_rank(list + l, r, to + l, to_keys + l);
     }
 }
 
@@ -276,7 +385,7 @@ static void look_place(const struct place *p, real *memory)
     real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *list[c->statistics + 1];
     for (i64 t = 0; t < c->statistics; t++) {
-        i64 numbers = places_of(c->statistic + t) * units * UNIT;
+        i64 numbers = list_numbers(c->statistic + t) * units * UNIT;
         list[t] = memset(part_of(&memory, numbers), 0, numbers * sizeof(real));
         if (c->goes_on && c->statistic[t].kind == TOP) read_largest(p, c->statistic + t, list[t]);
     }

@@ -377,6 +377,17 @@ INLINE void blocks(
           out_row, add)
     for (; wide == 1 && r + 2 * LEFT <= n; r += 2 * LEFT) BLOCK(2 * LEFT); /* as many sums as of two vectors */
     for (; r + LEFT <= n; r += LEFT) BLOCK(LEFT);
+    if (!add && r < n && n >= LEFT) { /* with some rows once more: few sums take as long as so many */
+        i64 rest = n - r;
+        if (rest > LEFT / 2) {
+            r = n - LEFT;
+            BLOCK(LEFT);
+        } else {
+            r = n - LEFT / 2;
+            BLOCK(LEFT / 2);
+        }
+        return;
+    }
     for (; r + 2 <= n; r += 2) BLOCK(2);
     for (; r < n; r++) BLOCK(1);
 #undef BLOCK
