@@ -193,6 +193,28 @@ cli.main()
 """
 
 
+WHILE_TORCH_LOADS = """
+import os, signal
+from regard import cli
+from regard.cli import app
+
+def interrupted_import(**more):
+    exec(compile("os.kill(os.getpid(), signal.SIGINT)", "torch/part.py", "exec"), {"__name__": "torch.part"} | globals_)
+
+globals_ = {"os": os, "signal": signal}
+app.run = interrupted_import
+try:
+    cli.main()
+except BaseException as error:
+    print(error)
+"""
+
+
+def test_an_interruption_while_torch_loads_raises_nothing_in_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_TORCH_LOADS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_an_interruption_that_a_library_hides_is_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", SWALLOWING], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

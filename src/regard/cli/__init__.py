@@ -22,6 +22,8 @@ def main() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         interrupted = True
+        if _loads_torch(frame):  # whose C++ code would end the process by itself, and not quietly
+            os._exit(130)
         raise KeyboardInterrupt
 
     def end_at_once(lost: "sys.UnraisableHookArgs") -> None:
@@ -50,3 +52,13 @@ def main() -> None:
         if before is not None:
             signal.signal(signal.SIGINT, before[0])
             sys.unraisablehook = before[1]
+
+
+def _loads_torch(frame: FrameType | None) -> bool:
+    """Whether a module of torch is being imported."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "<module>" and name.partition(".")[0] == "torch":
+            return True
+        frame = frame.f_back
+    return False
