@@ -165,6 +165,25 @@ def test_of_equal_weights_the_first_keys_are_told():
     assert bool((top.keys == torch.arange(3)).all())
 
 
+@pytest.mark.parametrize("low", [-1e9, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal() & (Window(4) | Strided(5))], ids=repr)
+def test_weights_are_found_where_all_biases_are_so_low_that_lse_does_not_tell_them(low, mask):
+    query, key = torch.zeros(1, 2, LENGTH, 8), torch.randn(1, 2, LENGTH, 8)
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    bias[..., 7, :] = low
+    every = range(LENGTH)
+    allowed = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool) if mask is None else mask.allowed(every, every)
+    weights = (allowed / allowed.sum(-1, keepdim=True)).expand(1, 2, LENGTH, LENGTH)
+    lse = observe(query, key, mask=mask, bias=bias).lse
+    for known in (None, lse):
+        entropy, received, top = observe(query, key, mask=mask, bias=bias, lse=known).gather(
+            Entropy(), Received(), Top(3)
+        )
+        assert_close(entropy, torch.special.entr(weights).sum(-1))
+        assert_close(received, weights.sum(-2))
+        assert_close(top.weights, weights.topk(3).values)
+
+
 def test_nan_that_is_hidden_reaches_nothing_and_nan_that_is_seen_is_told():
     query, key = torch.randn(2, 1, 2, 80, 8)
     key[:, :, 60:] = math.nan

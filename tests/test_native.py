@@ -1281,3 +1281,36 @@ def test_it_draws_the_numbers_of_dropout_that_torch_would(seed, dtype):
         assert torch.equal(written[: -grid.key_len].view(grid[:3]), by_torch.rows)
         assert torch.equal(written[-grid.key_len :].view(1, 1, -1), by_torch.columns)
         assert by_torch.odd == 0
+
+
+LEAST = torch.finfo(torch.float32).min
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("dtype", "low"),
+    [
+        *((torch.float32, low) for low in (-1e9, -1e30, LEAST)),
+        *((torch.bfloat16, low) for low in (-1e9, LEAST)),
+        *((torch.float64, low) for low in (-1e30, torch.finfo(torch.float64).min)),
+    ],
+)
+@pytest.mark.parametrize(("queries", "heads"), [(70, 4), (3, 4), (1, 2)])
+@pytest.mark.parametrize("name", ["nothing", "causal", "documents"])
+def test_of_keys_whose_biases_are_all_as_low_as_some_masks_are_none_is_hidden(dtype, low, queries, heads, name):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, heads, queries, 16), (2, 2, 70, 16), (2, 2, 70, 16)
+    three = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    documents = Document(torch.arange(queries)[None] % 3, torch.arange(70)[None] % 3)
+    given = {"mask": {"nothing": None, "causal": Causal(), "documents": documents}[name]}
+    given["bias"] = torch.zeros(2, 1, queries, 70, dtype=torch.promote_types(dtype, torch.float32))
+    given["bias"][0, :, :2], given["bias"][1, ..., 5] = low, low
+    found = []
+    for kernel in ("native", "reference"):
+        leaves = [part.detach().requires_grad_() for part in three]
+        for _ in range(2):  # the second call is like the first
+            output, lse = attention_with_lse(*leaves, **given, kernel=kernel)
+            grads = torch.autograd.grad(output.square().sum(), leaves)
+        found.append((output, lse, *grads))
+    for one, right in zip(*found, strict=True):
+        assert_close(one, right, tolerance=4e-2 if dtype is torch.bfloat16 else None)

@@ -116,7 +116,7 @@ class CallOf(ctypes.Structure):
         *((name, _f64) for name in ("scale", "softcap", "kept_factor")),
         ("kept_least", _i64),
         ("statistic", _address),
-        *((name, _i64) for name in ("statistics", "knows_lse", "goes_on")),
+        *((name, _i64) for name in ("statistics", "knows_lse", "is_part", "goes_on")),
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
         *((name, _i64) for name in ("careful", "suspect", "products", "units", "keeps", "first_batch", "last_batch")),
         ("share", _address),

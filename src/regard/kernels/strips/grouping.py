@@ -39,6 +39,7 @@ class StripPlan:
         interval: the keys to which each query is limited besides, or None.
         reordering: how tokens are sorted, if strips and interval are of sorted ones: in the tensors they lie elsewhere.
         others: plans of the other keys that queries see; their results are merged.
+        is_part: whether it is one of these, or has them.
         form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
         told: what the library is told of these, by how their tensors lie; None as well.
     """
@@ -46,6 +47,7 @@ class StripPlan:
     interval: Interval | None = None
     reordering: Reordering | None = None
     others: tuple["StripPlan", ...] = ()
+    is_part: bool = False
     form: Hashable | None = None
     told: dict[Hashable, Any] | None = None
 
@@ -87,7 +89,7 @@ class StripPlan:
             return self
         joined, *rest = (copy(plan) for plan in (self, *others))
         for plan in (joined, *rest):
-            plan.merges = True
+            plan.merges = plan.is_part = True
         joined.others, joined.is_kept = tuple(rest), all(plan.is_kept for plan in (self, *others))
         return joined
 

@@ -2,13 +2,13 @@
 
 #pragma once
 
-#include "scores.h"
+#include "forward.h"
 
 static i64 backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
     i64 of_keys = (5 + 2 * c->units) * UNIT + 3 * D + 2 * E;
-    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 2) + KEYS_BACKWARD * of_keys + 16 * 24;
+    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 5) + KEYS_BACKWARD * of_keys + 16 * 27;
 }
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
@@ -16,8 +16,8 @@ static i64 backward_numbers(const struct call *c)
 /* Prepares a query: what is subtracted from its scores, in units of log 2, before they become weights, the gradient of
    its output, and delta = sum_j weight dweight, which is output times gradient. As score - lse is rounded where weights
    are small, and lse is, most of lse is left to a factor: returns that, by which gradient and delta are multiplied, and
-   not the weights. */
-static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse, real *delta)
+   not the weights. An lse that is far is told already, in two numbers. */
+static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse, real *rest, real *delta)
 {
     const struct call *c = p->call;
     const struct tensor *output = c->exact.data ? &c->exact : &c->output;
@@ -26,9 +26,13 @@ static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse,
     real room[c->value_dim];
     const real *row = dtype == OWN ? (const real *)output->data + from : room;
     if (dtype != OWN) widen(output->data, from, c->value_dim, dtype, room);
-    double exact = c->lse[at] == NONE ? 0 : c->lse[at] / LN_2;
-    lse[r] = exact - (c->products == PLAIN ? rint(fmin(fmax(exact, 0), MOST_LEFT)) : 0);
-    real factor = c->products == PLAIN ? exp2(lse[r] - exact) : 1;
+    real factor = 1;
+    if (!is_far(p, r)) {
+        double exact = c->lse[at] == NONE ? 0 : fmax(c->lse[at] / LN_2, LEAST);
+        double left = c->products == PLAIN ? rint(fmin(fmax(exact, 0), MOST_LEFT)) : 0;
+        lse[r] = exact - left, rest[r] = 0;
+        if (c->products == PLAIN) factor = exp2(fabs(exact) > FAR_LSE ? -left : lse[r] - exact);
+    }
     delta[r] = (dot(row, grad, c->value_dim) - (c->grad_lse ? c->grad_lse[at] : 0)) * factor;
     for (i64 e = 0; factor != 1 && e < c->value_dim; e++) grad[e] *= factor;
     return factor;
@@ -60,7 +64,7 @@ struct room {
     real *query, *grad, *grad_query;           /* side by side; grad: of the output */
     real *query_rows, *grad_rows;              /* one after another, of whole vectors; queries times c->scale */
     real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature]; as they are */
-    real *lse, *delta;                         /* one number for each query */
+    real *lse, *rest, *delta;                  /* one number for each query; rest: of lse */
     real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
     real *key, *value, *weighed, *seen_key, *seen_value; /* of some keys */
     /* of all units, for (5), unless tiles multiply: [key][units * UNIT]; and the keys that each vector sees of them */
@@ -190,7 +194,7 @@ static void pull_part(
     for (i64 j = 0; j < n; j++)
         for (int w = 0; w < wide; w++) {
             real *x = scores + j * UNIT + w * LANES;
-            store(x, exp2_of(load(x) * factor - load(m->lse + row + w * LANES)));
+            store(x, exp2_of(load(x) * factor - load(m->lse + row + w * LANES) - load(m->rest + row + w * LANES)));
         }
     real *kept = scores; /* what values were multiplied by */
     if (c->row_bits) {
@@ -230,9 +234,9 @@ static void begin_unit(const struct place *p, const struct room *m, i64 unit)
     for (i64 i = 0; i < UNIT; i++) {
         i64 r = first + i;
         if (r < p->rows)
-            factor[i] = begin_gradients(p, r, m->grad_rows + r * E_padded, m->lse, m->delta);
+            factor[i] = begin_gradients(p, r, m->grad_rows + r * E_padded, m->lse, m->rest, m->delta);
         else
-            m->lse[r] = m->delta[r] = 0;
+            m->lse[r] = m->rest[r] = m->delta[r] = 0;
     }
     real *grad = m->grad + first * E;
     for (i64 e = 0; c->products == PLAIN && e < E; e++)
@@ -248,7 +252,8 @@ static void backward_place(const struct place *p, real *memory)
     m.query = part_of(&memory, units * D * UNIT), m.grad = part_of(&memory, units * E * UNIT);
     m.grad_query = part_of(&memory, units * D * UNIT);
     m.query_rows = part_of(&memory, units * D_padded * UNIT), m.grad_rows = part_of(&memory, units * E_padded * UNIT);
-    m.lse = part_of(&memory, units * UNIT), m.delta = part_of(&memory, units * UNIT);
+    m.lse = part_of(&memory, units * UNIT), m.rest = part_of(&memory, units * UNIT);
+    m.delta = part_of(&memory, units * UNIT);
     m.scores = part_of(&memory, of_scores), m.grads = part_of(&memory, of_scores);
     m.query_pairs = part_of(&memory, units * D * UNIT / 2), m.grad_pairs = part_of(&memory, units * E * UNIT / 2);
     m.slope = part_of(&memory, of_scores), m.dropped = part_of(&memory, of_scores);
@@ -265,6 +270,10 @@ static void backward_place(const struct place *p, real *memory)
         side_by_side(p, &c->grad_output, u, E, 1, m.grad + u * E * UNIT);
         one_after_another(p, &c->query, u, D, c->scale, D_padded, query_rows, query_pairs);
         one_after_another(p, &c->grad_output, u, E, 1, E_padded, grad_rows, grad_pairs);
+    }
+    if (any_is_far(p)) {
+        find_softmax(p, m.query, KEYS_BACKWARD, m.lse, m.rest, m.scores, m.key, 0);
+        for (i64 r = 0; r < units * UNIT; r++) m.rest[r] = log2(m.rest[r]);
     }
     for (i64 u = 0; u < units; u++) begin_unit(p, &m, u);
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));

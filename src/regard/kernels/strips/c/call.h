@@ -107,6 +107,7 @@ struct call {
     i64 kept_least;
     const struct statistic *statistic;
     i64 statistics, knows_lse; /* lse is read; otherwise it is computed first */
+    i64 is_part; /* queries see other keys, too, which are other calls': lse is of all of them */
     i64 goes_on; /* other strips of the same call were computed before: backward, of other queries or keys, whose sums these
                     are added to; forward and for statistics, of other keys of the same queries, whose results are there */
     i64 part, parts;           /* only every `parts`-th of the queries' blocks is computed, ... */

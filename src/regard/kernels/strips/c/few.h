@@ -210,7 +210,7 @@ static void few_add(
         for (; j + LANES <= n; j += LANES) add(scores + j, 1, vector_at(numbers, from + first + j, t->dtype));
     for (; j < n; j++) {
         real x = number_at(numbers, from + key_in(p, s, t, first + j) * t->key, t->dtype);
-        scores[j] = x == NONE ? x : scores[j] + LOG2_E * x;
+        scores[j] = x == NONE ? x : scores[j] + in_log_2(x);
     }
 }
 
@@ -294,7 +294,7 @@ static void few_place(const struct place *p, real *memory)
         widen(c->query.data, place_in(&c->query, p->batch, p->head[r], p->token[r]), D, c->dtype, of_row);
         for (i64 d = 0; d < D; d++) of_row[d] *= query_factor(c);
     }
-    begin_softmax(p, 1, top, total);
+    begin_softmax(p, 1, top, total, c->goes_on);
     for (i64 r = 0; c->goes_on && r < p->rows; r++) memcpy(output + r * E_padded, output_before(p, r), E * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
@@ -320,7 +320,7 @@ static void few_place(const struct place *p, real *memory)
 static i64 few_backward_numbers(const struct call *c)
 {
     i64 D = c->head_dim, E = c->value_dim;
-    return FEW * (3 * round_up(D, LANES) + round_up(E, LANES) + 4 * KEYS) + 2 * UNIT + KEYS * 2 * (D + E) + 16 * 14;
+    return FEW * (3 * round_up(D, LANES) + round_up(E, LANES) + 4 * KEYS) + 3 * UNIT + KEYS * 2 * (D + E) + 16 * 15;
 }
 
 /* Takes queries that see no key as 0, with their gradients. */
@@ -345,13 +345,26 @@ static void few_forget_empty(
     }
 }
 
+/* lse, as the largest score and what is left */
+static void few_find_softmax(
+    const struct place *p, const real *query, real *lse, real *rest, real *scores, real *key_room)
+{
+    begin_softmax(p, 1, lse, rest, 0);
+    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
+        struct rows key = rows_for_few(p, &p->call->key, k.span, k.first, k.n, p->call->head_dim, key_room);
+        few_scores_of(p, k.span, k.first, k.n, key, query, scores, NULL);
+        for (i64 r = 0; r < p->rows; r++) few_softmax(k.n, scores + r * KEYS, lse + r, rest + r);
+    }
+    for (i64 r = 0; r < p->rows; r++) rest[r] = log2(rest[r]);
+}
+
 static void few_backward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
     i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
     real *query = part_of(&memory, FEW * D_padded), *rows = part_of(&memory, FEW * D_padded); /* times c->scale */
     real *grad = part_of(&memory, FEW * E_padded), *grad_query = part_of(&memory, FEW * D_padded);
-    real *lse = part_of(&memory, UNIT), *delta = part_of(&memory, UNIT);
+    real *lse = part_of(&memory, UNIT), *rest = part_of(&memory, UNIT), *delta = part_of(&memory, UNIT);
     real *scores = part_of(&memory, FEW * KEYS), *grads = part_of(&memory, FEW * KEYS);
     real *slope = part_of(&memory, FEW * KEYS), *dropped = part_of(&memory, FEW * KEYS);
     real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
@@ -366,8 +379,9 @@ static void few_backward_place(const struct place *p, real *memory)
         for (i64 d = 0; d < D; d++) query[r * D_padded + d] = rows[r * D_padded + d] * query_factor(c);
         for (i64 d = 0; d < D; d++) rows[r * D_padded + d] *= (real)c->scale;
         read_row(p, &c->grad_output, r, E, grad + r * E_padded);
-        begin_gradients(p, r, grad + r * E_padded, lse, delta);
     }
+    if (any_is_far(p)) few_find_softmax(p, query, lse, rest, scores, key_room);
+    for (i64 r = 0; r < p->rows; r++) begin_gradients(p, r, grad + r * E_padded, lse, rest, delta);
     if (c->careful) few_forget_empty(p, query, rows, grad, delta, scores, key_room);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
@@ -387,7 +401,7 @@ static void few_backward_place(const struct place *p, real *memory)
         for (i64 r = 0; r < p->rows; r++)
             for (i64 j = 0; j < n; j += LANES) {
                 real *x = scores + r * KEYS + j;
-                store(x, exp2_of(load(x) - lse[r]));
+                store(x, exp2_of(load(x) - lse[r] - rest[r]));
             }
         real *kept = scores; /* what values were multiplied by */
         if (c->row_bits) {

@@ -12,19 +12,18 @@ static i64 forward_numbers(const struct call *c)
 
 /* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
    computed before is one with the output as its value. */
-INLINE real lse_before(const struct place *p, i64 r)
+INLINE real lse_before(const struct place *p, i64 r, i64 goes_on)
 {
     const struct call *c = p->call;
-    if (c->goes_on) return c->lse[number_of(p, r)];
+    if (goes_on) return c->lse[number_of(p, r)];
     return c->sink ? c->sink[p->head[r]] : NONE;
 }
 
-static void begin_softmax(const struct place *p, i64 units, real *top, real *total)
+static void begin_softmax(const struct place *p, i64 units, real *top, real *total, i64 goes_on)
 {
     for (i64 i = 0; i < units * UNIT; i++) {
-        real before = lse_before(p, least(i, p->rows - 1));
-        top[i] = before * LOG2_E;
-        total[i] = before > NONE;
+        top[i] = in_log_2(lse_before(p, least(i, p->rows - 1), goes_on));
+        total[i] = top[i] > NONE;
     }
 }
 
@@ -77,11 +76,54 @@ static int softmax(i64 n, int wide, real *scores, real factor, int split, real *
     return softmax_of(n, 1, scores, factor, split, top, total, by);
 }
 
+/* The largest score of each query of a place, in units of log 2, and the sum of its weights relative to that: from a
+   pass over its keys, of so many at a time. */
+static void find_softmax(
+    const struct place *p, real *query, i64 at_a_time, real *top, real *total, real *scores, real *key_room,
+    i64 goes_on)
+{
+    const struct call *c = p->call;
+    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
+    begin_softmax(p, units, top, total, goes_on);
+    for (struct keys k = {0}; next_keys(p, &k, at_a_time);) {
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
+        for (i64 u = 0; u < units; u++) {
+            struct part part[3];
+            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
+                struct rows of_key = rows_from(key, part[i].from);
+                int wide = part[i].wide;
+                real factor = scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
+                vec by[2];
+                softmax(n, wide, scores, factor, 0, top + row, total + row, by);
+            }
+        }
+    }
+}
+
+#define FAR_LSE 8192 /* beyond that, rounding it changes weights by a thousandth */
+
+/* Whether the lse of a query tells its weights no longer, as where all that it sees has a bias of -1e9: then they are
+   found anew, relative to the largest, as the output's were. */
+INLINE int is_far(const struct place *p, i64 r)
+{
+    real lse = p->call->lse[number_of(p, r)];
+    return !p->call->is_part && lse > NONE && (lse > FAR_LSE || lse < -FAR_LSE);
+}
+
+INLINE int any_is_far(const struct place *p)
+{
+    for (i64 r = 0; r < p->rows; r++)
+        if (is_far(p, r)) return 1;
+    return 0;
+}
+
 /* The log-sum-exp of a query, in natural units; exactly that before where no key is seen. */
 static real lse_of(const struct place *p, i64 r, real top, real total)
 {
-    real before = lse_before(p, r);
-    if (total == 1 && top == before * LOG2_E) return before;
+    real before = lse_before(p, r, p->call->goes_on);
+    if (total == 1 && top == in_log_2(before)) return before;
+    if (top == LEAST) return LEAST;
     return (top + log2((double)total)) * LN_2; /* rounded once: all weights of a query are times that error, backward */
 }
 
@@ -142,7 +184,7 @@ static void forward_place(const struct place *p, real *memory)
     real *rows = part_of(&memory, UNIT * E);
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
-    begin_softmax(p, units, top, total);
+    begin_softmax(p, units, top, total, c->goes_on);
     for (i64 u = 0; u < units; u++) begin_outputs(p, u, output + u * E * UNIT);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);

@@ -547,10 +547,19 @@ static void hide_by_bits(
     }
 }
 
-/* to a score times a factor; even to NaN */
+/* A natural number in units of log 2. What is finite does not hide, so that it stays finite: some masks are the least
+   number there is. */
+INLINE real in_log_2(real x)
+{
+    real y = x * LOG2_E;
+    return x > NONE && y < LEAST ? LEAST : y;
+}
+
+/* adds natural numbers to a score times a factor; even to NaN */
 INLINE void add(real *score, real factor, vec x)
 {
-    store(score, pick(x == NONE, x, load(score) * factor + LOG2_E * x));
+    vec y = x * LOG2_E;
+    store(score, pick(x == NONE, x, load(score) * factor + larger_of(all(LEAST), y)));
 }
 
 INLINE void add_tile_of(

@@ -46,7 +46,7 @@ INLINE vec larger(vec x, vec y) { return choose(above(x, y), x, y); }
 #define RANKED LANES /* queries */
 typedef struct {
     ints weight, key;
-} ranks;
+} __attribute__((may_alias)) ranks;
 
 INLINE ranks rank(const real *weights, whole key)
 {
@@ -64,7 +64,7 @@ INLINE void order(ranks *x, ranks *y)
 }
 #else
 #define RANKED (LANES / 2)
-typedef int64_t ranks __attribute__((vector_size(BYTES)));
+typedef int64_t ranks __attribute__((vector_size(BYTES), may_alias));
 typedef uint32_t half_ranks __attribute__((vector_size(BYTES / 2)));
 typedef half_ranks loose_ranks __attribute__((aligned(4), may_alias));
 
@@ -101,12 +101,13 @@ static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
     for (i64 t = 0; t < c->statistics; t++) lists += list_numbers(c->statistic + t);
-    return c->units * UNIT * (c->head_dim + 4 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (7 + c->statistics);
+    return c->units * UNIT * (c->head_dim + 5 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (8 + c->statistics);
 }
 
-/* Scores of a unit, times a factor, become weights, 0 in lanes without a query; lse in units of log 2. entropy: w log2 w
-   is added. */
-static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores, real factor, real *entropy)
+/* Scores of a unit, times a factor, become weights, 0 in lanes without a query; lse, in units of log 2, is of two numbers.
+   entropy: w log2 w is added. */
+static void weights_of(
+    i64 n, i64 rows, int wide, const real *lse, const real *rest, real *scores, real factor, real *entropy)
 {
     vec sum[2] = {all(0), all(0)};
     ints idle[2];
@@ -115,7 +116,8 @@ static void weights_of(i64 n, i64 rows, int wide, const real *lse, real *scores,
         for (int w = 0; w < wide; w++) {
             real *at = scores + j * UNIT + w * LANES;
             vec score = load(at), hidden = all(2 * LOWEST);
-            vec log = pick((score == NONE) | idle[w], hidden, score * factor - load(lse + w * LANES));
+            vec seen = score * factor - load(lse + w * LANES) - load(rest + w * LANES);
+            vec log = pick((score == NONE) | idle[w], hidden, seen);
             vec weight = positive(exp2_of(log));
             sum[w] += weight * log;
             store(at, weight);
@@ -342,29 +344,6 @@ static void draw_unit(const struct place *p, const struct statistic *t, const st
     }
 }
 
-/* The lse of all queries of a place, from a pass over their keys of its own. */
-static void find_lse(const struct place *p, real *query, real *top, real *total, real *scores, real *key_room)
-{
-    const struct call *c = p->call;
-    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
-    begin_softmax(p, units, top, total);
-    for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
-        for (i64 u = 0; u < units; u++) {
-            struct part part[3];
-            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
-                i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
-                struct rows of_key = rows_from(key, part[i].from);
-                int wide = part[i].wide;
-                real factor = scores_of(p, k.span, row, first, n, wide, of_key, column_of(query, row, D), scores, NULL);
-                vec by[2];
-                softmax(n, wide, scores, factor, 0, top + row, total + row, by);
-            }
-        }
-    }
-    for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(p, r, top[r], total[r]);
-}
-
 /* Adds weights to a statistic. */
 static void add_up(const struct place *p, const struct statistic *t, const struct seen *s, real *list)
 {
@@ -380,7 +359,8 @@ static void look_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
     i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
-    real *query = part_of(&memory, units * D * UNIT), *lse = part_of(&memory, units * UNIT);
+    real *query = part_of(&memory, units * D * UNIT);
+    real *lse = part_of(&memory, units * UNIT), *rest = part_of(&memory, units * UNIT);
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
     real *entropy = part_of(&memory, units * UNIT), *scores = part_of(&memory, KEYS * UNIT);
     real *key_room = part_of(&memory, KEYS * D), *list[c->statistics + 1];
@@ -391,11 +371,17 @@ static void look_place(const struct place *p, real *memory)
     }
     for (i64 u = 0; u < units; u++)
         side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
-    if (!c->knows_lse) find_lse(p, query, top, total, scores, key_room);
+    if (!c->knows_lse) {
+        find_softmax(p, query, KEYS, top, total, scores, key_room, c->goes_on);
+        for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(p, r, top[r], total[r]);
+    } else if (c->statistics && any_is_far(p))
+        find_softmax(p, query, KEYS, top, total, scores, key_room, 0);
     if (!c->statistics) return;
     for (i64 r = 0; r < units * UNIT; r++) {
-        real of_query = c->lse[number_of(p, least(r, p->rows - 1))] * LOG2_E;
-        lse[r] = of_query == NONE ? 0 : of_query;
+        i64 of = least(r, p->rows - 1);
+        real of_query = in_log_2(c->lse[number_of(p, of)]);
+        lse[r] = is_far(p, of) ? top[of] : of_query == NONE ? 0 : of_query;
+        rest[r] = is_far(p, of) ? log2(total[of]) : 0;
     }
     memset(entropy, 0, units * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
@@ -409,7 +395,7 @@ static void look_place(const struct place *p, real *memory)
                 struct seen seen = {scores, row, part[i].rows, key_of(p, s, first), s->step, n, part[i].wide};
                 real *of_query = column_of(query, row, D);
                 real factor = scores_of(p, s, row, first, n, seen.wide, of_key, of_query, scores, NULL);
-                weights_of(n, seen.rows, seen.wide, lse + row, scores, factor, entropy + row);
+                weights_of(n, seen.rows, seen.wide, lse + row, rest + row, scores, factor, entropy + row);
                 for (i64 n_th = 0; n_th < c->statistics; n_th++) add_up(p, c->statistic + n_th, &seen, list[n_th]);
             }
         }

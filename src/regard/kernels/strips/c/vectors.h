@@ -41,6 +41,7 @@ typedef int32_t whole;
 #define LOG2_E ((real)1.4426950408889634074)
 #define LN_2 0.6931471805599453094
 #define NONE (-(real)INFINITY)
+#define LEAST (BYTES_OF_ONE == 8 ? -(real)__DBL_MAX__ : -(real)__FLT_MAX__) /* of all numbers */
 #define INLINE static inline __attribute__((always_inline))
 #define API __attribute__((visibility("default")))
 #if defined(__clang__) /* loops of a known number of rounds: what they index is then in registers */
