@@ -271,14 +271,15 @@ INLINE void write_rank(ranks *place, i64 row, real weight, whole key)
 #endif
 }
 
+/* the same the other way; where the weight is 0, the key is left as it was */
 INLINE void read_rank(const ranks *place, i64 row, real *weight, i64 *key)
 {
 #ifdef FLOAT64
     whole bits = place->weight[row % RANKED];
-    *key = ~place->key[row % RANKED];
+    if (bits) *key = ~place->key[row % RANKED];
 #else
     whole bits = (*place)[row % RANKED] >> 32;
-    *key = ~(uint32_t)(*place)[row % RANKED];
+    if (bits) *key = ~(uint32_t)(*place)[row % RANKED];
 #endif
     memcpy(weight, &bits, sizeof bits);
 }
