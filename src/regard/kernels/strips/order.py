@@ -83,10 +83,10 @@ class Order:
         self._chunks = 1
         self._form = plan.form or form_of(query, value, scoring, plan)
         known: tuple[bytes, Work | None] | None = None if self._form is None else plan.orders.get(self._form)
-        self._told, self._work = (_order(query, value, scoring, plan), None) if known is None else known
+        self._told, self._work = (_order(query, value, scoring), None) if known is None else known
         self._words = Words.from_buffer_copy(self._told)
         self.tensors("query", query, key, value)
-        self._words[AT["threads"]] = torch.get_num_threads()
+        self._words[AT["threads"]], self._words[AT["is_part"]] = torch.get_num_threads(), plan.is_part
         if plan.interval is not None:
             first, end, hidden = plan.interval
             self.numbers("first_key", first)
@@ -320,11 +320,11 @@ def _tell(words: Told, work: Work) -> None:
     words[AT["strips"]] = len(work.strips)
 
 
-def _order(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> bytes:
+def _order(query: Tensor, value: Tensor, scoring: Scoring) -> bytes:
     """What an order begins with."""
     call = CallOf()
     call.batches, call.heads, call.query_len, call.head_dim = query.shape
     _, call.kv_heads, call.key_len, call.value_dim = value.shape
-    call.parts, call.last_query, call.is_part = 1, call.query_len - 1, plan.is_part
+    call.parts, call.last_query = 1, call.query_len - 1
     call.dtype, call.scale, call.softcap = DTYPES[query.dtype], scoring.scale, scoring.softcap or 0.0
     return bytes(call)
