@@ -1,9 +1,10 @@
-"""Masks, biases and calls that more than one test file needs.
+"""Masks, biases, calls and the like that more than one test file needs.
 
 A `Ruled` mask is a regard mask together with the same rule written once more for a single cell, in Python integers:
 ``says(b, h, i, j, grid)``. The tests hold the two against each other.
 """
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +43,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a function": {"mask": Where(lambda batch, head, query, key: (query + key + head) % 3 > batch)},
 }  # fmt: skip
 """Arguments of calls of [2, 4, 150, size] on [2, 2, 170, size], which several files compute in their own way."""
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    """A function of 0, 1, 2, ..., each in a thread of its own, at once."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Ruled(NamedTuple):

@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 from torch import Tensor
 
 import regard
+from cases import in_threads, needs_library
 from regard import Alibi, Causal, Dense, Window, attention, attention_with_lse, repeated
 from regard.kernels.strips import binding, ready
 from regard.kernels.strips.order import library_for
 from regard.validation import check_call
-
-needs_library = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
 
 
 def heads(queries: int = 9, keys: int = 21, size: int = 16, *, seed: int = 0, dtype: torch.dtype = torch.float32):
@@ -144,11 +142,7 @@ def test_threads_of_python_compute_calls_alike_at_the_same_time(queries):
         except AssertionError as error:
             wrong.append(str(error))
 
-    threads = [threading.Thread(target=compute, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(compute, 4)
     assert not wrong
 
 

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import sys
-import threading
 import warnings
 import weakref
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import regard.functional
-from cases import ABSENT, ON_A_CPU, needs_library
+from cases import ABSENT, ON_A_CPU, in_threads, needs_library
 from comparing import assert_close
 from regard import checked, kernels, one_query
 from regard.biases import Alibi, Bias, RelativeBias
@@ -29,15 +28,6 @@ MASKS = [
 
 def heads(batch=2, heads=4, length=7, size=8, kv_heads=2, dtype=torch.float32):
     return tuple(torch.randn(batch, h, length, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
-
-
-def in_threads(work, count):
-    """A function of 0, 1, 2, ..., each in a thread of its own, at once."""
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cases import in_threads
 from comparing import assert_close
 from regard import hooks
 from regard.hooks import hooked
@@ -278,11 +279,7 @@ def test_each_thread_has_its_own_calls():
                 model(texts[number])
         found[number] = recording
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, 4)
     for number, tokens in enumerate(texts):
         with record(model) as expected:
             model(tokens)

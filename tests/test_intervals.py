@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import composed_masks, grids, single_masks
+from cases import composed_masks, grids, needs_library, single_masks
 from comparing import assert_close
 from regard import Alibi, Band, Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Tile, Where, Window, attention
 from regard.kernels.strips import intervals, native, tuning
-from regard.kernels.strips.binding import compiled, is_there
+from regard.kernels.strips.binding import compiled
 from regard.kernels.strips.intervals import Between, Interval, by_interval, side_by_side
 from regard.kernels.strips.reordering import reordering
 from regard.masks import EVERYTHING
@@ -17,7 +17,7 @@ from regard.masks.planning import EVERY_DIAGONAL, factors
 from regard.shapes import Grid
 from regard.validation import check_call
 
-pytestmark = pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
+pytestmark = needs_library
 
 LENGTHS = torch.tensor([5, 9, 0])
 

@@ -5,15 +5,15 @@ import gc
 import pytest
 import torch
 
+from cases import needs_library
 from comparing import assert_close
 from regard import Causal, Mask, Where, Window, attention
 from regard.kernels.known import Recent, cached_by_mask
-from regard.kernels.strips import binding
 from regard.versions import MAX_HELD_BYTES, few_or_version
 
 LENGTH = 3000
 KERNELS = [
-    pytest.param("native", marks=pytest.mark.skipif(binding.compiled() is None, reason="no library")), "strips",
+    pytest.param("native", marks=needs_library), "strips",
 ]  # fmt: skip
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 import regard
+from cases import needs_library
 from comparing import assert_close
 from regard import Alibi, Causal, Dense, Document, Padding, Prefix, Strided, Where, Window, observe
-from regard.kernels.strips import binding, tuning
+from regard.kernels.strips import tuning
 from regard.observation import Entropy, Image, Pyramid, Received, Top, Visible, compiled
 
-pytestmark = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
+pytestmark = needs_library
 
 MASKS = {
     "nothing": lambda some: None,

@@ -5,7 +5,6 @@ import gc
 import itertools
 import random
 import sys
-import threading
 import warnings
 import weakref
 
@@ -17,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import in_threads, needs_library
 from regard import (
     Additive,
     Alibi,
@@ -39,7 +39,7 @@ from regard import (
 from regard.kernels.strips import binding
 from regard.shapes import Grid
 
-pytestmark = pytest.mark.skipif(binding.compiled() is None, reason="no library for this processor")
+pytestmark = needs_library
 
 LENGTH, HEADS, SIZE = 24, 4, 16
 
@@ -508,11 +508,7 @@ def test_threads_may_call_at_once():
                 wrong.append(error)
                 raise
 
-    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(calls, 4)
     assert not wrong
 
 

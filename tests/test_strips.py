@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import library
 
+from cases import needs_library
 from comparing import assert_close, assert_within_budget
 from regard import (
     Alibi,
@@ -40,7 +41,6 @@ from regard.kernels.strips import engine, grouping, native, products, residues, 
 from regard.kernels.strips import kernel as strips_kernel
 from regard.kernels.strips import plan as plans
 from regard.kernels.strips.added import AddedToStrip
-from regard.kernels.strips.binding import is_there
 from regard.kernels.strips.compiled import in_graph
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import plan_of
@@ -1205,7 +1205,7 @@ def test_what_a_graph_cannot_hold_breaks_it_and_is_computed_all_the_same(compile
     assert_close(ours, right)
 
 
-@pytest.mark.skipif(not is_there(torch.float32), reason="no compiled library")
+@needs_library
 @pytest.mark.parametrize("price", [0.5, 2.0])
 def test_a_graph_holds_the_engine_that_takes_less_time(compiler, monkeypatch, price):
     monkeypatch.setattr(native, "price", lambda *of: price)
@@ -1274,7 +1274,7 @@ def test_a_long_call_of_one_head_is_one_graph_too(compiler, mask):
     assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(query), model(query))
 
 
-@pytest.mark.skipif(not is_there(torch.float32), reason="the library is not compiled")
+@needs_library
 @pytest.mark.parametrize(("length", "mask", "is_node"), [(8, None, False), (90, Causal(), True), (90, None, False)])
 def test_a_graph_holds_the_library_where_that_takes_less_time(compiler, monkeypatch, length, mask, is_node):
     monkeypatch.setattr(native, "price", lambda *of: 0.9)

@@ -244,7 +244,7 @@ static void take_in(i64 places, i64 n, const real *weights, const whole keys[PLA
 static void find_largest(const struct place *p, const struct statistic *t, const struct seen *s, real *lists)
 {
     i64 places = places_of(t);
-    whole keys[KEYS + PLACES];
+    whole keys[KEYS];
     for (i64 j = 0; j < s->n; j++) keys[j] = token_seen(p, s, j);
     for (int w = 0; w < s->wide; w++) {
         const real *weights = s->weights + w * LANES;
