@@ -6,7 +6,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from regard import checked, hints, repeated
 from regard.biases import Bias
@@ -131,7 +131,7 @@ def attention_with_lse(
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
-    if not is_compiling():
+    if not is_dynamo_compiling():  # of what is exported, no tensor is one to the library
         results = repeated.repeat(given, checked.noted)
         if results is not None:
             return results, None

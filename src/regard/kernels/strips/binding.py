@@ -1,8 +1,10 @@
 """The compiled library: which one this processor can run, and the structures through which it is called.
 
 The code in c/ is compiled when regard is installed, once for each set of vector instructions, if there is a compiler.
-Without one, or with REGARD_NATIVE=0, the other engine computes everything. The library is called by ctypes, so it
-depends neither on torch's headers nor on Python's: it reads tensors where they are, and runs on torch's threads.
+Without one, or with REGARD_NATIVE=0, the other engine computes everything. The library is loaded by ctypes, so it
+depends neither on torch's headers nor on Python's: it reads tensors where they are, and runs on torch's threads. What
+every call asks are functions of Python's own kind: between the layers of a model, ctypes takes 10 us to convert their
+arguments. Row "causal, tiny" of small_calls.py.
 """
 
 import ctypes
@@ -11,7 +13,7 @@ import platform
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ DONE, UNLIKE, SUSPECT = range(3)
 """Outcomes of a call that is like an earlier one. UNLIKE: its tensors lie in another way, and nothing was computed;
 SUSPECT: something hidden may have had a part."""
 
-_i64, _f64, _address, _tensors = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.py_object
+_i64, _f64, _address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class TensorAt(ctypes.Structure):
@@ -212,7 +214,8 @@ class Compiled:
             apart, and the other two addresses.
         describe: of tensors, as `describe` tells it; empty where they are too many.
         again: a pass for other tensors, given an `AgainOf` and by how many threads; returns DONE, UNLIKE or SUSPECT.
-        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE.
+        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE. These
+            take addresses, too.
         lie: tells a `LyingOf` how a tensor lies. lie_open: tells a `RepeatedOf` how query, key and value lie, and if
             its second argument is true, of keys and values only what all numbers of them have in common.
         repeat: output and lse of a call like one of a table, or None: `regard.repeated`.
@@ -225,9 +228,9 @@ class Compiled:
     find_keys: Callable[[int, int, int, int, int, int], int]
     describe: Callable[[tuple[Tensor, ...], bool], bytes]
     again: Callable[[int, int, tuple[Tensor, ...]], int]
-    one: Callable[[Any, int, int | None, tuple[Tensor, ...]], int]
-    lie: Callable[[int, Tensor], int]
-    lie_open: Callable[[int, bool, tuple[Tensor, ...]], int]
+    one: Callable[[int, int, int | None, tuple[Tensor, ...]], int]
+    lie: Callable[[int, Tensor], None]
+    lie_open: Callable[[int, bool, tuple[Tensor, ...]], None]
     repeat: Callable[[tuple[object, ...], tuple[object, ...]], tuple[Tensor, Tensor | None] | None]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
@@ -235,7 +238,7 @@ class Compiled:
         loaded = ctypes.CDLL(str(path))
         for question in (loaded.regard_lanes, loaded.regard_size_of_structures, loaded.regard_products):
             question.restype = _i64
-        if loaded.regard_size_of_structures() != sum(map(ctypes.sizeof, STRUCTURES)):
+        if loaded.regard_size_of_structures() != sum(map(ctypes.sizeof, STRUCTURES)) + ctypes.sizeof(_PythonOf):
             raise OSError(f"{path.name} was compiled from another version of c/call.h")
         self.lanes: int = loaded.regard_lanes()
         self.products = PRODUCTS[loaded.regard_products()]
@@ -257,20 +260,13 @@ class Compiled:
         self._bits.argtypes, self._bits.restype = (_address, _i64, _i64, _i64, _i64, _i64, _address), None
         self._random = loaded.regard_random
         self._random.argtypes, self._random.restype = (_address, _i64, _i64, _i64, _i64), None
-        locked = ctypes.PyDLL(str(path))  # with Python's lock held
-        locked.regard_set_python.argtypes, locked.regard_set_python.restype = (_address,), None
-        locked.regard_set_python(_functions_of_python())
-        for name, arguments, result in (
-            ("describe", (_tensors, _i64), ctypes.py_object),
-            ("again", (_address, _i64, _tensors), _i64),
-            ("one", (_address, _i64, _address, _tensors), _i64),
-            ("lie", (_address, _tensors), _i64),
-            ("lie_open", (_address, _i64, _tensors), _i64),
-            ("repeat", (_tensors, _tensors), ctypes.py_object),
-        ):
-            function = getattr(locked, f"regard_{name}")
-            function.argtypes, function.restype = arguments, result
-            setattr(self, name, function)
+        loaded.regard_set_python.argtypes, loaded.regard_set_python.restype = (_address,), None
+        loaded.regard_set_python(_functions_of_python())
+        self._methods = []
+        for name in ("describe", "again", "one", "lie", "lie_open", "repeat"):
+            method = _MethodOf(name.encode(), ctypes.cast(getattr(loaded, f"regard_{name}"), _address), _FASTCALL)
+            self._methods.append(method)  # which the function refers to
+            setattr(self, name, _new_function(ctypes.addressof(method), None, None))
 
     def set_products(self, products: str) -> None:
         """Multiplies bfloat16 numbers by these instructions, which must be there."""
@@ -296,6 +292,19 @@ class Compiled:
         self._random(numbers.data_ptr(), rows, len(numbers) - rows, seed, of_columns)
 
 
+class _MethodOf(ctypes.Structure):
+    """`PyMethodDef`, of which Python makes a function."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("function", _address), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
+
+
+_FASTCALL = 0x80
+"""METH_FASTCALL: how its arguments are given."""
+
+_object = ctypes.py_object
+_new_function = ctypes.PYFUNCTYPE(_object, _address, _address, _address)(("PyCFunction_NewEx", ctypes.pythonapi))
+
+
 class _ExchangeOf(ctypes.Structure):
     """`DLPackExchangeAPI`, by which torch tells of tensors (dmlc/dlpack, dlpack.h)."""
 
@@ -305,10 +314,24 @@ class _ExchangeOf(ctypes.Structure):
     )
 
 
-def _functions_of_python() -> Any:
-    """`struct python` of c/again.h."""
+_OF_PYTHON = (
+    "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread",
+    "PyTuple_New", "PyTuple_SetItem", "Py_IncRef", "Py_DecRef", "PyObject_GetAttr", "PyObject_Call", "PyObject_Type",
+    "PyObject_RichCompareBool", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyLong_AsVoidPtr", "PyErr_Clear",
+)  # fmt: skip
+"""Python's functions in the order of `struct python`."""
+
+_OBJECTS = None, int, float, Tensor
+"""The objects after them."""
+
+_PythonOf = _address * (1 + len(_OF_PYTHON) + len(_OBJECTS))
+"""`struct python` of c/again.h."""
+
+
+def _functions_of_python() -> "ctypes.Array[ctypes.c_void_p]":
+    """A `_PythonOf`."""
     python = ctypes.pythonapi
-    find = ctypes.PYFUNCTYPE(_address, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
+    find = ctypes.PYFUNCTYPE(_address, _object, ctypes.c_char_p)(("PyCapsule_GetPointer", python))
     at = find(Tensor.__dlpack_c_exchange_api__, b"dlpack_exchange_api")
     exchange = _ExchangeOf.from_address(at)
     while exchange.major > 1 and exchange.older:
@@ -316,16 +339,7 @@ def _functions_of_python() -> Any:
     if exchange.major != 1 or not exchange.read:
         raise OSError("this torch tells of tensors in another way")
     addresses = [ctypes.cast(getattr(python, name), _address).value for name in _OF_PYTHON]
-    objects = map(id, (None, int, float, Tensor))
-    return (_address * (len(addresses) + 5))(exchange.read, *addresses, *objects)
-
-
-_OF_PYTHON = (
-    "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread",
-    "PyTuple_New", "PyTuple_SetItem", "Py_IncRef", "Py_DecRef", "PyObject_GetAttr", "PyObject_Call", "PyObject_Type",
-    "PyObject_RichCompareBool", "PyLong_AsLongLong", "PyLong_AsVoidPtr", "PyErr_Clear",
-)  # fmt: skip
-"""In the order of `struct python`."""
+    return _PythonOf(exchange.read, *addresses, *map(id, _OBJECTS))
 
 
 def _find_describe(tensors: tuple[Tensor, ...], of_one: bool) -> Hashable | None:

@@ -77,7 +77,6 @@ def single(call: Call) -> Alone | None:
     (batch, heads, rows, size), dtype = call.query.shape, wide(call.query.dtype)
     shape, library, wants_lse = (batch, heads, rows, call.value.shape[3]), library_for(dtype), call.wants_lse
     told = told_of_one(call)
-    at = ctypes.byref(told)  # which keeps it
 
     def attend_one(
         query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, hidden: Hidden | None, bias: Tensor | None
@@ -99,7 +98,8 @@ def single(call: Call) -> Alone | None:
                 bias = numbers_added(hidden, bias, dtype)
         if bias is not None:
             tensors += (_bias_as_read(bias, dtype),)
-        if library.one(at, torch.get_num_threads(), None if within is None else within.at, tensors) != DONE:
+        threads, seen = torch.get_num_threads(), None if within is None else within.at
+        if library.one(ctypes.addressof(told), threads, seen, tensors) != DONE:
             return attend_one(as_read(query), as_read(key), as_read(value), sink, hidden, bias)
         return output, lse
 

@@ -39,12 +39,20 @@ static struct python {
     void *(*type)(void *);
     int (*compare)(void *, void *, int);
     i64 (*number)(void *);
+    void *(*new_number)(i64);
     void *(*address)(void *);
     void (*clear)(void);
     void *none, *whole_number, *real_number, *tensor; /* all but the first are types */
 } python;
 
 API void regard_set_python(const struct python *functions) { python = *functions; }
+
+/* A function that Python calls as one of its own, METH_FASTCALL: by ctypes, its arguments would be converted by code that
+   leaves the processor's caches between the layers of a model. Returns an object; or NULL, and an error is set. */
+#define FOR_PYTHON(name) \
+    API void *name(void *self __attribute__((unused)), void *const *argument, i64 count __attribute__((unused)))
+
+static void *kept(void *object) { return python.keep(object), object; }
 
 #define DL_BFLOAT 4 /* the kind of bfloat16 numbers */
 #define MOST_AXES 8
@@ -61,15 +69,17 @@ static i64 read_all(void *tensors, i64 most, struct dl_tensor *t)
     return count;
 }
 
-/* Device, dtype and shape of some tensors, as bytes of Python's; none where they are too many. NULL, and an error is
-   set, if a tensor has no numbers in strides. of_one: they are query, key, value and bias of one query. Of the number
-   of keys only the magnitude is told; of the values, whether there are as many; of the bias, whether it has a number
-   for each key, or one for all. */
-API void *regard_describe(void *tensors, i64 of_one)
+/* Device, dtype and shape of some tensors, as bytes; none where they are too many. An error is set if a tensor has no
+   numbers in strides. The second argument: they are query, key, value and bias of one query. Of the number of keys only
+   the magnitude is told; of the values, whether there are as many; of the bias, whether it has a number for each key, or
+   one for all. */
+FOR_PYTHON(regard_describe)
 {
-    i64 words[MOST_DESCRIBED * (MOST_AXES + 2)], n = 0, keys = 0, count = python.length(tensors);
-    if (count > MOST_DESCRIBED) return python.bytes(NULL, 0);
-    for (i64 i = 0; i < count; i++) {
+    void *tensors = argument[0];
+    i64 words[MOST_DESCRIBED * (MOST_AXES + 2)], n = 0, keys = 0, of_one = python.number(argument[1]);
+    i64 tensor_count = python.length(tensors);
+    if (tensor_count > MOST_DESCRIBED) return python.bytes(NULL, 0);
+    for (i64 i = 0; i < tensor_count; i++) {
         struct dl_tensor t;
         if (python.read(python.item(tensors, i), &t)) return NULL;
         if (t.axes > MOST_AXES) return python.bytes(NULL, 0);
@@ -106,13 +116,13 @@ static void lie(struct lying *to, const struct dl_tensor *t)
     }
 }
 
-/* Notes how a tensor lies. Returns 0, or -1 with an error set. */
-API i64 regard_lie(struct lying *to, void *tensor)
+/* Notes how a tensor lies, at an address; returns None. */
+FOR_PYTHON(regard_lie)
 {
     struct dl_tensor t;
-    if (python.read(tensor, &t)) return -1;
-    lie(to, &t);
-    return 0;
+    if (python.read(argument[1], &t)) return NULL;
+    lie(python.address(argument[0]), &t);
+    return kept(python.none);
 }
 
 enum outcome { DONE, UNLIKE, SUSPECT };
@@ -143,12 +153,14 @@ static i64 again(const struct again *known, i64 threads, const struct dl_tensor 
     return c.suspect ? SUSPECT : DONE;
 }
 
-/* The same, of tensors of Python's. -1: nothing was computed, and an error is set. */
-API i64 regard_again(const struct again *known, i64 threads, void *tensors)
+/* The same, given the address of what is known, the number of threads, and a tuple of tensors. */
+FOR_PYTHON(regard_again)
 {
     struct dl_tensor t[MOST_TENSORS];
-    i64 count = read_all(tensors, MOST_TENSORS, t);
-    return count < 0 ? -1 : count > MOST_TENSORS ? UNLIKE : again(known, threads, t, count);
+    i64 tensors = read_all(argument[2], MOST_TENSORS, t);
+    if (tensors < 0) return NULL;
+    const struct again *known = python.address(argument[0]);
+    return python.new_number(tensors > MOST_TENSORS ? UNLIKE : again(known, python.number(argument[1]), t, tensors));
 }
 
 /* A call of one query, of any number of keys. The last three may be there or not in all calls alike. alone: up to how
@@ -207,10 +219,15 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
     return DONE;
 }
 
-/* The same, of tensors of Python's. -1: nothing was computed, and an error is set. */
-API i64 regard_one(const struct one *known, i64 threads, const i64 *within, void *tensors)
+/* The same, given the address of what is known, the number of threads, the address of `within` or None, and a tuple of
+   tensors. */
+FOR_PYTHON(regard_one)
 {
     struct dl_tensor t[MOST_OF_ONE];
-    i64 count = read_all(tensors, MOST_OF_ONE, t);
-    return count < 0 ? -1 : count > MOST_OF_ONE ? UNLIKE : one(known, threads, within, t, count);
+    i64 tensors = read_all(argument[3], MOST_OF_ONE, t);
+    if (tensors < 0) return NULL;
+    const struct one *known = python.address(argument[0]);
+    const i64 *within = argument[2] == python.none ? NULL : python.address(argument[2]);
+    i64 threads = python.number(argument[1]);
+    return python.new_number(tensors > MOST_OF_ONE ? UNLIKE : one(known, threads, within, t, tensors));
 }

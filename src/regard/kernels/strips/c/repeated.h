@@ -65,13 +65,16 @@ static void open_ended(struct lying three[3])
     for (int i = 1; i < 3; i++) memset(three[i].stride, 0, 3 * sizeof(i64));
 }
 
-/* Notes how query, key and value lie. Returns 0, or -1 with an error set. */
-API i64 regard_lie_open(struct repeated *r, i64 opens, void *tensors)
+/* Notes how query, key and value lie, at the address of a `repeated`; the second argument: of any number of keys. The
+   third is a tuple of them. Returns None. */
+FOR_PYTHON(regard_lie_open)
 {
-    for (i64 i = 0; i < 3; i++)
-        if (regard_lie(r->three + i, python.item(tensors, i))) return -1;
-    if (opens) open_ended(r->three);
-    return 0;
+    struct repeated *r = python.address(argument[0]);
+    struct dl_tensor t[3];
+    if (read_all(argument[2], 3, t) < 0) return NULL;
+    for (i64 i = 0; i < 3; i++) lie(r->three + i, t + i);
+    if (python.number(argument[1])) open_ended(r->three);
+    return kept(python.none);
 }
 
 /* What a function returns; the arguments are its own from then on. NULL: an error is set. */
@@ -90,7 +93,6 @@ static void *tuple_of(i64 count, void **item)
     return tuple;
 }
 
-static void *kept(void *object) { return python.keep(object), object; }
 static void *instead_of(void *object, void *other) { return python.drop(object), other; }
 
 static int is_as_it_was(const struct step *s, void *x)
@@ -202,10 +204,11 @@ static void *run_again(const struct repeated *r, void *given)
     return called(r->run, tuple_of(5, taken));
 }
 
-/* Output and lse of a call like one of the table's, as a tuple; None if it is like none of them. table: a tuple of the
-   address of each, and what keeps it. */
-API void *regard_repeat(void *given, void *table)
+/* Output and lse of a call like one of the table's, as a tuple; None if it is like none of them. Given are a tuple of the
+   call's arguments, and the table: a tuple of the address of each, and what keeps it. */
+FOR_PYTHON(regard_repeat)
 {
+    void *given = argument[0], *table = argument[1];
     struct dl_tensor t[3];
     struct lying three[3] = {0}, open[3];
     for (i64 i = 0; i < 3; i++) {
