@@ -773,6 +773,30 @@ def test_of_a_band_the_ends_alone_are_told(mask):
     assert_within_budget(lse, exact[1], plain[1])
 
 
+@needs_library
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(st.none(), st.integers(-20, 90)), st.one_of(st.none(), st.integers(-20, 90)),
+    st.one_of(st.none(), st.integers(-90, 90)), st.integers(2, 90), st.integers(1, 90), st.booleans(),
+)  # fmt: skip
+def test_a_band_is_one_strip_with_the_keys_that_some_query_sees(before, after, offset, rows, keys, biased):
+    """It is planned in no time, however long the text, and however narrow the band."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, n, 8, generator=draw) for n in (rows, keys, keys))
+    mask, bias = Band(before, after, offset=offset), Alibi(2) if biased else None
+    call = check_call("attention", query, key, value, mask, bias, None, None, None, None)
+    plan = native.plan_of(call)
+    (strip,) = plan.strips
+    assert (len(strip.queries), strip.times) == (rows, 1)
+    seen = call.scoring.mask_or_everything.allowed(range(rows), range(keys)).expand(1, 1, rows, keys)[0, 0].any(0)
+    assert [*strip.spans[0]] == seen.nonzero().flatten().tolist()
+    output, lse, _ = native.forward(*call[:3], None, call.scoring, None, plan)
+    exact = reference(*(t.double() for t in call[:3]), call.scoring, None)
+    plain = reference(*call[:3], call.scoring, None)
+    assert_within_budget(output, exact[0], plain[0])
+    assert_within_budget(lse, exact[1], plain[1])
+
+
 def apart(batch, length):
     """A mask whose cells are at random in blocks that lie apart, so that strips are cut by looking at it."""
     draw = torch.Generator().manual_seed(1)

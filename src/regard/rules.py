@@ -364,6 +364,8 @@ def deserialise(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = (
 
 def learned(value: Any) -> Iterator[Tensor]:
     """The tensors in a bias that may need a gradient: floating tensors and parameters of modules, at any depth."""
+    if type(value) in _SIMPLE:  # first: torch takes time to tell that something is no tensor
+        return
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -460,7 +462,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, str, range, torch.device})
 
 def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
     kind = type(value)
-    if kind in _SIMPLE:  # first: torch takes time to tell that something is no tensor
+    if kind in _SIMPLE:  # first, as in `learned`
         return kind, value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, Rule):
         if (structure := value.structure()) is None:

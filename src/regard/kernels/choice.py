@@ -140,8 +140,10 @@ def _suits_the_library(call: Call) -> bool:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
     if by_torch:
-        scores = sdpa.num_scores(call) * (1.0 if _finds_a_table(call) else MAKES_A_TABLE)
-        if not native.beats(call, scores, by_table=not direct.plain(call.scoring)):
+        scores, by_table = sdpa.num_scores(call), not direct.plain(call.scoring)
+        if not native.beats(call, scores, by_table=by_table) and (
+            _finds_a_table(call) or not native.beats(call, scores * MAKES_A_TABLE, by_table=by_table)
+        ):
             return False
     if _library_pays(call) or not engine.flash_can(call.query, call.scoring, call.dropout):
         return True

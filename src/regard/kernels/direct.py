@@ -297,19 +297,19 @@ def saves_a_product(call: Call) -> bool:
     again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. They
     take no more memory than queries, keys, values and outputs. Rows "full, 1 head of 512" and "100 queries, 1 head of
     512" of features.py."""
-    scoring, grid = call.scoring, call.scoring.grid
+    scoring, grid, size = call.scoring, call.scoring.grid, min(call.query.shape[3], call.value.shape[3])
     more = scoring.softcap, scoring.sink, scoring.additive, call.dropout
-    if any(part is not None for part in more) or call.bias_learns:
+    if size < LARGE_HEAD or call.query.dtype is not torch.float32 or any(part is not None for part in more):
         return False
-    if not (call.concrete and call.learns and call.query.dtype is torch.float32):
+    if not (call.concrete and call.learns) or call.bias_learns:
         return False
-    size, scores, shortest = min(call.query.shape[3], call.value.shape[3]), all_scores(call), min(grid[2:4])
+    scores, shortest = all_scores(call), min(grid[2:4])
     few_keys = grid.key_len <= 4 * size and scores <= MAX_SCORES_OF_LARGE_HEADS
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
     if _is_plain(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
     enough = shortest * size >= fewest[0] and scores * size >= fewest[1]
-    if not (few_keys and enough and size >= LARGE_HEAD):
+    if not (few_keys and enough):
         return False
     reads = isinstance(scoring.bias, Given) and scoring.mask_or_everything is EVERYTHING
     finds = scoring.bias is None or reads or table_key(scoring, torch.float32) is not None

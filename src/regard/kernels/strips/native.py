@@ -123,7 +123,7 @@ def plan_of(call: Call, *, sorts: bool = True) -> StripPlan:
     together = together and (interval is None or interval.hidden is None)
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
-        together_skip=library_for(call.query.dtype).lanes, most_scores=most,
+        skips=library_for(call.query.dtype).lanes, most_scores=most,
     )  # fmt: skip
     plan, *others = (part.within(interval).sorted_by(changed) for part in plan_union(rule, grid, by).parts)
     return plan.beside(others)

@@ -94,8 +94,9 @@ class PlanOptions(NamedTuple):
     """Whether equal strips are computed as one batch."""
     in_place: bool = False
     """Whether keys are read where they are, in several spans, too, and by equal strips of several batch indices."""
-    together_skip: int | None = None
-    """How many queries of a strip skip together the keys that a band hides from all of them; None: those of a strip."""
+    skips: int | None = None
+    """How many queries of a strip skip together the keys that a band hides from all of them, so that its strip need not
+    be cut; None: all of a strip."""
     copies: bool = False
     """Whether the keys of overlapping strips are copied in any case, rather than read where they are."""
     causal: bool = True
@@ -128,6 +129,11 @@ def cut(
     if not mask.closed_form:
         yield from _cut_by_looking(mask, query_len, key_len, batch_index, by)
         return
+    if by.skips is not None and by.most_scores is None:
+        of_band = _of_a_band(mask, range(query_len), key_len, batch_index)
+        if of_band is not None:
+            yield of_band
+            return
     breaks = {at for at in mask.breaks(query_len) if 0 < at < query_len}
     if breaks and by.short is not None and common_keys(mask, range(query_len), key_len) is not None:
         breaks = set()
@@ -151,6 +157,23 @@ def cut(
             whole = by.most_scores is None
             for queries in (segment,) if whole else _split(segment, by.max_queries(len(shared))):
                 yield Strip(batch_index, queries, (shared,), Kind.FULL if shared else Kind.MASKED)
+
+
+def _of_a_band(mask: Mask, queries: range, key_len: int, batch_index: int | None) -> Strip | None:
+    """All queries as one strip, if they see a band of the keys, or all of them; None if not. What is outside of a band
+    is skipped without being cut off."""
+    seen = diagonals_of(mask, queries, range(key_len))
+    if seen is None:
+        return None
+    low, high = seen
+    stop = key_len if high is None else min(key_len, len(queries) + high)
+    keys = range(0 if low is None else max(0, low), stop)
+    if not keys:
+        return Strip(batch_index, queries, (range(0),), Kind.MASKED)
+    if mask.tile(queries, keys) is Tile.FULL:
+        return Strip(batch_index, queries, (keys,), Kind.FULL)
+    is_square = seen == (None, 0) and len(keys) == len(queries)
+    return Strip(batch_index, queries, (keys,), Kind.CAUSAL if is_square else Kind.MASKED)
 
 
 def _square(mask: Mask, segment: range, key_len: int, batch_index: int | None, diagonals: Iterable[int]) -> list[Strip]:
@@ -207,7 +230,7 @@ def _cut_up(
 
 def _is_higher(mask: Mask, queries: range, spans: Sequence[range], by: PlanOptions) -> bool:
     """Whether a strip at an end may be too high, as those between are for a band that only they see."""
-    return by.together_skip is not None and any(diagonals_of(mask, queries, span) is None for span in spans)
+    return by.skips is not None and any(diagonals_of(mask, queries, span) is None for span in spans)
 
 
 def _tight(mask: Mask, strip: Strip, offset: int) -> Strip:
@@ -423,12 +446,11 @@ def _heights(mask: Mask, segments: Sequence[range], key_len: int, by: PlanOption
 
 def _compared(mask: Mask, queries: range, spans: Sequence[range], by: PlanOptions) -> float:
     """With how many keys each query is compared, on average."""
-    if by.together_skip is None:
+    if by.skips is None:
         return sum(map(len, spans))
     found = [(span, diagonals_of(mask, queries, span)) for span in spans]
     return sum(
-        len(span) if seen is None else cells_on(seen, queries, span, by.together_skip) / len(queries)
-        for span, seen in found
+        len(span) if seen is None else cells_on(seen, queries, span, by.skips) / len(queries) for span, seen in found
     )
 
 
