@@ -37,6 +37,8 @@ from regard import (
     repeated,
 )
 from regard.kernels.strips import binding
+from regard.kernels.strips.autograd import attach
+from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
 
 pytestmark = needs_library
@@ -302,6 +304,72 @@ def test_gradients_are_right_again_and_again(found):
     assert found[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes"])
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+def test_what_learns_is_computed_at_once_too(kind, dtype, monkeypatch):
+    """With lse, with gradients through both, and with gradients of gradients. In float64 by Python's code."""
+
+    def differentiated(call, inputs):
+        output, lse = call(*inputs, **KINDS[kind]())
+        loss = output.double().square().sum() + lse.double().sin().sum()
+        grads = torch.autograd.grad(loss, inputs, create_graph=True)
+        twice = torch.autograd.grad(sum(grad.double().square().sum() for grad in grads), inputs)
+        return [output, lse, *grads, *twice]
+
+    def native(*inputs, **given):
+        return attention_with_lse(*inputs, **given, kernel="native")
+
+    def exact(*inputs, **given):
+        return attention_with_lse(*inputs, **given, kernel="reference")
+
+    for seed in range(4):
+        three = [t.requires_grad_() for t in heads(seed, dtype)]
+        if seed == 3 and dtype is not torch.float64:
+            monkeypatch.setattr(Planned, "__call__", None)  # it is not asked any more
+        found = differentiated(native, three)
+        expected = differentiated(exact, [t.detach().double().requires_grad_() for t in three])
+        error = 1e-10 if dtype is torch.float64 else 2e-4 if dtype is torch.float32 else 0.1
+        for one, other in zip(found, expected, strict=True):
+            assert (one.double() - other).norm() <= error * (1 + other.norm())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_hidden_has_no_part_in_gradients_either(bad):
+    cells = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.4
+    cells[:, 5] = False
+    found = []
+    for number in (0.0, 0.0, 0.0, bad, 0.0):
+        three = heads()
+        three[1][:, :, 5] = three[2][:, :, 5] = number
+        three = [t.requires_grad_() for t in three]
+        output = attention(*three, mask=Dense(cells), kernel="native")
+        found.append([output, *torch.autograd.grad(output.square().sum(), three)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=2e-5, rtol=2e-5)
+
+
+def test_results_that_cannot_be_attached_say_why():
+    three = [t.requires_grad_() for t in heads()]
+    for _ in range(3):
+        attention(*three, mask=Causal(), kernel="native")
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*given):
+        raise StoppedError
+
+    _, held, *_ = checked.noted
+    noted = next(part for part in held if isinstance(part, binding.RepeatedOf))
+    assert noted.attach
+    attach, noted.attach = noted.attach, id(stop)
+    with pytest.raises(StoppedError):
+        attention(*three, mask=Causal(), kernel="native")
+    noted.attach = attach
+    attention(*three, mask=Causal(), kernel="native").sum().backward()
+
+
 def test_states_of_torch_are_seen(found):
     three = heads()
     settle(*three, mask=Causal())
@@ -466,12 +534,17 @@ def test_what_is_known_as_itself_is_kept_so_that_nothing_else_takes_its_place():
 def test_objects_are_counted_as_often_as_they_are_held():
     three, mask, scale = heads(), Causal() & Window(9), 0.375
     given = {"mask": mask, "scale": scale}
+    learning = [t.requires_grad_() for t in heads()]
     settle(*three, **given)
+    settle(*learning, **given, kernel="native")
+    _, held, *_ = checked.noted
+    fixed = next(part for part in held if isinstance(part, tuple))
     settle(*three, mask=mask, sink=torch.ones(HEADS, dtype=torch.float64))  # by its own code
-    watched = *three, mask, scale, Causal, Tensor, torch.empty_like, None
+    watched = *three, *learning, mask, scale, Causal, Tensor, torch.empty_like, attach, fixed, fixed[-1], None
     before = [sys.getrefcount(thing) for thing in watched]
     for _ in range(1000):
         attention(*three, **given)
+        attention(*learning, **given, kernel="native").sum().backward()
         attention(*three, mask=mask, sink=torch.ones(HEADS, dtype=torch.float64))
         attention(*three, mask=Causal() & Window(8))  # like none of them, at first
     after = [sys.getrefcount(thing) for thing in watched]

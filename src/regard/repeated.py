@@ -10,6 +10,7 @@ One query may have other keys, as in writing token by token. Any other call is l
 import ctypes
 from collections.abc import Callable
 from ctypes import string_at
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels import choose
 from regard.kernels.strips import NATIVE_KERNEL, binding
+from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.binding import FAR, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
@@ -75,11 +77,12 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
         return  # calls are alike only if its numbers are
 
     def way(made: RepeatedOf) -> list[object]:
-        told = _pass_of(library, given, known)
+        told, held = _pass_of(library, given, known), list[object]()
         if told is not None:
             made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
+            held = _learning(made, given[QUERY], told, known)
         made.run = id(known.run)
-        return [told, known.run]
+        return [told, known.run, *held]
 
     _note(library, given, way)
 
@@ -144,20 +147,42 @@ def _note(
     tensors = (NotedOf * len(notes.tensors))(*notes.tensors)
     made.step, made.steps = ctypes.addressof(steps), len(steps)
     made.noted, made.count = ctypes.addressof(tensors), len(tensors)
-    made.make_output, made.threads = id(torch.empty_like), id(torch.get_num_threads)
+    made.make[0], made.threads = id(torch.empty_like), id(torch.get_num_threads)
     checked.noted = (ctypes.addressof(made), (*held, steps, tensors), *checked.noted)[: 2 * MAX_CALLS]
 
 
 def _pass_of(library: binding.Compiled, given: tuple[Any, ...], known: Checked) -> Pass | None:
     """The library's pass, if it is all that the call takes, and reads sink and bias as they are."""
-    planned = getattr(known.run, "__self__", None)
-    sink = given[SINK]
-    if not isinstance(planned, Planned) or known.run != planned.alone:
+    planned, sink = _planned(known), given[SINK]
+    if planned is None:
         return None
     told = planned.last_pass(sink)
     if told is None or told.compiled is not library or not (sink is None or _is_read_as_it_is(sink, library)):
         return None
     return told if isinstance(given[BIAS], Tensor) or not told.has_given else None
+
+
+def _planned(known: Checked) -> Planned | None:
+    """What computes it, if it is told the same in every call."""
+    run = known.run
+    if isinstance(run, Planned):
+        return run if run.learns and run.changed is None else None
+    planned = getattr(run, "__self__", None)
+    return planned if isinstance(planned, Planned) and run == planned.alone else None
+
+
+def _learning(made: RepeatedOf, query: Tensor, told: Pass, known: Checked) -> list[object]:
+    """Notes what becomes of the results, if something learns; returns what has to be kept for that."""
+    planned = _planned(known)
+    if planned is None or not planned.learns:
+        return []
+    dtype, fixed = wide(query.dtype), planned.fixed
+    make_exact = partial(torch.empty_like, dtype=dtype) if told.has_exact else None
+    make_lse = partial(Tensor.new_empty, size=query.shape[:3], dtype=dtype)
+    made.make[1], made.make[2] = None if make_exact is None else id(make_exact), id(make_lse)
+    rest = None, *planned.scoring.learned()
+    made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
+    return [make_exact, make_lse, fixed, rest]
 
 
 def _is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:

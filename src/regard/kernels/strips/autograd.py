@@ -62,7 +62,22 @@ class Strips(torch.autograd.Function):
         return None, None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
 
 
+class Computed(Strips):
+    """The same of a call that the library has computed already (`regard.repeated`)."""
+
+    @staticmethod
+    def forward(ctx: Any, fixed: tuple[Any, ...], results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+        output, lse, kept = results
+        _keep(ctx, (*fixed, *inputs), (kept, lse))
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return Strips.backward(ctx, grad_output, grad_lse)[2:]  # in place of four arguments there are two
+
+
 apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Strips).apply
+attach: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Computed).apply
 unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 """`Strips.apply` for tensors that no transform of torch.func is at work on, but that one may have left behind; to look
 for one, torch takes 20 us between the layers of a model. Row "5 queries, causal" of features.py."""

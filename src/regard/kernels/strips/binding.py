@@ -181,7 +181,9 @@ class RepeatedOf(ctypes.Structure):
 
     _fields_ = (
         ("three", LyingOf * 3),
-        *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run", "make_output", "threads")),
+        *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
+        ("make", _address * 3),
+        *((name, _address) for name in ("threads", "attach", "fixed", "rest")),
         *((name, _i64) for name in ("steps", "count", "told", "last")),
     )
 

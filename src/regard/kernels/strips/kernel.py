@@ -16,7 +16,7 @@ from regard.biases import Bias, Given
 from regard.dropout import Dropout
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
-from regard.kernels.call import Call, Kernel, Prepared
+from regard.kernels.call import Call, Kernel, Prepared, learns
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
 from regard.kernels.strips import engine, native, options, products, ready
 from regard.kernels.strips.added import is_by_distance
@@ -219,7 +219,17 @@ class Planned:
 
     def last_pass(self, sink: Tensor | None) -> ready.Pass | None:
         """That of the last such call, if the library can be told all of it at once."""
-        return None if self.wants_lse else ready.last_alone(self.plan, sink)
+        if not self.learns:
+            return None if self.wants_lse else ready.last_forward(self.plan, sink, learns=False)
+        others = sink is not None or self.plan.others or self.dropout is not None or self.given is not None
+        if others or any(map(learns, self.scoring.learned())):
+            return None
+        return ready.last_forward(self.plan, None, learns=True)
+
+    @property
+    def fixed(self) -> tuple[Engine, Scoring, Dropout | None, StripPlan]:
+        """What `Strips` takes besides tensors."""
+        return self.engine, self.scoring, self.dropout, self.plan
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None,

@@ -151,9 +151,7 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     Args:
         by_table: whether torch's is given a table of what is hidden and added.
     """
-    learns, dtype = call.learns, call.query.dtype
-    features, queries, threads = call.query.shape[3] + call.value.shape[3], call.query.shape[2], torch.get_num_threads()
-    size = (features + tuning.FEATURES_OF_A_SCORE) / (2 * 64 + tuning.FEATURES_OF_A_SCORE)
+    learns, dtype, queries = call.learns, call.query.dtype, call.query.shape[2]
     if queries == 1:
         scores *= tuning.ONE_QUERY
     elif 2 * queries <= call.key.shape[2]:
@@ -162,13 +160,7 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
             scores *= -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
-    # without gradients, and in half precision, torch's own function takes as long to begin
-    to_begin = tuning.SCORES_TO_BEGIN_GRADIENTS if learns and dtype not in fused.HALF else 0
-    most = scores - to_begin * threads / size
-    if _widens(call):
-        most /= 1 + tuning.QUERIES_TO_WIDEN / queries
-    if most <= 0:
-        return False
+    most = scores / (1 + tuning.QUERIES_TO_WIDEN / queries) if _widens(call) else scores
     table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
     if plan.interval is not None and not plan.others:
         least = _scores(call, plan.within(None))  # is counted in less time

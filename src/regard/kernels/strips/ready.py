@@ -136,10 +136,11 @@ def forward(
     return None
 
 
-def last_alone(plan: StripPlan, sink: Tensor | None) -> Pass | None:
-    """The last forward pass without gradients, dropout and lse, if it needs nothing but its tensors."""
-    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, False, False, False), [])
-    return passes[0] if passes and passes[0].like[0] and not passes[0].has_exact else None
+def last_forward(plan: StripPlan, sink: Tensor | None, learns: bool) -> Pass | None:
+    """The last forward pass without dropout, if it needs nothing but its tensors: without lse, or with what the
+    gradients need."""
+    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, learns, learns, False), [])
+    return passes[0] if passes and passes[0].like[0] and passes[0].has_exact <= learns else None
 
 
 def backward(

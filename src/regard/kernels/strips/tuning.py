@@ -103,14 +103,6 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
-SCORES_TO_BEGIN_GRADIENTS = 1 << 11
-"""Scores of 64 features, for each thread, in the time that the library takes longer to begin than torch's own function
-where float32 gradients are wanted. Rows "causal, 1 head" and "5 queries, causal" of features.py."""
-
-FEATURES_OF_A_SCORE = 32
-"""What a score costs beside its two products, in features of them: of 16 features in 64, two fifths and not a quarter.
-From calls of 8 to 256 features, of 8 heads and 256 tokens."""
-
 SCORES_TO_BEGIN_A_NODE = 3 << 11
 """The same that a node in a graph of torch.compile takes, which Python runs. Rows "compiled"."""
 

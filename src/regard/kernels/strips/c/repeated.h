@@ -13,6 +13,7 @@
 #define MOST_STEPS 48
 #define MOST_NOTED 8
 #define MOST_TEXTS 256 /* that are padded */
+enum { OUTPUT, EXACT, LSE, RESULTS }; /* of which only the first is always there */
 #define EQUAL 2 /* Py_EQ */
 #define DL_BOOL 6 /* the kind of bools */
 
@@ -39,10 +40,12 @@ struct noted {
     i64 bytes, is_padding;
 };
 
-/* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for an output like
-   the query that `make_output` makes, by as many threads as `threads` returns; or, if both are NULL, `run` is called with
-   query, key, value, sink and bias. The tensors that are told to them after the output are the first `told` of those
-   noted.
+/* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for results that
+   `make` makes of the query, by as many threads as `threads` returns; or, if both are NULL, `run` is called with query,
+   key, value, sink and bias. The tensors that are told to them after the results are the first `told` of those noted.
+
+   Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
+   rounded), query, key, value and what is in the tuple `rest`, and returns output and lse.
 
    One query may have other keys: of their number only the magnitude is told in `three`, and not how they lie. It sees the
    last `last` of them, or all if that is 0. row: NULL, or what is added to scores, of which the last number is the last
@@ -53,7 +56,7 @@ struct repeated {
     const struct noted *noted;
     const struct again *pass;
     const struct one *one;
-    void *row, *run, *make_output, *threads;
+    void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *rest;
     i64 steps, count, told, last;
 };
 
@@ -173,26 +176,46 @@ static i64 one_again(
     return one(r->one, threads, padding->axes ? within : NULL, t, count);
 }
 
-/* Output and None, as a tuple; NULL where nothing was computed, or something hidden may have had a part. */
+/* Output, and lse or None, of what was computed, as a tuple. The results are the tuple's from then on. */
+static void *returned(const struct repeated *r, void *given, void *result[RESULTS])
+{
+    if (!r->attach) {
+        void *both[] = {result[OUTPUT], kept(python.none)};
+        return tuple_of(2, both);
+    }
+    void *exact = result[EXACT] ? result[EXACT] : kept(result[OUTPUT]);
+    void *results[] = {result[OUTPUT], result[LSE], exact};
+    i64 rest = python.length(r->rest);
+    void *taken[5 + rest];
+    taken[0] = kept(r->fixed), taken[1] = tuple_of(3, results);
+    for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
+    for (i64 i = 0; i < rest; i++) taken[5 + i] = kept(python.item(r->rest, i));
+    return called(r->attach, tuple_of(5 + rest, taken));
+}
+
+/* The same; None where nothing was computed, or something hidden may have had a part. */
 static void *pass_again(
     const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *padding)
 {
-    struct dl_tensor t[5 + MOST_NOTED] = {three[0], three[1], three[2]};
-    void *query = kept(python.item(given, 0)), *threads = called(r->threads, python.tuple(0));
-    void *results[2] = {called(r->make_output, tuple_of(1, &query)), NULL};
-    i64 outcome = results[0] && threads && !python.read(results[0], t + 3) ? DONE : UNLIKE;
+    struct dl_tensor t[3 + RESULTS + MOST_NOTED + 1] = {three[0], three[1], three[2]};
+    void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0};
+    i64 outcome = threads ? DONE : UNLIKE, count = 3;
+    for (i64 i = 0; i < RESULTS && outcome == DONE; i++) {
+        if (!r->make[i]) continue;
+        void *query = kept(python.item(given, 0));
+        result[i] = called(r->make[i], tuple_of(1, &query));
+        if (!result[i] || python.read(result[i], t + count++)) outcome = UNLIKE;
+    }
     for (i64 i = 0; i < r->told && outcome == DONE; i++)
-        if (python.read(python.item(given, r->noted[i].from), t + 4 + i)) outcome = UNLIKE;
-    i64 by = threads ? python.number(threads) : 0, count = 4 + r->told;
+        if (python.read(python.item(given, r->noted[i].from), t + count++)) outcome = UNLIKE;
+    i64 by = threads ? python.number(threads) : 0;
     if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, padding) : again(r->pass, by, t, count);
     if (threads) python.drop(threads);
-    if (outcome == DONE) {
-        results[1] = kept(python.none);
-        return tuple_of(2, results);
-    }
-    if (results[0]) python.drop(results[0]);
+    if (outcome == DONE) return returned(r, given, result);
+    for (i64 i = 0; i < RESULTS; i++)
+        if (result[i]) python.drop(result[i]);
     python.clear();
-    return NULL;
+    return kept(python.none);
 }
 
 static void *run_again(const struct repeated *r, void *given)
@@ -228,8 +251,7 @@ FOR_PYTHON(regard_repeat)
         struct dl_tensor padding = {0};
         if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, &padding)) continue;
         if (!r->pass && !r->one) return run_again(r, given);
-        void *found = pass_again(r, given, t, &padding);
-        return found ? found : kept(python.none);
+        return pass_again(r, given, t, &padding);
     }
     return kept(python.none);
 }
