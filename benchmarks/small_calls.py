@@ -5,7 +5,7 @@
 Small calls are where a library's own checking and choosing shows. Both functions are called in turn, pair by pair, on
 the same tensors, and the medians of all pairs are compared; the difference is the price of regard's gate and choice.
 They are timed twice: one right after the other, and each after other work, as between the layers of a model, when code
-and objects have left the processor's caches.
+and objects have left the processor's caches. Where something learns, the backward pass is timed with the call.
 """
 
 import argparse
@@ -45,6 +45,16 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
         def one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             length = next(lengths)
             return call(query[:, :, -1:], key[:, :, :length], value[:, :, :length])
+
+        return one
+
+    def learning(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The same with its backward pass, of tensors that need gradients."""
+
+        def one(*tensors: Tensor) -> Tensor:
+            output = call(*tensors)
+            torch.autograd.grad(output, tensors, output.detach())
+            return output
 
         return one
 
@@ -90,6 +100,8 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
             growing(torch_alibi),
             growing(lambda *tensors: regard.attention(*tensors, mask=Causal(), bias=slopes)),
         ),
+        ("causal, tiny, learns", (1, 2, 8, 16), torch.float32, learning(torch_causal), learning(ours(Causal()))),
+        ("causal, 64 tokens, learns", (1, 12, 64, 64), torch.float32, learning(torch_causal), learning(ours(Causal()))),
     ]
 
 
@@ -140,9 +152,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "small_calls.json")
     options = parser.parse_args()
     rows = []
-    with torch.inference_mode():
-        for name, shape, dtype, theirs, ours in cases():
-            tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    for name, shape, dtype, theirs, ours in cases():
+        learns = "learns" in name
+        tensors = [torch.randn(shape, dtype=dtype).requires_grad_(learns) for _ in range(3)]
+        with torch.inference_mode(not learns):
             # another kernel than torch's may round elsewhere
             compare(ours(*tensors), theirs(*tensors))
             row = {"case": name, "shape": shape, "dtype": str(dtype).removeprefix("torch.")}

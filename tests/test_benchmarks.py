@@ -413,8 +413,8 @@ def test_a_spread_is_of_ratios_in_the_same_repeat(tiny: bench.Task) -> None:
 
 def test_small_calls_compare_the_same_work() -> None:
     small = script("small_calls")
-    for _, shape, dtype, theirs, ours in small.cases():
-        tensors = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    for name, shape, dtype, theirs, ours in small.cases():
+        tensors = [torch.randn(shape, dtype=dtype).requires_grad_("learns" in name) for _ in range(3)]
         small.compare(ours(*tensors), theirs(*tensors))
     figures = small.measure(lambda: torch.ones(3), lambda: torch.ones(3), repeats=3)
     assert set(figures) == {"torch_us", "regard_us", "extra_us"}
