@@ -36,7 +36,7 @@ from regard import (
     checked,
     repeated,
 )
-from regard.kernels.strips import binding
+from regard.kernels.strips import autograd, binding
 from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
@@ -332,6 +332,28 @@ def test_what_learns_is_computed_at_once_too(kind, dtype, monkeypatch):
         error = 1e-10 if dtype is torch.float64 else 2e-4 if dtype is torch.float32 else 0.1
         for one, other in zip(found, expected, strict=True):
             assert (one.double() - other).norm() <= error * (1 + other.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes"])
+@pytest.mark.parametrize("learns", list(itertools.product([True, False], repeat=3))[:-1])
+def test_its_gradients_are_computed_at_once_too(kind, dtype, learns, monkeypatch):
+    def grads(number, kernel, inputs):
+        weight = torch.linspace(-1, 1, LENGTH)[:, None].to(inputs[0].dtype)
+        output = attention(*inputs, **KINDS[kind](), kernel=kernel)
+        given = torch.ones_like(output) if number < 5 else weight.expand_as(output)  # which lies in another way
+        return torch.autograd.grad(output, [t for t in inputs if t.requires_grad], given)
+
+    for number in range(6):
+        three = [t.requires_grad_(each) for t, each in zip(heads(number, dtype), learns, strict=True)]
+        exact = grads(number, "reference", [t.detach().double().requires_grad_(t.requires_grad) for t in three])
+        if number == 4:
+            monkeypatch.setattr(autograd, "_pulled", None)  # the general way is not taken any more
+        found = grads(number, "native", three)
+        monkeypatch.undo()
+        for one, other in zip(found, exact, strict=True):
+            assert one.dtype is dtype
+            assert (one.double() - other).norm() <= (2e-5 if dtype is torch.float32 else 2e-2) * (1 + other.norm())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -131,7 +131,7 @@ def attention_with_lse(
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
-    if not is_dynamo_compiling():  # of what is exported, no tensor is one to the library
+    if not is_dynamo_compiling():  # torch.export has tensors of a kind of its own, which the library leaves alone
         results = repeated.repeat(given, checked.noted)
         if results is not None:
             return results, None

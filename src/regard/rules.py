@@ -364,8 +364,6 @@ def deserialise(line: str, tensors: Sequence[Tensor], numbers: Sequence[int] = (
 
 def learned(value: Any) -> Iterator[Tensor]:
     """The tensors in a bias that may need a gradient: floating tensors and parameters of modules, at any depth."""
-    if type(value) in _SIMPLE:  # first: torch takes time to tell that something is no tensor
-        return
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -373,7 +371,8 @@ def learned(value: Any) -> Iterator[Tensor]:
         yield from value.parameters()
     elif isinstance(value, Rule):
         for part in vars(value).values():
-            yield from learned(part)
+            if type(part) not in _SIMPLE:  # torch takes time to tell that something is no tensor
+                yield from learned(part)
     elif isinstance(value, Mapping):
         for part in value.values():
             yield from learned(part)
@@ -462,7 +461,7 @@ _SIMPLE = frozenset({type(None), bool, int, float, str, range, torch.device})
 
 def _comparable(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
     kind = type(value)
-    if kind in _SIMPLE:  # first, as in `learned`
+    if kind in _SIMPLE:  # first, as above
         return kind, value  # True, 1 and 1.0 are equal, but not the same
     if isinstance(value, Rule):
         if (structure := value.structure()) is None:

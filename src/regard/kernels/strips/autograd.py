@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.dropout import Dropout
 from regard.graphs import transformed
 from regard.kernels.second import batched_gradients, is_batched, second_gradients
+from regard.kernels.strips import ready
 from regard.kernels.strips.engines import Engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
@@ -50,20 +51,30 @@ class Strips(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read only once, as activation checkpointing requires
-        if grad_output is None:
-            grad_output = torch.zeros_like(saved[0])
-        if is_batched(grad_output, grad_lse) and not transformed():
-            _, scoring, dropout, _ = ctx.fixed
-            found = batched_gradients(scoring, dropout, (grad_output, grad_lse), saved[2:])
-            return None, None, None, None, *found
-        again = torch.is_grad_enabled() or transformed()
-        way = Gradients.apply if again else Gradients.forward  # another node takes time
-        return None, None, None, None, *way(*ctx.fixed, grad_output, grad_lse, *saved)
+        return None, None, None, None, *_pulled(ctx.fixed, ctx.saved_tensors, grad_output, grad_lse)
+
+
+def _pulled(
+    fixed: tuple[Any, ...], saved: tuple[Any, ...], grad_output: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of query, key, value, sink and all else that may learn.
+
+    Args:
+        fixed, saved: as `_keep` keeps them. What is saved may be read only once, as activation checkpointing requires.
+    """
+    if grad_output is None:
+        grad_output = torch.zeros_like(saved[0])
+    if is_batched(grad_output, grad_lse) and not transformed():
+        _, scoring, dropout, _ = fixed
+        return tuple(batched_gradients(scoring, dropout, (grad_output, grad_lse), saved[2:]))
+    again = torch.is_grad_enabled() or transformed()
+    way: Callable[..., tuple[Tensor | None, ...]] = Gradients.apply if again else Gradients.forward  # a node takes time
+    return way(*fixed, grad_output, grad_lse, *saved)
 
 
 class Computed(Strips):
-    """The same of a call that the library has computed already (`regard.repeated`)."""
+    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink. Nothing
+    but query, key and value learns."""
 
     @staticmethod
     def forward(ctx: Any, fixed: tuple[Any, ...], results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -73,7 +84,16 @@ class Computed(Strips):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return Strips.backward(ctx, grad_output, grad_lse)[2:]  # in place of four arguments there are two
+        fixed, saved = ctx.fixed, ctx.saved_tensors
+        later = torch.is_grad_enabled() or transformed() or is_batched(grad_output, grad_lse)
+        if grad_output is not None and grad_lse is None and not later:
+            _, scoring, _, plan = fixed
+            output, lse, query, key, value, _, *learned = saved
+            bias = plan.in_order(scoring).bias
+            found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
+            if found is not None:
+                return None, None, *found[0], None, *(None for _ in learned)
+        return None, None, *_pulled(fixed, saved, grad_output, grad_lse)
 
 
 apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Strips).apply
