@@ -22,7 +22,7 @@ from regard.checked import Checked, Form, InPlace
 from regard.kernels import choose
 from regard.kernels.strips import NATIVE_KERNEL, binding
 from regard.kernels.strips.autograd import attach
-from regard.kernels.strips.binding import FAR, NotedOf, RepeatedOf, StepOf
+from regard.kernels.strips.binding import EXACT, FAR, LSE, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
@@ -77,10 +77,11 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
         return  # calls are alike only if its numbers are
 
     def way(made: RepeatedOf) -> list[object]:
-        told, held = _pass_of(library, given, known), list[object]()
-        if told is not None:
+        held, planned = list[object](), _planned(known)
+        told = None if planned is None else _pass_of(library, given, planned)
+        if planned is not None and told is not None:
             made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
-            held = _learning(made, given[QUERY], told, known)
+            held = _learning(made, given[QUERY], told, planned) if planned.learns else held
         made.run = id(known.run)
         return [told, known.run, *held]
 
@@ -147,15 +148,13 @@ def _note(
     tensors = (NotedOf * len(notes.tensors))(*notes.tensors)
     made.step, made.steps = ctypes.addressof(steps), len(steps)
     made.noted, made.count = ctypes.addressof(tensors), len(tensors)
-    made.make[0], made.threads = id(torch.empty_like), id(torch.get_num_threads)
+    made.make[OUTPUT], made.threads = id(torch.empty_like), id(torch.get_num_threads)
     checked.noted = (ctypes.addressof(made), (*held, steps, tensors), *checked.noted)[: 2 * MAX_CALLS]
 
 
-def _pass_of(library: binding.Compiled, given: tuple[Any, ...], known: Checked) -> Pass | None:
+def _pass_of(library: binding.Compiled, given: tuple[Any, ...], planned: Planned) -> Pass | None:
     """The library's pass, if it is all that the call takes, and reads sink and bias as they are."""
-    planned, sink = _planned(known), given[SINK]
-    if planned is None:
-        return None
+    sink = given[SINK]
     told = planned.last_pass(sink)
     if told is None or told.compiled is not library or not (sink is None or _is_read_as_it_is(sink, library)):
         return None
@@ -171,15 +170,12 @@ def _planned(known: Checked) -> Planned | None:
     return planned if isinstance(planned, Planned) and run == planned.alone else None
 
 
-def _learning(made: RepeatedOf, query: Tensor, told: Pass, known: Checked) -> list[object]:
-    """Notes what becomes of the results, if something learns; returns what has to be kept for that."""
-    planned = _planned(known)
-    if planned is None or not planned.learns:
-        return []
-    dtype, fixed = wide(query.dtype), planned.fixed
+def _learning(made: RepeatedOf, query: Tensor, told: Pass, planned: Planned) -> list[object]:
+    """Notes what becomes of the results of a call that learns; returns what has to be kept for that."""
+    dtype, fixed = wide(query.dtype), (planned.engine, planned.scoring, planned.dropout, planned.plan)
     make_exact = partial(torch.empty_like, dtype=dtype) if told.has_exact else None
     make_lse = partial(Tensor.new_empty, size=query.shape[:3], dtype=dtype)
-    made.make[1], made.make[2] = None if make_exact is None else id(make_exact), id(make_lse)
+    made.make[EXACT], made.make[LSE] = None if make_exact is None else id(make_exact), id(make_lse)
     rest = None, *planned.scoring.learned()
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
     return [make_exact, make_lse, fixed, rest]

@@ -176,13 +176,17 @@ class NotedOf(ctypes.Structure):
     _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("is_padding", _i64))
 
 
+OUTPUT, EXACT, LSE = RESULTS = range(3)
+"""The results that are made for a call: RESULTS of c/repeated.h."""
+
+
 class RepeatedOf(ctypes.Structure):
     """`struct repeated` of c/repeated.h."""
 
     _fields_ = (
         ("three", LyingOf * 3),
         *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
-        ("make", _address * 3),
+        ("make", _address * len(RESULTS)),
         *((name, _address) for name in ("threads", "attach", "fixed", "rest")),
         *((name, _i64) for name in ("steps", "count", "told", "last")),
     )

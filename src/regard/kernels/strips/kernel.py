@@ -226,11 +226,6 @@ class Planned:
             return None
         return ready.last_forward(self.plan, None, learns=True)
 
-    @property
-    def fixed(self) -> tuple[Engine, Scoring, Dropout | None, StripPlan]:
-        """What `Strips` takes besides tensors."""
-        return self.engine, self.scoring, self.dropout, self.plan
-
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None,
         dropout: Dropout | None = None,

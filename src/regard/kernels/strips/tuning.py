@@ -104,7 +104,8 @@ takes several times as long for the gradients of small matrices. Rows "8 documen
 # --- the compiled library ---------------------------------------------------------------------------------------------
 
 SCORES_TO_BEGIN_A_NODE = 3 << 11
-"""The same that a node in a graph of torch.compile takes, which Python runs. Rows "compiled"."""
+"""Scores of 64 features, for each thread, in the time that a node in a graph of torch.compile takes to begin, which
+Python runs. Rows "compiled" of features.py."""
 
 QUERIES_TO_BEGIN = 4
 QUERIES_TO_BEGIN_GRADIENTS = 16
