@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Alibi, Causal, Padding, Window, bench
+from regard import Alibi, Causal, Document, Padding, Window, bench
 from regard.shapes import Grid
 
 Shape = tuple[int, int, int, int]
@@ -100,9 +100,55 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
             growing(torch_alibi),
             growing(lambda *tensors: regard.attention(*tensors, mask=Causal(), bias=slopes)),
         ),
+        *any_length(),
         ("causal, tiny, learns", (1, 2, 8, 16), torch.float32, learning(torch_causal), learning(ours(Causal()))),
         ("causal, 64 tokens, learns", (1, 12, 64, 64), torch.float32, learning(torch_causal), learning(ours(Causal()))),
     ]
+
+
+def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callable[..., Tensor]]]:
+    """Calls of another length each, from 128 to 255 tokens, with padding and documents of their own."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = (torch.randperm(128, generator=draw) + 128).tolist()
+    ids = [(torch.rand(1, length, generator=draw) < 0.03).cumsum(1) for length in lengths]
+    real = [torch.arange(length)[None] < length - length % 16 for length in lengths]
+    slopes = Alibi(8)
+    later = torch.ones(255, 255, dtype=torch.bool).triu(1)
+    table = slopes.bind(Grid(1, 8, 255, 255)).values(range(255), range(255)).masked_fill(later, -torch.inf)
+
+    def another(call: Callable[..., Tensor], *data: list[Tensor]) -> Callable[..., Tensor]:
+        texts = itertools.cycle(zip(lengths, *data, strict=True))
+
+        def of_next(*tensors: Tensor) -> Tensor:
+            length, *of_text = next(texts)
+            return call(*(tensor[:, :, :length] for tensor in tensors), *of_text)
+
+        return of_next
+
+    def torch_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=table[..., :length, :length])
+
+    pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "causal": (
+            another(partial(F.scaled_dot_product_attention, is_causal=True)),
+            another(lambda *three: regard.attention(*three, mask=Causal())),
+        ),
+        "ALiBi, causal": (
+            another(torch_alibi),
+            another(lambda *three: regard.attention(*three, mask=Causal(), bias=slopes)),
+        ),
+        "padding": (
+            another(lambda q, k, v, real: F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None]), real),
+            another(lambda q, k, v, real: regard.attention(q, k, v, mask=Padding(real)), real),
+        ),
+        "documents": (
+            another(lambda q, k, v, ids: F.scaled_dot_product_attention(q, k, v, attn_mask=ids.mT == ids), ids),
+            another(lambda q, k, v, ids: regard.attention(q, k, v, mask=Document(ids)), ids),
+        ),
+    }
+    shape: Shape = (1, 8, 255, 64)
+    return [(f"any length, {name}", shape, torch.float32, *pair) for name, pair in pairs.items()]
 
 
 def other_work(queries: int) -> Callable[[], object]:

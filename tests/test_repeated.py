@@ -20,6 +20,7 @@ from cases import in_threads, needs_library
 from regard import (
     Additive,
     Alibi,
+    Band,
     Causal,
     Dense,
     Document,
@@ -36,7 +37,7 @@ from regard import (
     checked,
     repeated,
 )
-from regard.kernels.strips import autograd, binding
+from regard.kernels.strips import NATIVE_KERNEL, autograd, binding
 from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
@@ -695,10 +696,160 @@ def test_one_query_that_learns_has_gradients():
 
 
 def test_calls_of_one_query_are_noted_only_so_often():
-    for n in range(2, checked.MAX_ONES + 9):
+    for n in range(2, checked.MAX_OPEN + 9):
         attention(*written(20, torch.float32, n), mask=Causal() & Window(n))
-    assert checked.ones_left == 0
+    assert checked.open_left == 0
     right(written(20, torch.float32, 0), mask=Causal() & Window(500))
+
+
+def texts(length: int, step: int) -> Document:
+    """Packed documents, others for each text and in each call."""
+    draw = torch.Generator().manual_seed(step)
+    return Document((torch.rand(2, length, generator=draw) < 0.2).cumsum(1))
+
+
+def lengths(keys: int, step: int) -> Padding:
+    return Padding([keys - step % keys, min(keys, 3)])
+
+
+ANY_LENGTHS = {
+    "nothing": lambda queries, keys, step: {},
+    "causal": lambda queries, keys, step: {"mask": Causal(), "softcap": 5.0},
+    "window": lambda queries, keys, step: {"mask": Causal() & Window(9), "scale": 0.5},
+    "both ways": lambda queries, keys, step: {"mask": Window(4), "sink": torch.arange(4.0)},
+    "before its own": lambda queries, keys, step: {"mask": Band(5, -1)},
+    "padding": lambda queries, keys, step: {"mask": Padding(real_keys(keys, step))},
+    "one padding of all": lambda queries, keys, step: {"mask": Causal() & Padding(real_keys(keys, step)[:1])},
+    "lengths": lambda queries, keys, step: {"mask": lengths(keys, step) & Causal()},
+    "slopes": lambda queries, keys, step: {"mask": Causal(), "bias": Alibi(HEADS)},
+    "buckets": lambda queries, keys, step: {"bias": RelativeBias(torch.linspace(-1, 1, 32 * HEADS).view(32, HEADS))},
+    "both": lambda queries, keys, step: {
+        "mask": Window(6) & lengths(keys, step), "bias": Alibi(HEADS) + Alibi(HEADS), "sink": torch.arange(4.0),
+    },
+    "another offset": lambda queries, keys, step: {"mask": Causal(offset=step)},
+    "a prefix": lambda queries, keys, step: {"mask": Causal() | Prefix(3)},
+}  # fmt: skip
+SQUARES = {
+    "documents": lambda queries, keys, step: {"mask": texts(keys, step)},
+    "documents of all": lambda queries, keys, step: {"mask": Document(texts(keys, step).query_ids[1]) & Causal()},
+    "documents and padding": lambda queries, keys, step: {
+        "mask": Causal() & texts(keys, step) & Padding(real_keys(keys, step)), "bias": Alibi(HEADS),
+    },
+    "documents of one text and padding of two": lambda queries, keys, step: {
+        "mask": lengths(keys, step) & Document(texts(keys, step).query_ids[:1]),
+    },
+    "documents apart": lambda queries, keys, step: {"mask": Document(torch.arange(keys) % 3)},
+    "documents before its own": lambda queries, keys, step: {"mask": texts(keys, step) & Band(5, -1)},
+    "of two sides": lambda queries, keys, step: {
+        "mask": Document(texts(keys, step).query_ids, torch.arange(keys) // 2),
+    },
+}  # fmt: skip
+NEVER_ANY = "another offset", "a prefix", "documents apart", "of two sides"
+
+
+def read(queries: int, keys: int, dtype: torch.dtype, step: int) -> list[Tensor]:
+    """Query, key and value of lengths of their own, each head by itself or as a layer projects them."""
+    draw = torch.Generator().manual_seed(step)
+    shapes = (2, HEADS, queries, SIZE), (2, 2, keys, SIZE), (2, 2, keys, SIZE)
+    three = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    return [part.transpose(1, 2).contiguous().transpose(1, 2) for part in three] if step % 2 else three
+
+
+def anew(three: list[Tensor], **given) -> Tensor:
+    """The output, found without looking for calls like it."""
+    noted, checked.noted = checked.noted, ()
+    try:
+        return attention(*three, **given)
+    finally:
+        checked.noted = noted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [*ANY_LENGTHS, *SQUARES])
+def test_lengths_may_be_any_of_the_same_magnitude(kind, dtype, found):
+    of_length = [(24, 24), (17, 17), (31, 31), (16, 16), (25, 25), (30, 30)]
+    of_length += [(3, 24), (2, 17), (3, 31), (24, 9), (16, 8), (31, 15)] if kind in ANY_LENGTHS else []
+    for step, (queries, keys) in enumerate(of_length, 1):
+        three = read(queries, keys, dtype, step)
+        given = {**ANY_LENGTHS, **SQUARES}[kind](queries, keys, step)
+        right(three, "native", **given)
+        is_found = found[-1]
+        assert torch.equal(attention(*three, **given, kernel="native"), anew(three, **given, kernel="native"))
+        if kind in NEVER_ANY or dtype is torch.float64:
+            assert not is_found
+        elif "padding" not in kind:  # of which some has holes
+            assert is_found == (step not in (1, 7, 10)), (queries, keys)
+
+
+def test_padding_and_documents_of_another_kind_are_read_as_such(found):
+    ids = texts(24, 1).query_ids
+    sides = Document(ids, ids[:1]), Document(ids, texts(24, 9).query_ids)
+    for mask in (texts(20, 2), Document(ids), Document(ids.int()), *sides):
+        length = mask.query_ids.shape[1]
+        right(read(length, length, torch.float32, 0), "native", mask=mask)
+    real = real_keys(24, 1)
+    numbers = torch.tensor([[24, 9], [3, 24]])
+    for mask in (real_keys(20, 2), real, numbers[0], numbers[:, 0], [7, 2], real.T.contiguous().T, real[:1]):
+        length = 20 if len(mask) == 2 and torch.as_tensor(mask).shape[-1] == 20 else 24
+        right(read(length, length, torch.float32, 0), "native", mask=Padding(mask))
+    assert found.count(True) > 4
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["window", "both ways", "lengths", "both", "documents before its own"])
+def test_keys_that_no_query_sees_have_no_part(kind, bad, found):
+    for step, (queries, keys) in enumerate([(24, 24), (17, 17), (31, 31), (3, 24), (2, 17), (3, 31)]):
+        if queries != keys and kind in SQUARES:
+            continue
+        three, given = read(queries, keys, torch.float32, step), {**ANY_LENGTHS, **SQUARES}[kind](queries, keys, step)
+        expected = by_formula(three, **given)
+        seen = given["mask"].bind(Grid(2, HEADS, queries, keys)).allowed(range(queries), range(keys)).any(2)
+        for part in three[1:]:
+            part.masked_fill_(~seen[:, :, :, None].expand(2, 2, keys, 1), bad)
+        found_now = attention(*three, **given, kernel="native")
+        torch.testing.assert_close(found_now.double(), expected, atol=2e-5, rtol=2e-5)
+    assert any(found)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Padding(torch.ones(2, 19, dtype=torch.bool)), Padding([20, 21]), Padding([4]), Padding([1, 2, 3]),
+        Padding(torch.ones(3, 20, dtype=torch.bool)),
+    ],
+    ids=["keys", "more than there are", "of one", "of three", "of three texts"],
+)  # fmt: skip
+def test_data_that_does_not_fit_is_refused_whatever_came_before(mask):
+    for step, keys in enumerate((20, 21, 22)):
+        right(read(keys, keys, torch.float32, step), "native", mask=lengths(keys, step))
+        right(read(keys, keys, torch.float32, step), "native", mask=Padding(real_keys(keys, step)))
+    with pytest.raises(ShapeError, match="Padding"):
+        attention(*read(20, 20, torch.float32, 0), mask=mask, kernel="native")
+
+
+def test_documents_that_do_not_fit_are_refused_whatever_came_before():
+    for step, keys in enumerate((20, 21, 22)):
+        right(read(keys, keys, torch.float32, step), "native", mask=texts(keys, step))
+    with pytest.raises(ShapeError, match="Document"):
+        attention(*read(20, 20, torch.float32, 0), mask=texts(19, 0), kernel="native")
+    with pytest.raises(ShapeError, match="Document"):
+        attention(*read(20, 24, torch.float32, 0), mask=texts(20, 0), kernel="native")
+
+
+def test_what_learns_is_not_taken_for_a_call_of_any_length():
+    for step, keys in enumerate((20, 21, 22, 23)):
+        three = read(keys, keys, torch.float32, step)
+        right(three, "native", mask=Causal(), bias=Alibi(HEADS))
+        three[step % 3].requires_grad_()
+        attention(*three, mask=Causal(), bias=Alibi(HEADS), kernel="native").sum().backward()
+        assert three[step % 3].grad is not None
+
+
+def test_lengths_are_any_only_where_the_library_is_chosen_for_all(monkeypatch, found):
+    monkeypatch.setattr(repeated, "choose", lambda call, name: NATIVE_KERNEL if len(call.query[0, 0]) < 31 else None)
+    for step, keys in enumerate((20, 21, 22)):
+        right(read(keys, keys, torch.float32, step), "native", mask=Causal())
+    assert not any(found)
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -46,8 +46,8 @@ noted: tuple[object, ...] = ()
 """Calls that are known without their form, by `regard.repeated`, the last one first: of each where in memory it is
 told, and what has to be kept for that."""
 
-ones_left = MAX_ONES = 4 * MAX_FORMS
-"""How many calls of one query may still be noted: these are noted as they come, not by their form."""
+open_left = MAX_OPEN = 4 * MAX_FORMS
+"""How many calls of any lengths may still be noted: these are noted as they come, not by their form."""
 
 
 class Checked:
@@ -222,7 +222,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
 
 def forget() -> None:
     """Empties the cache."""
-    global noted, ones_left
-    noted, ones_left = (), MAX_ONES
+    global noted, open_left
+    noted, open_left = (), MAX_OPEN
     _KNOWN.clear()
     _BY_NUMBERS.clear()

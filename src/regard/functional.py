@@ -14,6 +14,7 @@ from regard.checked import Form, form_of, recall, remember
 from regard.graphs import tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, Call, Kernel, choose, kernel_with_lse, preference, why_not
+from regard.kernels.strips import NATIVE_KERNEL
 from regard.masks import Mask, Tile
 from regard.one_query import attention_of_one
 from regard.reference import AttentionOutput
@@ -90,7 +91,7 @@ def attention(
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False, kernel
     results, form = _like_an_earlier_one(given)
     if results is None:
-        results = _first(form, check_call("attention", *given[:-1]), kernel, bias)
+        results = _first(form, check_call("attention", *given[:-1]), given)
     return results[0]
 
 
@@ -123,7 +124,7 @@ def attention_with_lse(
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True, kernel
     results, form = _like_an_earlier_one(given)
     if results is None:
-        results = _first(form, check_call("attention_with_lse", *given[:-1]), kernel, bias)
+        results = _first(form, check_call("attention_with_lse", *given[:-1]), given)
     output, lse = results
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
@@ -139,7 +140,7 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
     if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
         results = attention_of_one(*given)
         if results is not None:
-            repeated.note_one(given)
+            repeated.note_open(given)
             return results, None
     form = form_of(*given)
     known = None if form is None else recall(form)
@@ -150,11 +151,14 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
     return results, form
 
 
-def _first(form: Form | None, call: Call, kernel: str, bias: Bias | Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _first(form: Form | None, call: Call, given: Arguments) -> tuple[Tensor, Tensor | None]:
     """Output and lse of a call that was not cached; now it is, if its form is known."""
+    bias, kernel = given[4], given[-1]
     chosen = choose(call, kernel)
     known = None if form is None else remember(form, call, chosen, bias)
     _warn_of_squares(call, chosen)
+    if known is not None and chosen is NATIVE_KERNEL and not call.learns:
+        repeated.note_open(given)
     if known is None or call.dropout is not None:  # whose seed is drawn
         return chosen.compute(call)
     return known.run(call.query, call.key, call.value, call.scoring.sink, bias)

@@ -176,7 +176,7 @@ def row_of(bias: Bias, of_query: Sequence[int], key_len: int, query: Tensor) -> 
     next power of two, of which those of fewer keys are the last; None if it does not count from the last key."""
     batch, heads, dtype = of_query[0], of_query[1], wide(query.dtype)
     known = contents(bias)
-    if known is None or not _counts_from_the_last(bias):
+    if known is None or not counts_from_the_last(bias):
         return None
     most = 1 << key_len.bit_length()
 
@@ -192,10 +192,10 @@ def _row(bias: Bias, grid: Grid, dtype: torch.dtype) -> Tensor:
     return Scoring(grid, 1.0, bias=bias.bind(grid)).biases(range(1), range(grid.key_len), dtype)
 
 
-def _counts_from_the_last(bias: Bias) -> bool:
+def counts_from_the_last(bias: Bias) -> bool:
     """Whether it depends on the distance alone, and the last key is the query's own."""
     if isinstance(bias, Sum):
-        return _counts_from_the_last(bias.left) and _counts_from_the_last(bias.right)
+        return counts_from_the_last(bias.left) and counts_from_the_last(bias.right)
     if not (bias.of_distance and isinstance(bias, Positioned)) or bias.offset is not None:
         return False
     return type(bias).__module__ == "regard.biases"

@@ -199,16 +199,24 @@ def is_band(mask: Mask) -> TypeGuard[Band]:
     return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
 
 
-def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:
-    """The keys that the last of so many tokens sees under the bands that count from it, and the other factors."""
-    first, end, others = 0, key_len, []
+def from_own_key(mask: Mask) -> tuple[Diagonals, list[Mask]]:
+    """The diagonals of the bands that count from a query's own key, where the last query has the last one, and the
+    other factors."""
+    lows, highs, others = [], [], []
     for part in factors(mask):
         if not isinstance(part, Band) or type(part).rule is not Band.rule or part.offset is not None:
             others.append(part)
             continue
-        first = first if part.before is None else max(first, key_len - 1 - part.before)
-        end = end if part.after is None else min(end, key_len + part.after)
-    return range(first, end), others
+        lows += [] if part.before is None else [-part.before]
+        highs += [] if part.after is None else [part.after]
+    return (max(lows, default=None), min(highs, default=None)), others
+
+
+def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:
+    """The keys that the last of so many tokens sees under these bands, and the other factors."""
+    (low, high), others = from_own_key(mask)
+    first = 0 if low is None else max(0, key_len - 1 + low)
+    return range(first, key_len if high is None else min(key_len, key_len + high)), others
 
 
 def _sees_all(mask: Mask, queries: range, keys: range) -> bool:

@@ -77,7 +77,7 @@ class Added:
         ]
         self.grad_of_v = None if not learned or scoring.additive is None else of_learned[places[id(scoring.additive.v)]]
         with torch.set_grad_enabled(bool(self.wanted)):
-            self._distances = _of_all_distances(by_distance, scoring, dtype)
+            self._distances = of_all_distances(by_distance, scoring.grid, dtype)
         self._grad_distances = None
         if self._distances is not None and self._distances.requires_grad:
             self._grad_distances = torch.zeros_like(self._distances)
@@ -180,15 +180,12 @@ def is_by_distance(scoring: Scoring) -> bool:
     return band and not learns
 
 
-def _of_all_distances(leaves: list[Bias], scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
+def of_all_distances(leaves: Iterable[Bias], grid: Grid, dtype: torch.dtype) -> Tensor | None:
     """The sum of these biases for all distances of a call, from (last query, first key) to (first query, last key):
     [batch or 1, heads or 1, query_len + key_len - 1]."""
-    if not leaves:
-        return None
-    query, keys = _all_distances(scoring.grid)
     total = None
     for leaf in leaves:
-        row = leaf.values(query, keys).to(dtype)[:, :, 0]
+        row = leaf.values(*_all_distances(grid)).to(dtype)[:, :, 0]
         total = row if total is None else total + row
     return total
 

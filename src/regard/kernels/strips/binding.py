@@ -173,8 +173,11 @@ class StepOf(ctypes.Structure):
 class NotedOf(ctypes.Structure):
     """`struct noted` of c/repeated.h."""
 
-    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("is_padding", _i64))
+    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("data", _i64))
 
+
+DATA = {"keys": 1, "query_ids": 2, "key_ids": 3}
+"""Attributes of masks that may be others in each call: `enum data` of c/data.h."""
 
 OUTPUT, EXACT, LSE = RESULTS = range(3)
 """The results that are made for a call: RESULTS of c/repeated.h."""
@@ -188,7 +191,7 @@ class RepeatedOf(ctypes.Structure):
         *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
         ("make", _address * len(RESULTS)),
         *((name, _address) for name in ("threads", "attach", "fixed", "rest")),
-        *((name, _i64) for name in ("steps", "count", "told", "last")),
+        *((name, _i64) for name in ("steps", "count", "told")),
     )
 
 
@@ -220,10 +223,10 @@ class Compiled:
             apart, and the other two addresses.
         describe: of tensors, as `describe` tells it; empty where they are too many.
         again: a pass for other tensors, given an `AgainOf` and by how many threads; returns DONE, UNLIKE or SUSPECT.
-        one: one query, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE. These
+        one: one strip, given a `OneOf`, by how many threads, and which keys are seen (or None); DONE or UNLIKE. These
             take addresses, too.
         lie: tells a `LyingOf` how a tensor lies. lie_open: tells a `RepeatedOf` how query, key and value lie, and if
-            its second argument is true, of keys and values only what all numbers of them have in common.
+            its second argument is true, only what lengths of the same magnitudes have in common.
         repeat: output and lse of a call like one of a table, or None: `regard.repeated`.
     """
 

@@ -18,12 +18,13 @@ from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import DONE, DTYPES, FAR, OneOf
 from regard.kernels.strips.intervals import library
 from regard.kernels.strips.order import as_read, library_for, sink_as_read
+from regard.masks.planning import EVERY_DIAGONAL, Diagonals
 from regard.numerics import wide
 
 
 class _Interval(NamedTuple):
     """Which keys are seen, as the library is told: at this address, where the first of each text are, the ends, and how
-    far apart."""
+    far apart those of texts and of queries are."""
 
     at: int
     held: object
@@ -40,7 +41,7 @@ def _told(allowed: Tensor) -> _Interval | None:
     first, _ = first_and_end.buffer_info()
     end = first + 4 * rows
     side_by_side = library().find_keys(allowed.data_ptr(), rows, keys, allowed.stride(0), first, end)
-    words = array("q", (first, end, rows > 1))
+    words = array("q", (first, end, rows > 1, 0))
     return _Interval(words.buffer_info()[0], (words, first_and_end)) if side_by_side else None
 
 
@@ -53,8 +54,9 @@ Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor |
 """A `Single` that takes what is hidden out of the result itself."""
 
 
-def told_of_one(call: Call) -> OneOf:
-    """What the library is told of such calls."""
+def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL) -> OneOf:
+    """What the library is told of such calls; of more queries, too, if nothing but these diagonals tells what each
+    sees: counted from its own key, where the last of them has the last."""
     (batch, heads, rows, size), kv_heads = call.query.shape, call.key.shape[1]
     told = OneOf(has_lse=call.wants_lse, has_sink=call.scoring.sink is not None)
     told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, kv_heads
@@ -62,8 +64,9 @@ def told_of_one(call: Call) -> OneOf:
     told.call.dtype, told.call.scale = DTYPES[call.query.dtype], call.scoring.scale
     told.call.softcap, told.call.strips = call.scoring.softcap or 0.0, 1
     told.strip.batch, told.strip.times, told.strip.step, told.strip.count, told.strip.spans = -1, 1, 1, rows, 1
-    told.span.step, told.span.low, told.span.high = 1, -FAR, FAR
-    told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * kv_heads * size)
+    low, high = diagonals
+    told.span.step, told.span.low, told.span.high = 1, -FAR if low is None else low, FAR if high is None else high
+    told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * kv_heads * size) if rows == 1 else 0
     return told
 
 

@@ -130,10 +130,8 @@ class Tiles:
         self._added = added
         self._spare = spare
         self._row: Tensor | None = None
-        if added.row is not None:  # by the query's place less the key's, so that queries are consecutive
-            length = added.row.shape[2]
-            self._row = added.row.new_empty(*added.row.shape[:2], length + self._spare)[..., :length]
-            self._row.copy_(added.row.flip(2))
+        if added.row is not None:
+            self._row = by_query(added.row, spare)
 
     def diagonals(self, strip: Strip) -> tuple[Diagonals | None, ...]:
         """As of the plan."""
@@ -163,6 +161,16 @@ class Tiles:
         first = queries.start - keys.start + self._added.scoring.grid.key_len - 1
         strides = *strides_of(row)[:2], queries.step, -keys.step
         return (work.hold(row, first), OWN, *strides, farther, self._spare, OF_DISTANCES)
+
+
+def by_query(row: Tensor, spare: int) -> Tensor:
+    """Numbers by distance, by the query's place less the key's, so that those of queries are consecutive.
+
+    Args:
+        spare: as of `Tiles`.
+    """
+    length = row.shape[2]
+    return row.new_zeros(*row.shape[:2], length + spare)[..., :length].copy_(row.flip(2))
 
 
 def _of_given(numbers: Tensor, dtype: torch.dtype, queries: range, keys: range, work: Work) -> Row:

@@ -163,8 +163,9 @@ FOR_PYTHON(regard_again)
     return python.new_number(tensors > MOST_TENSORS ? UNLIKE : again(known, python.number(argument[1]), t, tensors));
 }
 
-/* A call of one query, of any number of keys. The last three may be there or not in all calls alike. alone: up to how
-   many keys one thread computes it. */
+/* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
+   the last query and the last key: the span says it as if there were one of each. The last two may be there or not in
+   all calls alike. alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
     struct strip strip;
@@ -173,6 +174,13 @@ struct one {
     i64 alone, has_lse, has_sink;
 };
 
+/* Which keys any of so many queries sees, of so many. */
+static void seen_of(const struct one *known, i64 queries, i64 keys, i64 *first, i64 *stop)
+{
+    *first = least(keys, most(0, keys - queries + known->span.low));
+    *stop = most(*first, least(keys, keys + known->span.high));
+}
+
 /* Returns whether its features are consecutive. */
 static int place(struct tensor *to, const struct dl_tensor *t)
 {
@@ -180,7 +188,8 @@ static int place(struct tensor *to, const struct dl_tensor *t)
     return t->strides[3] == 1 || t->shape[3] == 1;
 }
 
-/* within: where the first keys that are seen are, where the ends, and how far those of the next batch index; NULL: all.
+/* within: where the first keys that are seen are, where the ends, and how far apart those of batch indices and of queries
+   are; NULL: all.
    t: query, key, value, output, then lse and sink, and then what is added to the scores, if it is. */
 static i64 one(const struct one *known, i64 threads, const i64 *within, const struct dl_tensor *t, i64 count)
 {
@@ -190,14 +199,18 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
     struct tensor *to[] = {&c->query, &c->key, &c->value, &c->output};
     for (int i = 0; i < 4; i++)
         if (t[i].axes != 4 || !place(to[i], t + i)) return UNLIKE;
+    i64 queries = t[0].shape[2], keys = t[1].shape[2], first, stop;
+    seen_of(known, queries, keys, &first, &stop);
     c->strip = &o.strip, c->span = &o.span, c->tile = &o.tile;
-    c->key_len = o.span.count = t[1].shape[2];
-    c->threads = c->key_len <= o.alone ? 1 : threads;
+    c->query_len = o.strip.count = queries, c->key_len = keys;
+    o.span.start = first, o.span.count = stop - first;
+    o.span.low += keys - queries - first, o.span.high += keys - queries - first;
+    c->threads = o.span.count <= o.alone ? 1 : threads;
     if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
     if (o.has_sink) c->sink = (const real *)(t[n].data + t[n].offset), n++;
     if (within) {
         c->first_key = (const int32_t *)within[0], c->end_key = (const int32_t *)within[1];
-        c->keys_batch = within[2];
+        c->keys_batch = within[2], c->keys_query = within[3];
     }
     if (n < count) { /* where one number serves all, it is read again and again */
         const struct dl_tensor *b = t + n;
@@ -205,13 +218,13 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
         if (b->axes != 4) return UNLIKE;
         for (int axis = 0; axis < 4; axis++) apart[axis] = b->shape[axis] > 1 ? b->strides[axis] : 0;
         o.span.tiles = 1;
-        o.tile.numbers = b->data + b->offset;
+        o.tile.numbers = b->data + b->offset + first * apart[3] * (b->bits / 8);
         o.tile.dtype = b->bits > 16 ? OWN : b->kind == DL_BFLOAT ? BFLOAT16 : FLOAT16;
-        o.tile.batch = apart[0], o.tile.head = apart[1], o.tile.key = apart[3];
+        o.tile.batch = apart[0], o.tile.head = apart[1], o.tile.query = apart[2], o.tile.key = apart[3];
     }
     void *state = python.release();
     regard_forward(c);
-    if (o.span.tiles && c->suspect) { /* a hidden key may have had a part */
+    if (c->suspect && (o.span.tiles || queries > 1)) { /* a hidden key may have had a part */
         c->careful = 1;
         regard_forward(c);
     }

@@ -5,19 +5,15 @@
 
 #pragma once
 
-#include "again.h"
+#include "data.h"
 
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
 #define BIAS 4       /* the places of two of them */
 #define SINK 7
 #define MOST_STEPS 48
 #define MOST_NOTED 8
-#define MOST_TEXTS 256 /* that are padded */
 enum { OUTPUT, EXACT, LSE, RESULTS }; /* of which only the first is always there */
 #define EQUAL 2 /* Py_EQ */
-#define DL_BOOL 6 /* the kind of bools */
-
-API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, i64 apart, int32_t *first_key, int32_t *end_key);
 
 /* An object that has to be as it was. It is `of`, or if that is NULL what an earlier step found, where the arguments come
    first; of that the attribute `name`, if there is one; and what that returns, if it is called. It has to be `is`, or a
@@ -31,13 +27,13 @@ struct step {
     i64 by_type;
 };
 
-/* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or,
-   is_padding, which keys are real, of a call of one query: any bools. */
+/* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
+   call of any lengths, which data it is: any numbers. */
 struct noted {
     i64 from;
     struct lying lying;
     const char *numbers;
-    i64 bytes, is_padding;
+    i64 bytes, data;
 };
 
 /* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for results that
@@ -47,9 +43,9 @@ struct noted {
    Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
    rounded), query, key, value and what is in the tuple `rest`, and returns output and lse.
 
-   One query may have other keys: of their number only the magnitude is told in `three`, and not how they lie. It sees the
-   last `last` of them, or all if that is 0. row: NULL, or what is added to scores, of which the last number is the last
-   key's. */
+   Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
+   NULL, or what is added to scores by the distance of a key from a query: for one query, from the farthest key before it
+   to its own; for several, from the farthest key after it to the farthest before. */
 struct repeated {
     struct lying three[3];
     const struct step *step;
@@ -57,19 +53,23 @@ struct repeated {
     const struct again *pass;
     const struct one *one;
     void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *rest;
-    i64 steps, count, told, last;
+    i64 steps, count, told;
 };
 
+INLINE i64 magnitude(i64 n) { return n > 0 ? 64 - __builtin_clzll(n) : 0; }
+
+/* A square stays one. */
 static void open_ended(struct lying three[3])
 {
-    i64 keys = three[1].shape[2];
+    i64 queries = three[0].shape[2], keys = three[1].shape[2];
     three[2].shape[2] = three[2].shape[2] == keys;
-    three[1].shape[2] = keys ? 64 - __builtin_clzll(keys) : 0;
-    for (int i = 1; i < 3; i++) memset(three[i].stride, 0, 3 * sizeof(i64));
+    three[1].shape[2] = queries > 1 && queries == keys ? -1 : magnitude(keys);
+    three[0].shape[2] = magnitude(queries);
+    for (int i = 0; i < 3; i++) memset(three[i].stride, 0, 3 * sizeof(i64));
 }
 
-/* Notes how query, key and value lie, at the address of a `repeated`; the second argument: of any number of keys. The
-   third is a tuple of them. Returns None. */
+/* Notes how query, key and value lie, at the address of a `repeated`; the second argument: of any lengths. The third is a
+   tuple of them. Returns None. */
 FOR_PYTHON(regard_lie_open)
 {
     struct repeated *r = python.address(argument[0]);
@@ -108,8 +108,8 @@ static int is_as_it_was(const struct step *s, void *x)
     return same;
 }
 
-/* Whether all is as it was. An error, as of an attribute that is not there, says no. padding: is read, if there is one. */
-static int is_like(const struct repeated *r, void *given, struct dl_tensor *padding)
+/* Whether all is as it was. An error, as of an attribute that is not there, says no. data: is read, if there is any. */
+static int is_like(const struct repeated *r, void *given, struct dl_tensor data[KINDS_OF_DATA])
 {
     void *found[ARGUMENTS + MOST_STEPS];
     i64 n = ARGUMENTS, like = 1;
@@ -130,8 +130,8 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor *padd
             like = 0;
             break;
         }
-        if (noted->is_padding) {
-            *padding = t;
+        if (noted->data) {
+            data[noted->data] = t;
             continue;
         }
         lie(&l, &t);
@@ -143,37 +143,27 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor *padd
     return like;
 }
 
-/* The last so many, of an axis of n. */
-static void keep_last(struct dl_tensor *t, int axis, i64 n, i64 shape[4])
-{
-    memcpy(shape, t->shape, 4 * sizeof(i64));
-    t->data += (shape[axis] - n) * t->strides[axis] * (t->bits / 8);
-    shape[axis] = n, t->shape = shape;
-}
-
-/* padding: bools [1 or batch, key]; without axes if there is none. */
+/* data: without axes where there is none. */
 static i64 one_again(
-    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct dl_tensor *padding)
+    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct dl_tensor data[KINDS_OF_DATA])
 {
-    i64 shape[3][4], keys = t[1].shape[2], seen = r->last ? least(r->last, keys) : keys;
-    int32_t first[MOST_TEXTS], end[MOST_TEXTS];
-    i64 within[] = {(i64)first, (i64)end, 0};
-    if (padding->axes) {
-        const struct dl_tensor *p = padding;
-        i64 rows = p->axes == 2 ? p->shape[0] : 0;
-        int fits = rows == 1 || (rows == t[0].shape[0] && rows <= MOST_TEXTS);
-        fits = fits && p->shape[1] == keys && p->kind == DL_BOOL && p->device == t[0].device && p->strides[1] == 1;
-        if (!fits || seen < 2) return UNLIKE;
-        const char *from = p->data + p->offset + keys - seen;
-        if (!regard_keys((const uint8_t *)from, rows, seen, p->strides[0], first, end)) return UNLIKE;
-        within[2] = rows > 1;
+    i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4];
+    if (r->row) { /* each key's number lies before that of the next, if there is one query; otherwise after it */
+        struct dl_tensor *row = t + count++;
+        if (python.read(r->row, row)) return UNLIKE;
+        i64 numbers = row->shape[3], own = queries == 1 ? numbers - keys : numbers / 2 + keys - queries;
+        memcpy(shape, row->shape, sizeof shape), memcpy(stride, row->strides, sizeof stride);
+        shape[2] = queries, shape[3] = keys;
+        stride[2] = 1, stride[3] = queries == 1 ? 1 : -1;
+        row->data += own * (row->bits / 8), row->shape = shape, row->strides = stride;
     }
-    keep_last(t + 1, 2, seen, shape[0]), keep_last(t + 2, 2, seen, shape[1]);
-    if (r->row) {
-        if (python.read(r->row, t + count)) return UNLIKE;
-        keep_last(t + count++, 3, seen, shape[2]);
-    }
-    return one(r->one, threads, padding->axes ? within : NULL, t, count);
+    if (!data[REAL_KEYS].axes && !data[QUERY_IDS].axes) return one(r->one, threads, NULL, t, count);
+    struct intervals seen;
+    seen_of(r->one, queries, keys, &start, &stop);
+    int are_found = find_intervals(data, t, keys, start, stop, &seen);
+    i64 outcome = are_found ? one(r->one, threads, seen.told, t, count) : UNLIKE;
+    free(seen.of_queries);
+    return outcome;
 }
 
 /* Output, and lse or None, of what was computed, as a tuple. The results are the tuple's from then on. */
@@ -193,9 +183,9 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     return called(r->attach, tuple_of(5 + rest, taken));
 }
 
-/* The same; None where nothing was computed, or something hidden may have had a part. */
-static void *pass_again(
-    const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *padding)
+/* The same, into `found`; returns whether it was computed, and nothing hidden may have had a part. */
+static int pass_again(
+    const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *data, void **found)
 {
     struct dl_tensor t[3 + RESULTS + MOST_NOTED + 1] = {three[0], three[1], three[2]};
     void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0};
@@ -209,13 +199,16 @@ static void *pass_again(
     for (i64 i = 0; i < r->told && outcome == DONE; i++)
         if (python.read(python.item(given, r->noted[i].from), t + count++)) outcome = UNLIKE;
     i64 by = threads ? python.number(threads) : 0;
-    if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, padding) : again(r->pass, by, t, count);
+    if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, data) : again(r->pass, by, t, count);
     if (threads) python.drop(threads);
-    if (outcome == DONE) return returned(r, given, result);
+    if (outcome == DONE) {
+        *found = returned(r, given, result);
+        return 1;
+    }
     for (i64 i = 0; i < RESULTS; i++)
         if (result[i]) python.drop(result[i]);
     python.clear();
-    return kept(python.none);
+    return 0;
 }
 
 static void *run_again(const struct repeated *r, void *given)
@@ -248,10 +241,11 @@ FOR_PYTHON(regard_repeat)
     open_ended(open);
     for (i64 i = 0; i < python.length(table); i += 2) {
         const struct repeated *r = python.address(python.item(table, i));
-        struct dl_tensor padding = {0};
-        if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, &padding)) continue;
+        struct dl_tensor data[KINDS_OF_DATA] = {0};
+        if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, data)) continue;
         if (!r->pass && !r->one) return run_again(r, given);
-        return pass_again(r, given, t, &padding);
+        void *found;
+        if (pass_again(r, given, t, data, &found)) return found;
     }
     return kept(python.none);
 }
