@@ -1,6 +1,7 @@
 """Calls that are like an earlier one but for their tensors: found out by the library, and by nothing else than what
 decides what a call computes."""
 
+import ctypes
 import gc
 import itertools
 import random
@@ -32,6 +33,7 @@ from regard import (
     ShapeError,
     Where,
     Window,
+    any_length,
     attention,
     attention_with_lse,
     checked,
@@ -836,7 +838,7 @@ def test_documents_that_do_not_fit_are_refused_whatever_came_before():
         attention(*read(20, 24, torch.float32, 0), mask=texts(20, 0), kernel="native")
 
 
-def test_what_learns_is_not_taken_for_a_call_of_any_length():
+def test_what_learns_is_not_taken_for_what_does_not():
     for step, keys in enumerate((20, 21, 22, 23)):
         three = read(keys, keys, torch.float32, step)
         right(three, "native", mask=Causal(), bias=Alibi(HEADS))
@@ -845,8 +847,61 @@ def test_what_learns_is_not_taken_for_a_call_of_any_length():
         assert three[step % 3].grad is not None
 
 
+def gradients(three: list[Tensor], kernel: str, *, twice: bool = False, **given) -> list[Tensor]:
+    """Of query, key and value; those of their squares, too."""
+    leaves = [part.detach().clone().requires_grad_() for part in three]
+    output = attention(*leaves, **given, kernel=kernel)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    found = torch.autograd.grad(output, leaves, weights, create_graph=twice)
+    of_squares = torch.autograd.grad(sum(grad.square().sum() for grad in found), leaves) if twice else ()
+    return [*found, *of_squares]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["nothing", "causal", "window", "before its own", "slopes", "buckets"])
+def test_lengths_of_what_learns_may_be_any_too(kind, dtype, found):
+    of_length = [(24, 24), (17, 17), (31, 31), (17, 17), (3, 24), (2, 17), *((n, n) for n in range(18, 31))]
+    for step, (queries, keys) in enumerate(of_length):
+        three, given = read(queries, keys, dtype, step), ANY_LENGTHS[kind](queries, keys, step)
+        ours = gradients(three, "native", **given)
+        assert found[-1] == (step not in (0, 4))
+        for one, expected in zip(ours, gradients([p.double() for p in three], "reference", **given), strict=True):
+            error = 2e-5 if dtype is torch.float32 else 4e-2
+            torch.testing.assert_close(one.double(), expected, atol=error, rtol=error)
+    queries, fixed = of_length[-1], ctypes.cast(last_of_any_length().fixed, ctypes.py_object).value
+    assert queries in fixed._known
+    assert len(fixed._known) <= any_length.MAX_PLANS
+
+
+def last_of_any_length() -> binding.RepeatedOf:
+    """What the library is told of the squares that were noted last."""
+    parts = [part for held in checked.noted[1::2] for part in held if isinstance(part, binding.RepeatedOf)]
+    return next(part for part in parts if part.three[1].shape[2] == -1)
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+def test_gradients_of_gradients_of_any_length_are_right():
+    for step, keys in enumerate((24, 17, 31)):
+        three = read(keys, keys, torch.float32, step)
+        ours = gradients(three, "native", twice=True, mask=Causal())
+        expected = gradients([p.double() for p in three], "reference", twice=True, mask=Causal())
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_data_of_what_learns_is_that_of_its_call(found):
+    """However it may change before gradients are asked for, so such calls have their form."""
+    for step, keys in enumerate((24, 17, 31)):
+        leaves, real = [part.requires_grad_() for part in read(keys, keys, torch.float32, step)], real_keys(keys, 1)
+        output = attention(*leaves, mask=Padding(real), kernel="native")
+        expected = attention(*leaves, mask=Padding(real.clone()), kernel="reference")
+        real.zero_()
+        for one, other in zip(*(torch.autograd.grad(o.sum(), leaves) for o in (output, expected)), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
 def test_lengths_are_any_only_where_the_library_is_chosen_for_all(monkeypatch, found):
-    monkeypatch.setattr(repeated, "choose", lambda call, name: NATIVE_KERNEL if len(call.query[0, 0]) < 31 else None)
+    monkeypatch.setattr(any_length, "choose", lambda call, name: NATIVE_KERNEL if len(call.query[0, 0]) < 31 else None)
     for step, keys in enumerate((20, 21, 22)):
         right(read(keys, keys, torch.float32, step), "native", mask=Causal())
     assert not any(found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from regard import checked, hints, repeated
+from regard import any_length, checked, hints, repeated
 from regard.biases import Bias
 from regard.checked import Form, form_of, recall, remember
 from regard.graphs import tracing
@@ -140,7 +140,7 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
     if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
         results = attention_of_one(*given)
         if results is not None:
-            repeated.note_open(given)
+            any_length.note(given)
             return results, None
     form = form_of(*given)
     known = None if form is None else recall(form)
@@ -157,8 +157,8 @@ def _first(form: Form | None, call: Call, given: Arguments) -> tuple[Tensor, Ten
     chosen = choose(call, kernel)
     known = None if form is None else remember(form, call, chosen, bias)
     _warn_of_squares(call, chosen)
-    if known is not None and chosen is NATIVE_KERNEL and not call.learns:
-        repeated.note_open(given)
+    if known is not None and chosen is NATIVE_KERNEL:
+        any_length.note(given)
     if known is None or call.dropout is not None:  # whose seed is drawn
         return chosen.compute(call)
     return known.run(call.query, call.key, call.value, call.scoring.sink, bias)

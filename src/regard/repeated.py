@@ -4,16 +4,13 @@ To make the form of a call, and to look for it (`checked`), takes Python a few m
 between the layers of a model, where its own code and objects have left the processor's caches. So what the form follows
 from is noted as steps, each of which looks at one object: an argument, an attribute of a mask, a state of torch. Where
 every one finds what it found before, and query, key and value lie as before, the earlier call's way is taken at once.
-Where each query sees a band of the keys that counts from its own, lengths may be others of the same magnitude, and so
-may padding and packed documents: as in writing token by token, and in texts as they come. Any other call is left to its
-form.
+Some calls may have other lengths, too (`any_length`). Any other call is left to its form.
 """
 
 import ctypes
 from collections.abc import Callable
 from ctypes import string_at
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,25 +18,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard import checked
-from regard.biases import Bias
 from regard.checked import Checked, Form, InPlace
-from regard.kernels import Call, choose
-from regard.kernels.strips import NATIVE_KERNEL, binding
-from regard.kernels.strips.added import of_all_distances
+from regard.kernels.strips import binding
 from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.binding import DATA, EXACT, LSE, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
-from regard.kernels.strips.single import told_of_one
-from regard.kernels.strips.work import by_query
-from regard.masks import Document, Mask, Padding
-from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
 from regard.numerics import wide
-from regard.one_query import counts_from_the_last, row_of
-from regard.rules import Rule, settled
-from regard.shapes import Grid
-from regard.validation import check_call
+from regard.rules import Rule
 from regard.versions import is_few
 
 Results = tuple[Tensor, Tensor | None]
@@ -53,14 +40,9 @@ MAX_CALLS = 16
 MAX_WAYS = 4
 """How often calls of one form are noted, whose tensors lie in different ways."""
 
-MAX_STEPS, MAX_NOTED, MAX_TEXTS = 48, 8, 256
-"""MOST_STEPS and MOST_NOTED of c/repeated.h, MOST_TEXTS of c/data.h."""
+MAX_STEPS, MAX_NOTED = 48, 8
+"""MOST_STEPS and MOST_NOTED of c/repeated.h."""
 
-MAX_OPEN_LENGTH = (1 << 12) - 1
-"""Queries and keys of calls of several queries that are noted for any lengths: beside computing more, finding out how
-takes no time."""
-
-_DATA = frozenset({torch.bool, torch.int64})
 
 _SIMPLE = frozenset({type(None), bool, int, float, str})
 
@@ -99,97 +81,17 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
         made.run = id(known.run)
         return [told, known.run, *held]
 
-    _note(library, given, way)
+    note_as(library, given, way)
 
 
-def note_open(given: tuple[Any, ...]) -> None:
-    """Notes a call that the library computed, for any lengths of the same magnitudes: if each query sees a band of the
-    keys that is counted from its own, but for padding and packed documents, and nothing is added to its scores but what
-    follows from how far a key is from that."""
-    library = binding.compiled(torch.float32)
-    query, key, value, mask, bias, _, _, sink, _, dropout, *_ = given
-    if library is None or not checked.open_left or given[WANTS_LSE] or dropout or isinstance(bias, Tensor):
-        return
-    diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask)
-    if len({*map(type, others)}) < len(others) or not all(map(_may_be_another, others)):
-        return
-    if bias is not None and not counts_from_the_last(bias):
-        return
-    if not key.stride(3) == value.stride(3) == 1 or query.shape[3] != value.shape[3] or not key.shape[2]:
-        return
-    if (
-        torch._C._is_any_autocast_enabled()
-        or wide(query.dtype) is not library.dtype
-        or not (sink is None or _is_read_as_it_is(sink, library))
-    ):
-        return
-    if query.shape[2] > 1 and max(query.shape[2], key.shape[2]) > MAX_OPEN_LENGTH:
-        return
-    checked.open_left -= 1  # what follows takes longer than a small call
-    bands = None if mask is None else product_of(part for part in factors(mask) if part not in others)
-    calls = _of_any_lengths(given, bands)
-    if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
-        return
-    told = told_of_one(calls[0], diagonals)
-    told.tile.spare = 2 * library.lanes
-    row = None if bias is None else _row_of(bias, query, key.shape[2], told.tile.spare)
-
-    def way(made: RepeatedOf) -> list[object]:
-        made.one, made.told = ctypes.addressof(told), sink is not None
-        made.row = None if row is None else id(row)
-        return [told, row]
-
-    _note(library, given, way, any_data=bool(others))
-
-
-def _may_be_another(mask: Mask) -> bool:
-    """Whether the library finds intervals of keys in the data of a mask by itself, in every call."""
-    if type(mask) is Padding:
-        return len(mask.keys) <= MAX_TEXTS and mask.keys.dtype in _DATA
-    return type(mask) is Document and mask.key_ids is mask.query_ids and mask.query_ids.dtype is torch.int64
-
-
-def _of_any_lengths(given: tuple[Any, ...], mask: Mask | None) -> list[Call]:
-    """Calls like this one with the least and the most queries and keys of the same magnitudes, under this mask."""
-    query, key, value, _, bias, *rest, _ = given
-    queries, keys = (
-        (1 << length.bit_length() - 1, (1 << length.bit_length()) - 1) for length in (query.shape[2], key.shape[2])
-    )
-    lengths = zip(queries, keys, strict=True) if query.shape[2] == key.shape[2] else product(queries, keys)
-    calls = []
-    for of_query, of_key in {*lengths}:
-        three: tuple[Tensor, Tensor, Tensor] = (
-            query.new_empty(*query.shape[:2], of_query, query.shape[3]),
-            key.new_empty(*key.shape[:2], of_key, key.shape[3]),
-            value.new_empty(*value.shape[:2], of_key, value.shape[3]),
-        )
-        calls.append(check_call("attention", *three, mask, bias, *rest))
-    return calls
-
-
-def _row_of(bias: Bias, query: Tensor, key_len: int, spare: int) -> Tensor:
-    """What a bias adds to scores, as `struct repeated` has it: [batch or 1, heads or 1, 1, numbers]."""
-    batch, heads, length, _ = query.shape
-    if length == 1:
-        row = row_of(bias, query.shape, key_len, query)
-        assert row is not None  # it counts from the last
-        return row
-    most = 1 << max(length, key_len).bit_length()
-    with torch.inference_mode(False), torch.no_grad():
-        grid = Grid(batch, heads, most, most, query.device)
-        row = of_all_distances(settled(bias).bind(grid).terms(), grid, wide(query.dtype))
-        assert row is not None
-        return by_query(row, spare)[:, :, None]
-
-
-def _note(
+def note_as(
     library: binding.Compiled,
     given: tuple[Any, ...],
     way: Callable[[RepeatedOf], list[object]],
     *,
     any_data: bool = False,
 ) -> None:
-    """Notes a call.
+    """Notes a call, if nothing about it may change unnoticed.
 
     Args:
         way: notes how it is computed; returns what has to be kept for that.
@@ -216,7 +118,7 @@ def _pass_of(library: binding.Compiled, given: tuple[Any, ...], planned: Planned
     """The library's pass, if it is all that the call takes, and reads sink and bias as they are."""
     sink = given[SINK]
     told = planned.last_pass(sink)
-    if told is None or told.compiled is not library or not (sink is None or _is_read_as_it_is(sink, library)):
+    if told is None or told.compiled is not library or not (sink is None or is_read_as_it_is(sink, library)):
         return None
     return told if isinstance(given[BIAS], Tensor) or not told.has_given else None
 
@@ -241,7 +143,7 @@ def _learning(made: RepeatedOf, query: Tensor, told: Pass, planned: Planned) -> 
     return [make_exact, make_lse, fixed, rest]
 
 
-def _is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
+def is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
     return sink_as_read(sink, library.dtype).data_ptr() == sink.data_ptr()
 
 
@@ -253,7 +155,7 @@ class _Notes:
     """What a call has to be like.
 
     Args:
-        given: its arguments. any_data: as of `_note`.
+        given: its arguments. any_data: as of `note_as`.
     """
 
     def __init__(self, library: binding.Compiled, given: tuple[Any, ...], any_data: bool) -> None:

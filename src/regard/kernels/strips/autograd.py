@@ -17,6 +17,12 @@ from regard.kernels.strips.engines import Engine
 from regard.kernels.strips.grouping import StripPlan
 from regard.scores import Scoring
 
+Fixed = tuple[Engine, Scoring, Dropout | None, StripPlan]
+"""What is fixed of a call, but for its tensors."""
+
+OfThree = Callable[[Tensor, Tensor, Tensor], Fixed]
+"""The same, of query, key and value."""
+
 
 def _forward(
     engine: Engine,
@@ -74,17 +80,20 @@ def _pulled(
 
 class Computed(Strips):
     """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink. Nothing
-    but query, key and value learns."""
+    but query, key and value learns, of which a function may find out what is fixed."""
 
     @staticmethod
-    def forward(ctx: Any, fixed: tuple[Any, ...], results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, fixed: Fixed | OfThree, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
         output, lse, kept = results
-        _keep(ctx, (*fixed, *inputs), (kept, lse))
+        ctx.fixed = fixed
+        ctx.save_for_backward(kept, lse, *inputs)
+        ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        fixed, saved = ctx.fixed, ctx.saved_tensors
+        saved = ctx.saved_tensors
+        fixed: Fixed = ctx.fixed(*saved[2:5]) if callable(ctx.fixed) else ctx.fixed
         later = torch.is_grad_enabled() or transformed() or is_batched(grad_output, grad_lse)
         if grad_output is not None and grad_lse is None and not later:
             _, scoring, _, plan = fixed

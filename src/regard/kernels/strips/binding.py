@@ -153,7 +153,7 @@ class OneOf(ctypes.Structure):
         ("strip", StripOf),
         ("span", SpanOf),
         ("tile", TileAt),
-        *((name, _i64) for name in ("alone", "has_lse", "has_sink")),
+        *((name, _i64) for name in ("alone", "has_exact", "has_lse", "has_sink")),
     )
 
 

@@ -58,7 +58,7 @@ static void *kept(void *object) { return python.keep(object), object; }
 #define MOST_AXES 8
 #define MOST_DESCRIBED 4
 #define MOST_TENSORS 24
-#define MOST_OF_ONE 7
+#define MOST_OF_ONE 8
 
 /* Reads a tuple of tensors. Returns how many there are; -1 if one has no numbers in strides, and an error is set. */
 static i64 read_all(void *tensors, i64 most, struct dl_tensor *t)
@@ -164,14 +164,14 @@ FOR_PYTHON(regard_again)
 }
 
 /* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
-   the last query and the last key: the span says it as if there were one of each. The last two may be there or not in
+   the last query and the last key: the span says it as if there were one of each. What has_... says may be there or not in
    all calls alike. alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
     struct strip strip;
     struct span span;
     struct tile tile;
-    i64 alone, has_lse, has_sink;
+    i64 alone, has_exact, has_lse, has_sink;
 };
 
 /* Which keys any of so many queries sees, of so many. */
@@ -190,7 +190,7 @@ static int place(struct tensor *to, const struct dl_tensor *t)
 
 /* within: where the first keys that are seen are, where the ends, and how far apart those of batch indices and of queries
    are; NULL: all.
-   t: query, key, value, output, then lse and sink, and then what is added to the scores, if it is. */
+   t: query, key, value, output, then the exact output, lse and sink, and then what is added to the scores, if it is. */
 static i64 one(const struct one *known, i64 threads, const i64 *within, const struct dl_tensor *t, i64 count)
 {
     struct one o = *known;
@@ -206,6 +206,7 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
     o.span.start = first, o.span.count = stop - first;
     o.span.low += keys - queries - first, o.span.high += keys - queries - first;
     c->threads = o.span.count <= o.alone ? 1 : threads;
+    if (o.has_exact && !place(&c->exact, t + n++)) return UNLIKE;
     if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
     if (o.has_sink) c->sink = (const real *)(t[n].data + t[n].offset), n++;
     if (within) {

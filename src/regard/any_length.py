@@ -1,0 +1,184 @@
+"""Calls of other lengths than an earlier one, as texts come and as they are written, token by token.
+
+To validate a call of a new length, to choose its kernel and to plan it takes Python longer than torch takes for 128
+tokens. Where each query sees a band of the keys that counts from its own, none of that is needed: what the compiled
+library is told for one length holds for all. It finds out about padding and packed documents itself, in every call.
+The choice is made for a few lengths of the same magnitude, the least and the most among them, and holds if it is the
+library for all of them.
+
+Calls that learn have a plan for their gradients, by another way: it is made when they are asked for.
+"""
+
+import ctypes
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard import checked
+from regard.biases import Bias
+from regard.kernels import Call, choose
+from regard.kernels.call import learns
+from regard.kernels.known import keep
+from regard.kernels.strips import NATIVE_KERNEL, binding
+from regard.kernels.strips.added import of_all_distances
+from regard.kernels.strips.autograd import Fixed, attach
+from regard.kernels.strips.binding import EXACT, LSE, RepeatedOf
+from regard.kernels.strips.engines import NATIVE
+from regard.kernels.strips.order import form_of
+from regard.kernels.strips.single import told_of_one
+from regard.kernels.strips.work import by_query
+from regard.masks import Document, Mask, Padding
+from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
+from regard.numerics import wide
+from regard.one_query import counts_from_the_last, row_of
+from regard.repeated import BIAS, DROPOUT, KEY, MASK, NAME, QUERY, SINK, VALUE, WANTS_LSE, is_read_as_it_is, note_as
+from regard.rules import settled
+from regard.shapes import Grid
+from regard.validation import check_call
+
+MAX_LENGTH = (1 << 12) - 1
+"""Queries and keys of calls of several queries that are noted: beside computing more, finding out how takes no time."""
+
+MAX_TEXTS = 256
+"""Most texts that are padded: MOST_TEXTS of c/data.h."""
+
+MAX_PLANS = 8
+"""Lengths of which the plans of gradients are kept, of one call that is noted."""
+
+_DATA = frozenset({torch.bool, torch.int64})
+
+
+def note(given: tuple[Any, ...]) -> None:
+    """Notes a call that the library computed, for any lengths of the same magnitudes: if each query sees a band of the
+    keys that is counted from its own, but for padding and packed documents, and nothing is added to its scores but what
+    follows from how far a key is from that."""
+    library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
+    if library is None or not checked.open_left or isinstance(bias, Tensor) or given[WANTS_LSE] or given[DROPOUT]:
+        return
+    diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask)
+    if len({*map(type, others)}) < len(others) or not all(map(_may_be_another, others)):
+        return
+    if bias is not None and not counts_from_the_last(bias):
+        return
+    learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
+    if not _has_a_way(given, learned, bool(others), library):
+        return
+    checked.open_left -= 1  # what follows takes longer than a small call
+    calls = _of_any_lengths(given, None if mask is None else product_of(p for p in factors(mask) if p not in others))
+    if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
+        return
+    told = told_of_one(calls[0], diagonals)
+    told.tile.spare = 2 * library.lanes
+    told.has_lse, told.has_exact = learned, learned and given[QUERY].dtype is not library.dtype
+    row = None if bias is None else _row_of(bias, given[QUERY], given[KEY].shape[2], told.tile.spare)
+
+    def way(made: RepeatedOf) -> list[object]:
+        made.one, made.told = ctypes.addressof(told), sink is not None
+        made.row = None if row is None else id(row)
+        return [told, row, *(_learning(made, given) if learned else ())]
+
+    note_as(library, given, way, any_data=bool(others))
+
+
+def _has_a_way(given: tuple[Any, ...], learned: bool, has_data: bool, library: binding.Compiled) -> bool:
+    """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
+    query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
+    if torch.is_grad_enabled() and (learns(sink) or (bias is not None and any(map(learns, bias.learned())))):
+        return False
+    if learned and (has_data or sink is not None):  # data may change before they are asked for
+        return False
+    if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
+        return False
+    if not key.stride(3) == value.stride(3) == 1 or query.shape[3] != value.shape[3] or not key.shape[2]:
+        return False
+    if query.shape[2] > 1 and max(query.shape[2], key.shape[2]) > MAX_LENGTH:
+        return False
+    return sink is None or is_read_as_it_is(sink, library)
+
+
+def _may_be_another(mask: Mask) -> bool:
+    """Whether the library finds intervals of keys in the data of a mask by itself, in every call."""
+    if type(mask) is Padding:
+        return len(mask.keys) <= MAX_TEXTS and mask.keys.dtype in _DATA
+    return type(mask) is Document and mask.key_ids is mask.query_ids and mask.query_ids.dtype is torch.int64
+
+
+def _of_any_lengths(given: tuple[Any, ...], mask: Mask | None) -> list[Call]:
+    """Calls like this one with the least and the most queries and keys of the same magnitudes, and with the least whose
+    last queries leave lanes empty, under this mask."""
+    query, key, value, _, bias, *rest, _ = given
+    queries, keys = (_of_magnitude(tensor.shape[2].bit_length()) for tensor in (query, key))
+    lengths = zip(queries, keys, strict=True) if query.shape[2] == key.shape[2] else product(queries, keys)
+    calls = []
+    for of_query, of_key in {*lengths}:
+        three: tuple[Tensor, Tensor, Tensor] = (
+            _of_length(query, of_query),
+            _of_length(key, of_key),
+            _of_length(value, of_key),
+        )
+        calls.append(check_call("attention", *three, mask, bias, *rest))
+    return calls
+
+
+def _of_magnitude(bits: int) -> tuple[int, int, int]:
+    least, end = 1 << bits - 1, 1 << bits
+    return least, min(least + 1, end - 1), end - 1
+
+
+def _row_of(bias: Bias, query: Tensor, key_len: int, spare: int) -> Tensor:
+    """What a bias adds to scores, as `struct repeated` has it: [batch or 1, heads or 1, 1, numbers]."""
+    batch, heads, length, _ = query.shape
+    if length == 1:
+        row = row_of(bias, query.shape, key_len, query)
+        assert row is not None  # it counts from the last
+        return row
+    most = 1 << max(length, key_len).bit_length()
+    with torch.inference_mode(False), torch.no_grad():
+        grid = Grid(batch, heads, most, most, query.device)
+        row = of_all_distances(settled(bias).bind(grid).terms(), grid, wide(query.dtype))
+        assert row is not None
+        return by_query(row, spare)[:, :, None]
+
+
+def _of_length(tensor: Tensor, length: int) -> Tensor:
+    """One like it, but for its length; with any numbers."""
+    other = tensor.new_empty(*tensor.shape[:2], length, tensor.shape[3])
+    return other.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else other
+
+
+def _learning(made: RepeatedOf, given: tuple[Any, ...]) -> list[object]:
+    """Notes what becomes of the results of calls that learn; returns what has to be kept for that."""
+    dtype, bias = wide(given[QUERY].dtype), None if given[BIAS] is None else settled(given[BIAS])
+    make_exact = None if given[QUERY].dtype is dtype else partial(torch.empty_like, dtype=dtype)
+    make_lse = partial(_new_lse, dtype)
+    fixed = _Fixed((*given[:BIAS], bias, *given[BIAS + 1 :]))
+    rest = None, *(() if bias is None else bias.learned())
+    made.make[EXACT], made.make[LSE] = None if make_exact is None else id(make_exact), id(make_lse)
+    made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
+    return [make_exact, make_lse, fixed, rest]
+
+
+def _new_lse(dtype: torch.dtype, query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=dtype)
+
+
+class _Fixed:
+    """What is fixed of calls that learn: of new lengths, found out when gradients are asked for."""
+
+    def __init__(self, given: tuple[Any, ...]) -> None:
+        self._rest = given[MASK:NAME]
+        self._known: dict[tuple[int, int], Fixed] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        lengths = query.shape[2], key.shape[2]
+        found = self._known.get(lengths)
+        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
+
+    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        call = check_call("attention", query, key, value, *self._rest)
+        plan = NATIVE.plan_of(call)
+        form = form_of(query, value, plan.in_order(call.scoring), plan)
+        return NATIVE, call.scoring, None, plan.of_form(form)
