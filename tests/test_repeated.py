@@ -21,6 +21,7 @@ from cases import in_threads, needs_library
 from regard import (
     Additive,
     Alibi,
+    AttentionOutput,
     Band,
     Causal,
     Dense,
@@ -757,11 +758,11 @@ def read(queries: int, keys: int, dtype: torch.dtype, step: int) -> list[Tensor]
     return [part.transpose(1, 2).contiguous().transpose(1, 2) for part in three] if step % 2 else three
 
 
-def anew(three: list[Tensor], **given) -> Tensor:
-    """The output, found without looking for calls like it."""
+def anew(three: list[Tensor], **given) -> AttentionOutput:
+    """Output and lse, found without looking for calls like it."""
     noted, checked.noted = checked.noted, ()
     try:
-        return attention(*three, **given)
+        return attention_with_lse(*three, **given)
     finally:
         checked.noted = noted
 
@@ -776,7 +777,10 @@ def test_lengths_may_be_any_of_the_same_magnitude(kind, dtype, found):
         given = {**ANY_LENGTHS, **SQUARES}[kind](queries, keys, step)
         right(three, "native", **given)
         is_found = found[-1]
-        assert torch.equal(attention(*three, **given, kernel="native"), anew(three, **given, kernel="native"))
+        output, lse = attention_with_lse(*three, **given, kernel="native")
+        assert found[-1] == is_found
+        assert all(map(torch.equal, (output, lse), anew(three, **given, kernel="native")))
+        assert torch.equal(output, attention(*three, **given, kernel="native"))
         if kind in NEVER_ANY or dtype is torch.float64:
             assert not is_found
         elif "padding" not in kind:  # of which some has holes

@@ -10,7 +10,6 @@ Calls that learn have a plan for their gradients, by another way: it is made whe
 """
 
 import ctypes
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,7 +24,7 @@ from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding
 from regard.kernels.strips.added import of_all_distances
 from regard.kernels.strips.autograd import Fixed, attach
-from regard.kernels.strips.binding import EXACT, LSE, RepeatedOf
+from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.order import form_of
 from regard.kernels.strips.single import told_of_one
@@ -34,7 +33,20 @@ from regard.masks import Document, Mask, Padding
 from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
 from regard.numerics import wide
 from regard.one_query import counts_from_the_last, row_of
-from regard.repeated import BIAS, DROPOUT, KEY, MASK, NAME, QUERY, SINK, VALUE, WANTS_LSE, is_read_as_it_is, note_as
+from regard.repeated import (
+    BIAS,
+    DROPOUT,
+    KEY,
+    MASK,
+    NAME,
+    QUERY,
+    SINK,
+    VALUE,
+    WANTS_LSE,
+    is_read_as_it_is,
+    note_as,
+    note_results,
+)  # fmt: skip
 from regard.rules import settled
 from regard.shapes import Grid
 from regard.validation import check_call
@@ -56,7 +68,7 @@ def note(given: tuple[Any, ...]) -> None:
     keys that is counted from its own, but for padding and packed documents, and nothing is added to its scores but what
     follows from how far a key is from that."""
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
-    if library is None or not checked.open_left or isinstance(bias, Tensor) or given[WANTS_LSE] or given[DROPOUT]:
+    if library is None or not checked.open_left or isinstance(bias, Tensor) or given[DROPOUT]:
         return
     diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask)
     if len({*map(type, others)}) < len(others) or not all(map(_may_be_another, others)):
@@ -72,13 +84,14 @@ def note(given: tuple[Any, ...]) -> None:
         return
     told = told_of_one(calls[0], diagonals)
     told.tile.spare = 2 * library.lanes
-    told.has_lse, told.has_exact = learned, learned and given[QUERY].dtype is not library.dtype
+    told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
     row = None if bias is None else _row_of(bias, given[QUERY], given[KEY].shape[2], told.tile.spare)
 
     def way(made: RepeatedOf) -> list[object]:
         made.one, made.told = ctypes.addressof(told), sink is not None
         made.row = None if row is None else id(row)
-        return [told, row, *(_learning(made, given) if learned else ())]
+        results = note_results(made, library, told.has_exact, _new_lse if told.has_lse else None)
+        return [told, row, *results, *(_learning(made, given) if learned else ())]
 
     note_as(library, given, way, any_data=bool(others))
 
@@ -151,18 +164,15 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
 
 def _learning(made: RepeatedOf, given: tuple[Any, ...]) -> list[object]:
     """Notes what becomes of the results of calls that learn; returns what has to be kept for that."""
-    dtype, bias = wide(given[QUERY].dtype), None if given[BIAS] is None else settled(given[BIAS])
-    make_exact = None if given[QUERY].dtype is dtype else partial(torch.empty_like, dtype=dtype)
-    make_lse = partial(_new_lse, dtype)
+    bias = None if given[BIAS] is None else settled(given[BIAS])
     fixed = _Fixed((*given[:BIAS], bias, *given[BIAS + 1 :]))
     rest = None, *(() if bias is None else bias.learned())
-    made.make[EXACT], made.make[LSE] = None if make_exact is None else id(make_exact), id(make_lse)
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
-    return [make_exact, make_lse, fixed, rest]
+    return [fixed, rest]
 
 
-def _new_lse(dtype: torch.dtype, query: Tensor) -> Tensor:
-    return query.new_empty(query.shape[:3], dtype=dtype)
+def _new_lse(query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 class _Fixed:

@@ -25,7 +25,6 @@ from regard.kernels.strips.binding import DATA, EXACT, LSE, OUTPUT, NotedOf, Rep
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
-from regard.numerics import wide
 from regard.rules import Rule
 from regard.versions import is_few
 
@@ -77,7 +76,10 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
         told = None if planned is None else _pass_of(library, given, planned)
         if planned is not None and told is not None:
             made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
-            held = _learning(made, given[QUERY], told, planned) if planned.learns else held
+            new_lse = partial(Tensor.new_empty, size=given[QUERY].shape[:3], dtype=library.dtype)
+            wants_lse = planned.learns or planned.wants_lse
+            held = note_results(made, library, told.has_exact, new_lse if wants_lse else None)
+            held += _learning(made, planned) if planned.learns else ()
         made.run = id(known.run)
         return [told, known.run, *held]
 
@@ -132,15 +134,22 @@ def _planned(known: Checked) -> Planned | None:
     return planned if isinstance(planned, Planned) and run == planned.alone else None
 
 
-def _learning(made: RepeatedOf, query: Tensor, told: Pass, planned: Planned) -> list[object]:
+def note_results(
+    made: RepeatedOf, library: binding.Compiled, has_exact: bool, new_lse: Callable[[Tensor], Tensor] | None
+) -> list[object]:
+    """Notes how the results beside the output are made, of a query: the output unrounded, and lse; returns what has to
+    be kept for that."""
+    new_exact = partial(torch.empty_like, dtype=library.dtype) if has_exact else None
+    made.make[EXACT], made.make[LSE] = (None if new is None else id(new) for new in (new_exact, new_lse))
+    return [new_exact, new_lse]
+
+
+def _learning(made: RepeatedOf, planned: Planned) -> list[object]:
     """Notes what becomes of the results of a call that learns; returns what has to be kept for that."""
-    dtype, fixed = wide(query.dtype), (planned.engine, planned.scoring, planned.dropout, planned.plan)
-    make_exact = partial(torch.empty_like, dtype=dtype) if told.has_exact else None
-    make_lse = partial(Tensor.new_empty, size=query.shape[:3], dtype=dtype)
-    made.make[EXACT], made.make[LSE] = None if make_exact is None else id(make_exact), id(make_lse)
+    fixed = planned.engine, planned.scoring, planned.dropout, planned.plan
     rest = None, *planned.scoring.learned()
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
-    return [make_exact, make_lse, fixed, rest]
+    return [fixed, rest]
 
 
 def is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:

@@ -136,10 +136,9 @@ def forward(
     return None
 
 
-def last_forward(plan: StripPlan, sink: Tensor | None, learns: bool) -> Pass | None:
-    """The last forward pass without dropout, if it needs nothing but its tensors: without lse, or with what the
-    gradients need."""
-    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, learns, learns, False), [])
+def last_forward(plan: StripPlan, sink: Tensor | None, wants_lse: bool, learns: bool) -> Pass | None:
+    """The last forward pass without dropout, if it needs nothing but its tensors, but for what the gradients need."""
+    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, wants_lse, learns, False), [])
     return passes[0] if passes and passes[0].like[0] and passes[0].has_exact <= learns else None
 
 

@@ -170,7 +170,7 @@ static i64 one_again(
 static void *returned(const struct repeated *r, void *given, void *result[RESULTS])
 {
     if (!r->attach) {
-        void *both[] = {result[OUTPUT], kept(python.none)};
+        void *both[] = {result[OUTPUT], result[LSE] ? result[LSE] : kept(python.none)};
         return tuple_of(2, both);
     }
     void *exact = result[EXACT] ? result[EXACT] : kept(result[OUTPUT]);
