@@ -72,6 +72,16 @@ def test_what_is_about_positions_alone_stays_a_rule():
     assert by_interval(Causal().bind(grid), grid) == (Causal().bind(grid), None)
 
 
+def test_a_union_is_one_where_the_keys_of_every_query_lie_side_by_side():
+    grid = Grid(1, 1, 6, 6)
+    rule, interval = by_interval((Causal() | Prefix(3)).bind(grid), grid)
+    assert rule is EVERYTHING
+    assert interval.first.tolist() == [[0] * 6]
+    assert interval.end.tolist() == [[3, 3, 3, 4, 5, 6]]
+    apart = ((Causal() & Window(2)) | Prefix(2)).bind(grid)
+    assert by_interval(apart, grid) == (apart, None)
+
+
 APART = torch.zeros(1, 1, 3, 9, dtype=torch.bool)
 APART[..., [0, -1]] = True
 

@@ -157,8 +157,8 @@ def _row_of(bias: Bias, query: Tensor, key_len: int, spare: int) -> Tensor:
 
 
 def _of_length(tensor: Tensor, length: int) -> Tensor:
-    """One like it, but for its length; with any numbers."""
-    other = tensor.new_empty(*tensor.shape[:2], length, tensor.shape[3])
+    """One like it, but for its length, that takes no memory: nobody reads it."""
+    other = tensor.new_empty(tensor.shape[3]).expand(*tensor.shape[:2], length, -1)
     return other.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else other
 
 

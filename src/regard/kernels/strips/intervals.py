@@ -119,11 +119,14 @@ class Between(Mask):
 def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
 
-    The factors that hold data go into the interval, unless some query sees keys that are apart.
+    The factors that hold data go into the interval, and unions, of which the strips would be several, unless some query
+    sees keys that are apart.
     """
     rules, found = [], []
     for factor in factors(mask):
-        interval = (_interval_of(factor, grid) or _evaluated(factor, grid)) if _holds_data(factor) else None
+        interval = _interval_of(factor, grid) if isinstance(factor, Or) or _holds_data(factor) else None
+        if interval is None and _holds_data(factor):
+            interval = _evaluated(factor, grid)
         if interval is None:
             rules.append(factor)
         else:
