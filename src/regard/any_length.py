@@ -83,9 +83,9 @@ def note(given: tuple[Any, ...]) -> None:
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return
     told = told_of_one(calls[0], diagonals)
-    told.tile.spare = 2 * library.lanes
+    told.tile.spare = spare = 2 * library.lanes if given[QUERY].shape[2] > 1 else 0
     told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
-    row = None if bias is None else _row_of(bias, given[QUERY], given[KEY].shape[2], told.tile.spare)
+    row = None if bias is None else _row_of(bias, given[QUERY], given[KEY].shape[2], spare)
 
     def way(made: RepeatedOf) -> list[object]:
         made.one, made.told = ctypes.addressof(told), sink is not None
@@ -116,7 +116,7 @@ def _may_be_another(mask: Mask) -> bool:
     """Whether the library finds intervals of keys in the data of a mask by itself, in every call."""
     if type(mask) is Padding:
         return len(mask.keys) <= MAX_TEXTS and mask.keys.dtype in _DATA
-    return type(mask) is Document and mask.key_ids is mask.query_ids and mask.query_ids.dtype is torch.int64
+    return type(mask) is Document and mask.closed_form and mask.query_ids.dtype is torch.int64
 
 
 def _of_any_lengths(given: tuple[Any, ...], mask: Mask | None) -> list[Call]:

@@ -153,7 +153,7 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
 
 def _first(form: Form | None, call: Call, given: Arguments) -> tuple[Tensor, Tensor | None]:
     """Output and lse of a call that was not cached; now it is, if its form is known."""
-    bias, kernel = given[4], given[-1]
+    _, _, _, _, bias, *_, kernel = given
     chosen = choose(call, kernel)
     known = None if form is None else remember(form, call, chosen, bias)
     _warn_of_squares(call, chosen)
