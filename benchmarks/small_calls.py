@@ -61,6 +61,15 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
     def torch_last(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key[:, :, -256:], value[:, :, -256:])
 
+    places, same_places = itertools.cycle(range(300, 900)), itertools.cycle(range(300, 900))
+
+    def at_its_place(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return regard.attention(query[:, :, -1:], key, value, mask=Causal(offset=next(places)))
+
+    def torch_until(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        stop = next(same_places) + 1
+        return F.scaled_dot_product_attention(query[:, :, -1:], key[:, :, :stop], value[:, :, :stop])
+
     real = torch.arange(900)[None] >= 7
 
     def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -100,6 +109,7 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
             growing(torch_alibi),
             growing(lambda *tensors: regard.attention(*tensors, mask=Causal(), bias=slopes)),
         ),
+        ("1 query, static cache, its offset", cache, torch.float32, torch_until, at_its_place),
         *any_length(),
         ("causal, tiny, learns", (1, 2, 8, 16), torch.float32, learning(torch_causal), learning(ours(Causal()))),
         ("causal, 64 tokens, learns", (1, 12, 64, 64), torch.float32, learning(torch_causal), learning(ours(Causal()))),

@@ -535,7 +535,7 @@ def test_no_more_calls_are_noted_than_so_many_and_none_again_and_again():
     for step in range(1, 3 * repeated.MAX_WAYS):
         three = [torch.zeros(*t.shape[:3], step + SIZE)[..., :SIZE].copy_(t) for t in heads()]
         for _ in range(2):
-            attention(*three, mask=Causal())
+            attention(*three, mask=Causal() | Prefix(3))  # which is not noted for any length
     assert len(checked.noted) == 2 * repeated.MAX_WAYS
 
 
@@ -648,7 +648,7 @@ def test_one_query_may_have_any_number_of_keys(kind, dtype, found):
     for step, length in enumerate([1, 2, 5, 6, 7, 30, 31, 32, 33, 34, 5, 64, 65, 66, 67, 68, 69, 70]):
         three = written(length, dtype, step)
         right(three, **ONES[kind](length, step))
-    quickly = dtype is not torch.float64 and kind not in ("another offset", "holes")
+    quickly = dtype is not torch.float64 and kind != "holes"
     assert [found[-3], found[-1]] == [quickly] * 2  # between them, the formula
 
 
@@ -729,7 +729,13 @@ ANY_LENGTHS = {
     "both": lambda queries, keys, step: {
         "mask": Window(6) & lengths(keys, step), "bias": Alibi(HEADS) + Alibi(HEADS), "sink": torch.arange(4.0),
     },
-    "another offset": lambda queries, keys, step: {"mask": Causal(offset=step)},
+    "another offset": lambda queries, keys, step: {"mask": Causal(offset=3 * step - 9)},
+    "the same offset twice": lambda queries, keys, step: {
+        "mask": Causal(offset=step) & Window(5, offset=step) & lengths(keys, step), "bias": Alibi(HEADS),
+    },
+    "two offsets": lambda queries, keys, step: {"mask": Causal(offset=step) & Window(9, offset=step + 1)},
+    "an offset and none": lambda queries, keys, step: {"mask": Causal(offset=step) & Window(9)},
+    "offsets": lambda queries, keys, step: {"mask": Causal(offset=torch.tensor([step, 2]))},
     "a prefix": lambda queries, keys, step: {"mask": Causal() | Prefix(3)},
 }  # fmt: skip
 SQUARES = {
@@ -747,7 +753,7 @@ SQUARES = {
         "mask": Document(texts(keys, step).query_ids, torch.arange(keys) // 2),
     },
 }  # fmt: skip
-NEVER_ANY = "another offset", "a prefix", "documents apart", "of two sides"
+NEVER_ANY = "two offsets", "an offset and none", "offsets", "a prefix", "documents apart", "of two sides"
 
 
 def read(queries: int, keys: int, dtype: torch.dtype, step: int) -> list[Tensor]:
@@ -891,6 +897,21 @@ def test_gradients_of_gradients_of_any_length_are_right():
         expected = gradients([p.double() for p in three], "reference", twice=True, mask=Causal())
         for one, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_offsets_that_differ_are_seen_whatever_came_before(found):
+    for one, other in ((3, 3), (4, 4), (4, 5), (-1, -1), (0, 0), (-1, 2), (1 << 41, 1 << 41), (7, 7)):
+        mask = Causal(offset=one) & Window(4, offset=other)
+        right(read(24, 24, torch.float32, one % 7), "native", mask=mask)
+    assert found[1::2] == [False, True, False, False, True, False, False, True]
+
+
+def test_an_offset_of_what_learns_is_that_of_its_call():
+    for step, offset in enumerate((0, 3, 7, 3)):
+        three = read(24, 24, torch.float32, step)
+        expected = gradients([p.double() for p in three], "reference", mask=Causal(offset=offset))
+        for one, other in zip(gradients(three, "native", mask=Causal(offset=offset)), expected, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
 
 
 def test_data_of_what_learns_is_that_of_its_call(found):

@@ -2,7 +2,8 @@
 
 To validate a call of a new length, to choose its kernel and to plan it takes Python longer than torch takes for 128
 tokens. Where each query sees a band of the keys that counts from its own, none of that is needed: what the compiled
-library is told for one length holds for all. It finds out about padding and packed documents itself, in every call.
+library is told for one length holds for all. It finds out about padding, packed documents and the offset of queries
+itself, in every call.
 The choice is made for a few lengths of the same magnitude, the least and the most among them, and holds if it is the
 library for all of them.
 
@@ -29,7 +30,7 @@ from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.order import form_of
 from regard.kernels.strips.single import told_of_one
 from regard.kernels.strips.work import by_query
-from regard.masks import Document, Mask, Padding
+from regard.masks import Band, Document, Mask, Padding
 from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
 from regard.numerics import wide
 from regard.one_query import counts_from_the_last, row_of
@@ -64,19 +65,21 @@ _DATA = frozenset({torch.bool, torch.int64})
 
 
 def note(given: tuple[Any, ...]) -> None:
-    """Notes a call that the library computed, for any lengths of the same magnitudes: if each query sees a band of the
-    keys that is counted from its own, but for padding and packed documents, and nothing is added to its scores but what
-    follows from how far a key is from that."""
+    """Notes a call that the library computed, for any lengths of the same magnitudes, and offsets: if each query sees a
+    band of the keys that is counted from its own, but for padding and packed documents, and nothing is added to its
+    scores but what follows from how far a key is from the last query's, which is the last."""
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
     if library is None or not checked.open_left or isinstance(bias, Tensor) or given[DROPOUT]:
         return
-    diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask)
+    offset = None if mask is None else _offset_of(mask)
+    diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask, offset)
     if len({*map(type, others)}) < len(others) or not all(map(_may_be_another, others)):
         return
     if bias is not None and not counts_from_the_last(bias):
         return
     learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
-    if not _has_a_way(given, learned, bool(others), library):
+    has_data = bool(others) or offset is not None
+    if not _has_a_way(given, learned, has_data, library):
         return
     checked.open_left -= 1  # what follows takes longer than a small call
     calls = _of_any_lengths(given, None if mask is None else product_of(p for p in factors(mask) if p not in others))
@@ -93,7 +96,13 @@ def note(given: tuple[Any, ...]) -> None:
         results = note_results(made, library, told.has_exact, _new_lse if told.has_lse else None)
         return [told, row, *results, *(_learning(made, given) if learned else ())]
 
-    note_as(library, given, way, any_data=bool(others))
+    note_as(library, given, way, any_data=has_data)
+
+
+def _offset_of(mask: Mask) -> int | None:
+    """That of a band, if it is a number."""
+    found = (part.offset for part in factors(mask) if isinstance(part, Band))
+    return next((offset for offset in found if type(offset) is int), None)
 
 
 def _has_a_way(given: tuple[Any, ...], learned: bool, has_data: bool, library: binding.Compiled) -> bool:

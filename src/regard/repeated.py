@@ -223,6 +223,8 @@ class _Notes:
                 self._of_rule(value, self.look(type(value), place, name, by_type=True))
             elif isinstance(value, Tensor):
                 self._in_rule(value, place, name)
+            elif self._any_data and name in DATA and type(value) is int:
+                self.tensors.append(NotedOf(self.look(int, place, name, by_type=True), data=DATA[name]))
             elif type(value) in _SIMPLE:
                 self.look(value, place, name)
             else:

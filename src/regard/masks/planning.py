@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.masks.algebra import EVERYTHING, And, Mask, Or, Tile
 from regard.masks.positional import Band, Strided
-from regard.shapes import Grid
+from regard.shapes import Grid, Offset
 
 BRANCHES = 4
 """Parts into which a PARTIAL rectangle is cut: more of them are more questions, fewer are more rounds of asking."""
@@ -199,17 +199,20 @@ def is_band(mask: Mask) -> TypeGuard[Band]:
     return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
 
 
-def from_own_key(mask: Mask) -> tuple[Diagonals, list[Mask]]:
-    """The diagonals of the bands that count from a query's own key, where the last query has the last one, and the
-    other factors."""
+def from_own_key(mask: Mask, offset: int | None = None) -> tuple[Diagonals, list[Mask]]:
+    """The diagonals of the bands with this offset, counted from a query's own key, and the other factors."""
     lows, highs, others = [], [], []
     for part in factors(mask):
-        if not isinstance(part, Band) or type(part).rule is not Band.rule or part.offset is not None:
+        if not isinstance(part, Band) or type(part).rule is not Band.rule or not _is_same(part.offset, offset):
             others.append(part)
             continue
         lows += [] if part.before is None else [-part.before]
         highs += [] if part.after is None else [part.after]
     return (max(lows, default=None), min(highs, default=None)), others
+
+
+def _is_same(one: Offset, other: int | None) -> bool:
+    return type(one) is type(other) and bool(one == other)
 
 
 def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:

@@ -176,8 +176,8 @@ class NotedOf(ctypes.Structure):
     _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("data", _i64))
 
 
-DATA = {"keys": 1, "query_ids": 2, "key_ids": 3}
-"""Attributes of masks that may be others in each call: `enum data` of c/data.h."""
+DATA = {"keys": 1, "query_ids": 2, "key_ids": 3, "offset": 4}
+"""Attributes of masks that may be others in each call: `enum kind_of_data` of c/data.h."""
 
 OUTPUT, EXACT, LSE = RESULTS = range(3)
 """The results that are made for a call: RESULTS of c/repeated.h."""

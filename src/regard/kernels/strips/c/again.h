@@ -164,7 +164,7 @@ FOR_PYTHON(regard_again)
 }
 
 /* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
-   the last query and the last key: the span says it as if there were one of each. What has_... says may be there or not in
+   its own key: the span says it as if query and key of the same number were one another's. What has_... says may be there or not in
    all calls alike. alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
@@ -174,11 +174,17 @@ struct one {
     i64 alone, has_exact, has_lse, has_sink;
 };
 
-/* Which keys any of so many queries sees, of so many. */
-static void seen_of(const struct one *known, i64 queries, i64 keys, i64 *first, i64 *stop)
+/* Which keys any of so many queries sees, of so many, if the first one's own is `ahead`. */
+static void seen_of(const struct one *known, i64 queries, i64 keys, i64 ahead, i64 *first, i64 *stop)
 {
-    *first = least(keys, most(0, keys - queries + known->span.low));
-    *stop = most(*first, least(keys, keys + known->span.high));
+    *first = least(keys, most(0, ahead + known->span.low));
+    *stop = most(*first, least(keys, queries + ahead + known->span.high));
+}
+
+/* where the key of the first query is, if the last one has the last; of query and key */
+INLINE i64 ahead_of(const struct dl_tensor *t)
+{
+    return t[0].axes == 4 && t[1].axes == 4 ? t[1].shape[2] - t[0].shape[2] : 0;
 }
 
 /* Returns whether its features are consecutive. */
@@ -191,7 +197,8 @@ static int place(struct tensor *to, const struct dl_tensor *t)
 /* within: where the first keys that are seen are, where the ends, and how far apart those of batch indices and of queries
    are; NULL: all.
    t: query, key, value, output, then the exact output, lse and sink, and then what is added to the scores, if it is. */
-static i64 one(const struct one *known, i64 threads, const i64 *within, const struct dl_tensor *t, i64 count)
+static i64 one(
+    const struct one *known, i64 threads, i64 ahead, const i64 *within, const struct dl_tensor *t, i64 count)
 {
     struct one o = *known;
     struct call *c = &o.call;
@@ -200,11 +207,11 @@ static i64 one(const struct one *known, i64 threads, const i64 *within, const st
     for (int i = 0; i < 4; i++)
         if (t[i].axes != 4 || !place(to[i], t + i)) return UNLIKE;
     i64 queries = t[0].shape[2], keys = t[1].shape[2], first, stop;
-    seen_of(known, queries, keys, &first, &stop);
+    seen_of(known, queries, keys, ahead, &first, &stop);
     c->strip = &o.strip, c->span = &o.span, c->tile = &o.tile;
     c->query_len = o.strip.count = queries, c->key_len = keys;
     o.span.start = first, o.span.count = stop - first;
-    o.span.low += keys - queries - first, o.span.high += keys - queries - first;
+    o.span.low += ahead - first, o.span.high += ahead - first;
     c->threads = o.span.count <= o.alone ? 1 : threads;
     if (o.has_exact && !place(&c->exact, t + n++)) return UNLIKE;
     if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
@@ -243,5 +250,5 @@ FOR_PYTHON(regard_one)
     const struct one *known = python.address(argument[0]);
     const i64 *within = argument[2] == python.none ? NULL : python.address(argument[2]);
     i64 threads = python.number(argument[1]);
-    return python.new_number(tensors > MOST_OF_ONE ? UNLIKE : one(known, threads, within, t, tensors));
+    return python.new_number(tensors > MOST_OF_ONE ? UNLIKE : one(known, threads, ahead_of(t), within, t, tensors));
 }

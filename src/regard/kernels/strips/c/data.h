@@ -7,9 +7,15 @@
 
 #include "again.h"
 
-/* Which keys are real, bools [1 or batch, key], or how many of each text are, [batch]; and the documents of queries and of
-   keys, [1 or batch, token]. */
-enum data { NO_DATA, REAL_KEYS, QUERY_IDS, KEY_IDS, KINDS_OF_DATA };
+/* Which keys are real, bools [1 or batch, key], or how many of each text are, [batch]; the documents of queries and of keys,
+   [1 or batch, token]; and a whole number: which key is the first query's own. */
+enum kind_of_data { NO_DATA, REAL_KEYS, QUERY_IDS, KEY_IDS, OFFSET };
+
+/* The data of a call, without axes where there is none. has_offset: otherwise the last key is the last query's. */
+struct data {
+    struct dl_tensor tensor[OFFSET];
+    i64 has_offset, offset;
+};
 
 #define MOST_TEXTS 256 /* that are padded */
 #define DL_INT 0       /* the kinds of whole numbers and of bools */
@@ -32,6 +38,15 @@ INLINE int is_for_each(const struct dl_tensor *t, const struct dl_tensor *query,
 }
 
 INLINE int is_whole(const struct dl_tensor *t) { return t->kind == DL_INT && t->bits == 64; }
+
+/* Takes a number, of those that must be the same; returns whether it is one that can be. -1 may be an error. */
+static int take_offset(struct data *data, void *number)
+{
+    i64 offset = python.number(number);
+    if (offset == -1 || offset <= -FAR || offset >= FAR || (data->has_offset && offset != data->offset)) return 0;
+    data->has_offset = 1, data->offset = offset;
+    return 1;
+}
 
 /* Keys from `start` to before `stop` that are real; returns whether they lie side by side. */
 static int find_real(
@@ -72,9 +87,10 @@ static int find_document(const i64 *id, i64 tokens, int32_t *first, int32_t *end
 
 /* The same of all texts, for queries that are the keys' own. */
 static int find_documents(
-    const struct dl_tensor *data, const struct dl_tensor *query, i64 keys, struct intervals *found)
+    const struct data *data, const struct dl_tensor *query, i64 keys, struct intervals *found)
 {
-    const struct dl_tensor *ids = data + QUERY_IDS, *of_keys = data + KEY_IDS, *real_keys = data + REAL_KEYS;
+    const struct dl_tensor *ids = data->tensor + QUERY_IDS, *of_keys = data->tensor + KEY_IDS;
+    const struct dl_tensor *real_keys = data->tensor + REAL_KEYS;
     if (query->shape[2] != keys || !is_whole(ids) || !is_for_each(ids, query, keys)) return 0;
     if (of_keys->data != ids->data || !is_whole(of_keys) || !is_for_each(of_keys, query, keys)) return 0;
     if (of_keys->shape[0] != ids->shape[0] || of_keys->strides[0] != ids->strides[0]) return 0;
@@ -97,12 +113,12 @@ static int find_documents(
 /* Returns whether the data is what the call needs, and the keys that each query sees lie side by side. Keys before `start`
    or from `stop` on are seen by none. */
 static int find_intervals(
-    const struct dl_tensor *data, const struct dl_tensor *query, i64 keys, i64 start, i64 stop, struct intervals *found)
+    const struct data *data, const struct dl_tensor *query, i64 keys, i64 start, i64 stop, struct intervals *found)
 {
-    const struct dl_tensor *real_keys = data + REAL_KEYS;
+    const struct dl_tensor *real_keys = data->tensor + REAL_KEYS;
     found->of_queries = NULL;
     if (real_keys->axes && !find_real(real_keys, query, keys, start, stop, found)) return 0;
-    if (data[QUERY_IDS].axes) return find_documents(data, query, keys, found);
+    if (data->tensor[QUERY_IDS].axes) return find_documents(data, query, keys, found);
     found->told[0] = (i64)found->first_real, found->told[1] = (i64)found->end_real;
     found->told[2] = real_keys->shape[0] > 1, found->told[3] = 0;
     return 1;

@@ -28,7 +28,7 @@ struct step {
 };
 
 /* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
-   call of any lengths, which data it is: any numbers. */
+   call of any lengths, of which `kind_of_data` it is: any numbers. */
 struct noted {
     i64 from;
     struct lying lying;
@@ -109,7 +109,7 @@ static int is_as_it_was(const struct step *s, void *x)
 }
 
 /* Whether all is as it was. An error, as of an attribute that is not there, says no. data: is read, if there is any. */
-static int is_like(const struct repeated *r, void *given, struct dl_tensor data[KINDS_OF_DATA])
+static int is_like(const struct repeated *r, void *given, struct data *data)
 {
     void *found[ARGUMENTS + MOST_STEPS];
     i64 n = ARGUMENTS, like = 1;
@@ -126,12 +126,16 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor data[
         const struct noted *noted = r->noted + i;
         struct dl_tensor t;
         struct lying l = {0};
+        if (noted->data == OFFSET) {
+            like = take_offset(data, found[noted->from]);
+            continue;
+        }
         if (python.read(found[noted->from], &t)) {
             like = 0;
             break;
         }
         if (noted->data) {
-            data[noted->data] = t;
+            data->tensor[noted->data] = t;
             continue;
         }
         lie(&l, &t);
@@ -143,11 +147,11 @@ static int is_like(const struct repeated *r, void *given, struct dl_tensor data[
     return like;
 }
 
-/* data: without axes where there is none. */
 static i64 one_again(
-    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct dl_tensor data[KINDS_OF_DATA])
+    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct data *data)
 {
     i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4];
+    i64 ahead = data->has_offset ? data->offset : ahead_of(t);
     if (r->row) { /* each key's number lies before that of the next, if there is one query; otherwise after it */
         struct dl_tensor *row = t + count++;
         if (python.read(r->row, row)) return UNLIKE;
@@ -157,11 +161,12 @@ static i64 one_again(
         stride[2] = 1, stride[3] = queries == 1 ? 1 : -1;
         row->data += own * (row->bits / 8), row->shape = shape, row->strides = stride;
     }
-    if (!data[REAL_KEYS].axes && !data[QUERY_IDS].axes) return one(r->one, threads, NULL, t, count);
+    if (!data->tensor[REAL_KEYS].axes && !data->tensor[QUERY_IDS].axes)
+        return one(r->one, threads, ahead, NULL, t, count);
     struct intervals seen;
-    seen_of(r->one, queries, keys, &start, &stop);
+    seen_of(r->one, queries, keys, ahead, &start, &stop);
     int are_found = find_intervals(data, t, keys, start, stop, &seen);
-    i64 outcome = are_found ? one(r->one, threads, seen.told, t, count) : UNLIKE;
+    i64 outcome = are_found ? one(r->one, threads, ahead, seen.told, t, count) : UNLIKE;
     free(seen.of_queries);
     return outcome;
 }
@@ -185,7 +190,7 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
 
 /* The same, into `found`; returns whether it was computed, and nothing hidden may have had a part. */
 static int pass_again(
-    const struct repeated *r, void *given, const struct dl_tensor *three, const struct dl_tensor *data, void **found)
+    const struct repeated *r, void *given, const struct dl_tensor *three, const struct data *data, void **found)
 {
     struct dl_tensor t[3 + RESULTS + MOST_NOTED + 1] = {three[0], three[1], three[2]};
     void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0};
@@ -241,11 +246,11 @@ FOR_PYTHON(regard_repeat)
     open_ended(open);
     for (i64 i = 0; i < python.length(table); i += 2) {
         const struct repeated *r = python.address(python.item(table, i));
-        struct dl_tensor data[KINDS_OF_DATA] = {0};
-        if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, data)) continue;
+        struct data data = {0};
+        if (memcmp(r->one ? open : three, r->three, sizeof three) || !is_like(r, given, &data)) continue;
         if (!r->pass && !r->one) return run_again(r, given);
         void *found;
-        if (pass_again(r, given, t, data, &found)) return found;
+        if (pass_again(r, given, t, &data, &found)) return found;
     }
     return kept(python.none);
 }
