@@ -3,9 +3,8 @@
 To validate a call of a new length, to choose its kernel and to plan it takes Python longer than torch takes for 128
 tokens. Where each query sees a band of the keys that counts from its own, none of that is needed: what the compiled
 library is told for one length holds for all. It finds out about padding, packed documents and the offset of queries
-itself, in every call.
-The choice is made for a few lengths of the same magnitude, the least and the most among them, and holds if it is the
-library for all of them.
+itself, in every call. The choice is made for a few lengths of the same magnitude, the least and the most among them,
+and holds if it is the library for all of them.
 
 Calls that learn have a plan for their gradients, by another way: it is made when they are asked for.
 """
@@ -24,10 +23,10 @@ from regard.kernels.call import learns
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding
 from regard.kernels.strips.added import of_all_distances
-from regard.kernels.strips.autograd import Fixed, attach
+from regard.kernels.strips.autograd import Fixed
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
-from regard.kernels.strips.order import form_of
+from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
 from regard.kernels.strips.work import by_query
 from regard.masks import Band, Document, Mask, Padding
@@ -46,6 +45,7 @@ from regard.repeated import (
     WANTS_LSE,
     is_read_as_it_is,
     note_as,
+    note_gradients,
     note_results,
 )  # fmt: skip
 from regard.rules import settled
@@ -160,7 +160,7 @@ def _row_of(bias: Bias, query: Tensor, key_len: int, spare: int) -> Tensor:
     most = 1 << max(length, key_len).bit_length()
     with torch.inference_mode(False), torch.no_grad():
         grid = Grid(batch, heads, most, most, query.device)
-        row = of_all_distances(settled(bias).bind(grid).terms(), grid, wide(query.dtype))
+        row = of_all_distances([*settled(bias).bind(grid).terms()], grid, wide(query.dtype))
         assert row is not None
         return by_query(row, spare)[:, :, None]
 
@@ -172,12 +172,10 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
 
 
 def _learning(made: RepeatedOf, given: tuple[Any, ...]) -> list[object]:
-    """Notes what becomes of the results of calls that learn; returns what has to be kept for that."""
+    """As `note_gradients`."""
     bias = None if given[BIAS] is None else settled(given[BIAS])
-    fixed = _Fixed((*given[:BIAS], bias, *given[BIAS + 1 :]))
-    rest = None, *(() if bias is None else bias.learned())
-    made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
-    return [fixed, rest]
+    fixed = _Fixed((given[MASK], bias, *given[BIAS + 1 : NAME]))
+    return note_gradients(made, fixed, () if bias is None else bias.learned())
 
 
 def _new_lse(query: Tensor) -> Tensor:
@@ -185,10 +183,14 @@ def _new_lse(query: Tensor) -> Tensor:
 
 
 class _Fixed:
-    """What is fixed of calls that learn: of new lengths, found out when gradients are asked for."""
+    """What is fixed of calls that learn: of new lengths, found out when gradients are asked for.
 
-    def __init__(self, given: tuple[Any, ...]) -> None:
-        self._rest = given[MASK:NAME]
+    Args:
+        rest: the arguments of `check_call` after query, key and value.
+    """
+
+    def __init__(self, rest: tuple[Any, ...]) -> None:
+        self._rest = rest
         self._known: dict[tuple[int, int], Fixed] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
@@ -198,6 +200,4 @@ class _Fixed:
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         call = check_call("attention", query, key, value, *self._rest)
-        plan = NATIVE.plan_of(call)
-        form = form_of(query, value, plan.in_order(call.scoring), plan)
-        return NATIVE, call.scoring, None, plan.of_form(form)
+        return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)

@@ -8,7 +8,7 @@ Some calls may have other lengths, too (`any_length`). Any other call is left to
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import string_at
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels.strips import binding
-from regard.kernels.strips.autograd import attach
+from regard.kernels.strips.autograd import Fixed, OfThree, attach
 from regard.kernels.strips.binding import DATA, EXACT, LSE, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
@@ -79,7 +79,8 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
             new_lse = partial(Tensor.new_empty, size=given[QUERY].shape[:3], dtype=library.dtype)
             wants_lse = planned.learns or planned.wants_lse
             held = note_results(made, library, told.has_exact, new_lse if wants_lse else None)
-            held += _learning(made, planned) if planned.learns else ()
+            fixed = planned.engine, planned.scoring, planned.dropout, planned.plan
+            held += note_gradients(made, fixed, planned.scoring.learned()) if planned.learns else ()
         made.run = id(known.run)
         return [told, known.run, *held]
 
@@ -144,10 +145,9 @@ def note_results(
     return [new_exact, new_lse]
 
 
-def _learning(made: RepeatedOf, planned: Planned) -> list[object]:
+def note_gradients(made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor]) -> list[object]:
     """Notes what becomes of the results of a call that learns; returns what has to be kept for that."""
-    fixed = planned.engine, planned.scoring, planned.dropout, planned.plan
-    rest = None, *planned.scoring.learned()
+    rest = None, *learned
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
     return [fixed, rest]
 

@@ -6,7 +6,7 @@ place. Any other bias is evaluated for every score.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -180,12 +180,15 @@ def is_by_distance(scoring: Scoring) -> bool:
     return band and not learns
 
 
-def of_all_distances(leaves: Iterable[Bias], grid: Grid, dtype: torch.dtype) -> Tensor | None:
+def of_all_distances(leaves: Sequence[Bias], grid: Grid, dtype: torch.dtype) -> Tensor | None:
     """The sum of these biases for all distances of a call, from (last query, first key) to (first query, last key):
     [batch or 1, heads or 1, query_len + key_len - 1]."""
+    if not leaves:
+        return None
+    query, keys = _all_distances(grid)
     total = None
     for leaf in leaves:
-        row = leaf.values(*_all_distances(grid)).to(dtype)[:, :, 0]
+        row = leaf.values(query, keys).to(dtype)[:, :, 0]
         total = row if total is None else total + row
     return total
 

@@ -18,7 +18,7 @@ from regard.kernels.fused import HALF
 from regard.kernels.known import Recent, keep
 from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import form_of
+from regard.kernels.strips.order import by_form
 from regard.masks import Mask
 from regard.numerics import wide
 from regard.rules import deserialise, settled
@@ -179,7 +179,7 @@ def _of_node(
     plan = engine.plan_of(call)
     if alike is None or not plan.is_kept:
         return engine, scoring, plan
-    plan = plan.of_form(form_of(query, value, plan.in_order(scoring), plan) if engine is NATIVE else None)
+    plan = by_form(plan, query, value, scoring) if engine is NATIVE else plan.of_form(None)
     return keep(_nodes, alike, (engine, scoring, plan), MAX_NODES)
 
 

@@ -26,7 +26,7 @@ from regard.kernels.strips.engines import GPU, NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.gpu import passes
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.options import is_given, plan_of
-from regard.kernels.strips.order import form_of
+from regard.kernels.strips.order import by_form
 from regard.kernels.strips.plan import Kind, Strip
 from regard.kernels.strips.reordering import Reordering, reordering, take
 from regard.kernels.strips.single import Alone, is_told, single
@@ -119,8 +119,7 @@ def prepare(call: Call, by: Engine = OPERATORS) -> Prepared | None:
     if not planned.plan.is_kept:
         return None
     if by is NATIVE:
-        form = form_of(call.query, call.value, planned.plan.in_order(planned.scoring), planned.plan)
-        planned = replace(planned, plan=planned.plan.of_form(form))
+        planned = replace(planned, plan=by_form(planned.plan, call.query, call.value, planned.scoring))
     bias = call.scoring.bias
     if isinstance(bias, Given):
         if planned.changed is not None:

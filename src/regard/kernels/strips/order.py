@@ -261,6 +261,11 @@ def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> 
     return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, by_place, added
 
 
+def by_form(plan: StripPlan, query: Tensor, value: Tensor, scoring: Scoring) -> StripPlan:
+    """A plan for calls of one form alone: that of this call."""
+    return plan.of_form(form_of(query, value, plan.in_order(scoring), plan))
+
+
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
     """What is equal for two biases only if the library is told the same of them, but for where a tensor begins; None if
     not known."""

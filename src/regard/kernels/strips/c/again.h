@@ -164,8 +164,8 @@ FOR_PYTHON(regard_again)
 }
 
 /* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
-   its own key: the span says it as if query and key of the same number were one another's. What has_... says may be there or not in
-   all calls alike. alone: up to how many keys one thread computes it. */
+   its own key: the span says it as if query and key of the same number were one another's. What has_... says may be there
+   or not in all calls alike. alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
     struct strip strip;

@@ -1,5 +1,5 @@
-/* Which keys the queries of a call see by the data of its mask, which may be another in each call: of padding, and of packed
-   documents. */
+/* Which keys the queries of a call see by the data of its mask, which may be another in each call: of padding, of packed
+   documents, and where among the keys the queries are. */
 
 #pragma once
 
@@ -94,19 +94,22 @@ static int find_documents(
     if (query->shape[2] != keys || !is_whole(ids) || !is_for_each(ids, query, keys)) return 0;
     if (of_keys->data != ids->data || !is_whole(of_keys) || !is_for_each(of_keys, query, keys)) return 0;
     if (of_keys->shape[0] != ids->shape[0] || of_keys->strides[0] != ids->strides[0]) return 0;
-    i64 many = ids->shape[0] > 1 || (real_keys->axes && real_keys->shape[0] > 1), rows = many ? query->shape[0] : 1;
+    i64 by_ids = ids->shape[0] > 1, by_padding = real_keys->axes && real_keys->shape[0] > 1; /* others for each text */
+    i64 rows = by_ids || by_padding ? query->shape[0] : 1;
     int32_t *first = found->of_queries = malloc(2 * rows * keys * sizeof *first), *end = first + rows * keys;
     if (!first) return 0;
     for (i64 row = 0; row < rows; row++, first += keys, end += keys) {
-        const i64 *id = (const i64 *)(ids->data + ids->offset) + (ids->shape[0] > 1 ? row * ids->strides[0] : 0);
+        const i64 *id = (const i64 *)(ids->data + ids->offset) + (by_ids ? row * ids->strides[0] : 0);
         if (!find_document(id, keys, first, end)) return 0;
-        for (i64 i = 0, r = real_keys->axes && real_keys->shape[0] > 1 ? row : 0; real_keys->axes && i < keys; i++) {
-            first[i] = most(first[i], found->first_real[r]);
-            end[i] = most(first[i], least(end[i], found->end_real[r]));
+        if (!real_keys->axes) continue;
+        i64 text = by_padding ? row : 0, first_real = found->first_real[text], end_real = found->end_real[text];
+        for (i64 i = 0; i < keys; i++) {
+            first[i] = most(first[i], first_real);
+            end[i] = most(first[i], least(end[i], end_real));
         }
     }
     found->told[0] = (i64)found->of_queries, found->told[1] = (i64)(found->of_queries + rows * keys);
-    found->told[2] = many ? keys : 0, found->told[3] = 1;
+    found->told[2] = rows > 1 ? keys : 0, found->told[3] = 1;
     return 1;
 }
 
