@@ -43,6 +43,13 @@ packed documents. Found from 644 random calls with masks, on two threads, where 
 NEARLY_ALL = 0.85
 """A share of all scores that take as long as six products where seven are computed of them."""
 
+KEEPS_WEIGHTS = 512
+BY_WHOLE_PRODUCTS = 1.05
+"""Features of a head from which gradients take less time with all weights kept than by the compiled library, too; and
+the library's price up to which plain products without gradients take longer than it. From 1 to 8 heads of 256 to 768
+features, 128 to 2,048 tokens, with AVX2 and with AVX-512; rows "100 queries, 1 head of 512" and "cells and bias, 2
+heads of 256"."""
+
 WORTH_LEAVING_OUT = 0.75
 WORTH_LEAVING_OUT_BY_ONEDNN = 0.6
 WORTH_LEAVING_OUT_IN_HALF_PRECISION = 0.3
@@ -169,12 +176,23 @@ def _suits_all_at_once(call: Call) -> bool:
 def _saves_a_product(call: Call) -> bool:
     """Whether large heads take less time with all weights kept, under a mask of which the library, too, would compute
     nearly all scores."""
-    if not direct.saves_a_product(call):
+    smallest = min(call.query.shape[3], call.value.shape[3])
+    if not direct.saves_a_product(call) or (smallest < KEEPS_WEIGHTS and _costs_less(call)):
         return False
     if call.scoring.mask_or_everything is EVERYTHING:
         return True
     library = strips.NATIVE_KERNEL
     return library.cannot(call) is None and library.num_scores(call) >= NEARLY_ALL * all_scores(call)
+
+
+def _multiplies_faster(call: Call) -> bool:
+    """Whether large heads take less time by two products of whole matrices."""
+    return direct.multiplies_faster(call) and not _costs_less(call, BY_WHOLE_PRODUCTS)
+
+
+def _costs_less(call: Call, price: float = 1.0) -> bool:
+    """Whether the compiled library computes the call, for less than this price."""
+    return strips.NATIVE_KERNEL.cannot(call) is None and native.price(*_kind(call)) < price
 
 
 def _is_torchs_own(call: Call) -> bool:
@@ -208,7 +226,7 @@ PREFERENCES = (
     Preference(
         direct.KERNEL,
         "two products of whole matrices are fastest for heads so large",
-        _in_process(direct.multiplies_faster),
+        _in_process(_multiplies_faster),
     ),
     Preference(
         strips.NATIVE_KERNEL,
