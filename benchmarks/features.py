@@ -120,6 +120,39 @@ def _packed(length: int) -> dict[str, Any]:
     return {"mask": Causal() & Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))}
 
 
+def _keys(length: int, share: float) -> Mask:
+    """So many of the keys at random."""
+    return Padding(torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < share)
+
+
+def _keys_anew(length: int) -> dict[str, Any]:
+    """Half of the keys at random, others each time."""
+    return {"mask": Padding(torch.rand(1, length, generator=_TEXTS) < 0.5)}
+
+
+def _cells_anew(length: int) -> dict[str, Any]:
+    """Half of all cells at random, others each time; every query sees its own key."""
+    cells = torch.rand(1, 1, length, length, generator=_TEXTS) < 0.5
+    return {"mask": Dense(cells | torch.eye(length, dtype=torch.bool))}
+
+
+def _blocks_anew(length: int) -> dict[str, Any]:
+    """16 by 16 blocks, a quarter of them at random and those on the diagonal, others each time."""
+    blocks = torch.rand(16, 16, generator=_TEXTS).lt(0.25).fill_diagonal_(True)
+    size = -(-length // 16)
+    return {"mask": Dense(blocks.repeat_interleave(size, 0).repeat_interleave(size, 1)[None, None, :length, :length])}
+
+
+def _apart_anew(length: int) -> dict[str, Any]:
+    """8 documents whose tokens lie apart, others each time."""
+    return {"mask": Document(torch.randint(0, 8, (1, length), generator=_TEXTS))}
+
+
+def _places_anew(length: int) -> dict[str, Any]:
+    """In a cache of one size, 8 texts have come to places of their own, others each time."""
+    return {"mask": Causal(offset=torch.randint(0, length, (8,), generator=_TEXTS))}
+
+
 def _ids(length: int) -> Tensor:
     return torch.randint(0, 8, (1, length), generator=torch.Generator().manual_seed(0))
 
@@ -189,6 +222,8 @@ ROWS = (
     Row("8 documents, tokens apart, ALiBi", lambda n: {"mask": Document(_ids(n)), "bias": Alibi(HEADS)}),
     Row("blocks at random", lambda n: {"mask": Dense(_blocks(n))}),
     Row("random mask", lambda n: {"mask": Dense(_random(n))}),
+    Row("half of the keys, at random", lambda n: {"mask": _keys(n, 0.5)}),
+    Row("a tenth of the keys, at random, causal", lambda n: {"mask": Causal() & _keys(n, 0.1)}),
     Row("function as mask", lambda n: {"mask": Where(lambda batch, head, query, key: key <= query)}),
     Row("bias, dense", _dense(None)),
     Row("bias, dense, causal", _dense(Causal())),
@@ -223,6 +258,11 @@ ROWS = (
     ),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
+    Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
+    Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
+    Row("blocks at random, new in every call", _blocks_anew, most=2048, anew=True),
+    Row("documents apart, new in every call", _apart_anew, most=2048, anew=True),
+    Row("1 query, 8 texts at places of their own, new in every call", _places_anew, batch=8, queries=1, anew=True),
     Row("bias, dense, new in every call", _dense(None), most=2048, anew=True),
     Row("bias, dense, heads innermost, new in every call", _heads_innermost, most=2048, anew=True),
     Row("full, compiled", _fixed(), most=2048, compiled=True),

@@ -7,7 +7,22 @@ from hypothesis import strategies as st
 
 from cases import composed_masks, grids, needs_library, single_masks
 from comparing import assert_close
-from regard import Alibi, Band, Causal, Chunk, Dense, Document, Padding, Prefix, Strided, Tile, Where, Window, attention
+from regard import (
+    Alibi,
+    Band,
+    Causal,
+    Chunk,
+    Dense,
+    Document,
+    Padding,
+    Prefix,
+    RelativeBias,
+    Strided,
+    Tile,
+    Where,
+    Window,
+    attention,
+)  # fmt: skip
 from regard.kernels.strips import intervals, native, tuning
 from regard.kernels.strips.binding import compiled
 from regard.kernels.strips.intervals import Between, Interval, by_interval, side_by_side
@@ -98,7 +113,8 @@ APART[..., [0, -1]] = True
     ],
     ids=["keys", "cells", "cells of texts", "cells of heads", "either", "function"],
 )
-def test_strips_leave_out_what_is_far_apart(mask):
+def test_strips_leave_out_what_is_far_apart_if_it_is_much(mask, monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     grid = Grid(2, 2, 3, 9)
     bound = mask.bind(grid)
     rule, interval = by_interval(bound, grid)
@@ -127,7 +143,8 @@ def test_all_others_are_looked_at_if_they_are_small(mask):
     assert torch.equal(*(seen.expand(2, 2, 3, 3) for seen in both))
 
 
-def test_few_keys_that_are_hidden_between_are_hidden_one_by_one():
+def test_few_keys_that_are_hidden_between_are_hidden_one_by_one(monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     grid = Grid(2, 1, 4, 8)
     places = torch.arange(8)
     few = torch.stack([(places > 1) & (places != 4), places != 5])
@@ -252,6 +269,13 @@ def test_the_library_tells_whether_keys_are_side_by_side():
 
 # --- documents whose tokens are apart ---------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def sorts_few(monkeypatch):
+    """Tokens of few scores are sorted, too."""
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING_DOCUMENTS", -1)
+
+
 BESIDE = {
     "a window": lambda length: Causal() & Window(7),
     "a window both ways": lambda length: Window(5),
@@ -281,6 +305,7 @@ def sorted_call(mask, queries=60, keys=60):
     return call, found
 
 
+@pytest.mark.usefixtures("sorts_few")
 @pytest.mark.parametrize("of_keys", [None, "as many", "more"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
@@ -298,6 +323,7 @@ def test_sorted_by_document_tokens_see_each_other_as_before(beside, rows, of_key
     assert torch.equal(found.queries.gather(1, found.back), torch.arange(60).expand_as(found.back))
 
 
+@pytest.mark.usefixtures("sorts_few")
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 def test_documents_apart_under_another_mask_are_computed_exactly(beside, monkeypatch):
     monkeypatch.setattr(tuning, "KEYS_WORTH_SORTING", -1)
@@ -322,17 +348,87 @@ def test_little_else_is_computed_than_the_documents_of_a_window():
     assert native.num_scores(call) < 1.5 * allowed
 
 
+@pytest.mark.usefixtures("sorts_few")
 @pytest.mark.parametrize("beside", [Where(lambda batch, head, query, key: key % 3 == 0), Window(4) | Strided(7)])
 def test_tokens_stay_where_they_are_if_keys_are_not_side_by_side(beside):
     assert reordering(call_of(Document(apart(1, 60)) & beside, queries=60, keys=60)) is None
     assert reordering(call_of(Document(apart(1, 60).sort(1).values) & beside, queries=60, keys=60)) is None
 
 
+@pytest.mark.usefixtures("sorts_few")
 @pytest.mark.parametrize("beside", [Window(5), Strided(3) & Window(30)])
 def test_tokens_are_not_copied_where_little_is_won(beside):
     call = call_of(Document(apart(1, 60)) & beside, queries=60, keys=60)
     assert reordering(call) is not None
     assert reordering(call, copies=True) is None
+
+
+def with_gaps(batch, length, share=0.4, seed=0):
+    return torch.rand(batch, length, generator=torch.Generator().manual_seed(seed)) < share
+
+
+GAPS = {
+    "padding": lambda batch: Padding(with_gaps(batch, 60)),
+    "padding and padding": lambda batch: Padding(with_gaps(batch, 60)) & Padding([50, 9, 60]),
+    "twice": lambda batch: Padding(with_gaps(batch, 60)) & Padding(with_gaps(1, 60, seed=1)),
+    "a text that is all hidden": lambda batch: Padding(with_gaps(3, 60) & (torch.arange(3) != 1)[:, None]),
+    "cells": lambda batch: Dense(with_gaps(batch, 60)[:, None, None]),
+    "causal": lambda batch: Causal() & Padding(with_gaps(batch, 60)),
+    "a window of cells": lambda batch: Window(9) & Dense(with_gaps(batch, 60)[:, None, None]),
+    "a prefix": lambda batch: (Causal() | Prefix(9)) & Padding(with_gaps(batch, 60)),
+    "offsets of each text": lambda batch: Band(6, 2, offset=[0, 3, -50]) & Padding(with_gaps(batch, 60)),
+    "documents": lambda batch: Document(apart(batch, 60).sort(1).values) & Causal() & Padding(with_gaps(batch, 60)),
+    "documents apart": lambda batch: Document(apart(3, 60)) & Padding(with_gaps(batch, 60)),
+    "a stride": lambda batch: Strided(3) & Padding(with_gaps(batch, 60)) & Causal(),
+}
+
+
+@pytest.mark.usefixtures("sorts_few")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", GAPS)
+def test_keys_that_nobody_sees_between_others_are_left_out(kind, batch, monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING", 0)
+    call, found = sorted_call(GAPS[kind](batch))
+    before = call.scoring.mask.allowed(range(60), range(60)).expand(3, -1, 60, 60)
+    after = found.mask.allowed(range(60), range(60)).expand(3, -1, 60, 60)
+    queries, places = (of.expand(3, -1) for of in (found.queries, found.keys))
+    for text in range(3):
+        assert torch.equal(after[text], before[text][:, queries[text]][:, :, places[text]])
+    grid = call.scoring.grid
+    rule, interval = by_interval(found.mask, grid)
+    assert interval is not None
+    assert interval.hidden is None  # each query sees keys side by side
+    assert rule is EVERYTHING
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan])
+@pytest.mark.parametrize("kind", GAPS)
+def test_calls_whose_keys_have_gaps_are_computed_exactly(kind, bad, monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING", 0)
+    monkeypatch.setattr(tuning, "KEYS_WORTH_SORTING", -1)
+    mask, tensors = GAPS[kind](3), [draw((3, 2, 60, 8), seed) for seed in range(3)]
+    seen = mask.bind(Grid(3, 2, 60, 60)).allowed(range(60), range(60)).expand(3, 2, 60, 60).any(2)
+    for part in tensors[1:]:
+        part.masked_fill_(~seen[..., None], bad)
+    results = []
+    for kernel in ("native", "strips", "reference"):
+        leaves = [part.clone().requires_grad_() for part in (*tensors, torch.linspace(-1, 1, 32 * 2).view(32, 2))]
+        sink = torch.arange(2.0).requires_grad_()
+        output = attention(*leaves[:3], mask=mask, bias=RelativeBias(leaves[3]), sink=sink, kernel=kernel)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), (*leaves, sink))])
+        torch.manual_seed(0)
+        results[-1].append(attention(*tensors, mask=mask, bias=Alibi(2), dropout=0.4, kernel=kernel))
+    for ours, by_operators, right in zip(*results, strict=True):
+        assert_close(ours, right)
+        assert_close(by_operators, right)
+
+
+def test_few_gaps_or_few_scores_are_not_worth_sorting():
+    few = torch.arange(2048)[None] % 9 != 5
+    assert reordering(call_of(Padding(few), queries=2048, keys=2048)) is None
+    assert reordering(call_of(Padding(few[:, :200] & with_gaps(1, 200)), queries=200, keys=200)) is None
+    assert reordering(call_of(Padding(few & (torch.arange(2048) > 900)), queries=2048, keys=2048)) is None
+    assert reordering(call_of(Padding(few & with_gaps(1, 2048)), queries=2048, keys=2048)) is not None
 
 
 def test_a_mask_with_too_many_cells_is_not_looked_at(monkeypatch):

@@ -44,7 +44,7 @@ from regard.biases import Given, as_bias
 from regard.checked import forget
 from regard.dropout import Dropout
 from regard.kernels import KERNELS, KernelError, choose, fused
-from regard.kernels.strips import binding, native, work
+from regard.kernels.strips import binding, native, tuning, work
 from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order, form_of, library_for
 from regard.reference import reference
@@ -805,6 +805,7 @@ def apart(batch, length):
 
 @needs_library
 def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 100)
     mask = Dense(apart(1, 300))
     call, calls = checked(mask, shape=(1, 2, 300, 8)), []
@@ -826,6 +827,7 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype, batch, monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     draw = torch.Generator().manual_seed(1)
     inputs = torch.randn(3, batch, 2, 300, 16, generator=draw).to(dtype)
     allowed = apart(batch, 300)
@@ -936,7 +938,8 @@ def sorted_call(some, dtype):
 
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_tokens_of_documents_that_lie_apart_are_read_and_written_where_they_are(dtype):
+def test_tokens_of_documents_that_lie_apart_are_read_and_written_where_they_are(dtype, monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING_DOCUMENTS", -1)
     for seed in range(40):
         answers = sorted_call(random.Random(seed), dtype)
         for n, (one, right) in enumerate(zip(answers("native"), answers("reference"), strict=True)):
@@ -944,7 +947,8 @@ def test_tokens_of_documents_that_lie_apart_are_read_and_written_where_they_are(
 
 
 @needs_library
-def test_a_graph_sorts_the_tokens_of_documents_as_a_call_does():
+def test_a_graph_sorts_the_tokens_of_documents_as_a_call_does(monkeypatch):
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING_DOCUMENTS", -1)
     call = checked(Document(torch.arange(70)[None] % 5))
     assert native.plan_of(call).reordering is not None
     leaves = [tensor.requires_grad_() for tensor in call[:3]]

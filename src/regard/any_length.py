@@ -2,14 +2,18 @@
 
 To validate a call of a new length, to choose its kernel and to plan it takes Python longer than torch takes for 128
 tokens. Where each query sees a band of the keys that counts from its own, none of that is needed: what the compiled
-library is told for one length holds for all. It finds out about padding, packed documents and the offset of queries
+library is told for one length holds for all. It finds out about padding, documents, cells and the offset of queries
 itself, in every call. The choice is made for a few lengths of the same magnitude, the least and the most among them,
 and holds if it is the library for all of them.
 
-Calls that learn have a plan for their gradients, by another way: it is made when they are asked for.
+Calls that learn have a plan for their gradients, by another way: it is made when they are asked for, of all calls of
+the same lengths. What data say, the library is told as intervals of keys.
 """
 
 import ctypes
+import math
+from collections.abc import Hashable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -21,15 +25,17 @@ from regard.biases import Bias
 from regard.kernels import Call, choose
 from regard.kernels.call import learns
 from regard.kernels.known import keep
-from regard.kernels.strips import NATIVE_KERNEL, binding
+from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import of_all_distances
-from regard.kernels.strips.autograd import Fixed
+from regard.kernels.strips.autograd import Fixed, OfThree
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
+from regard.kernels.strips.intervals import of_all_factors
+from regard.kernels.strips.native import plan_within
 from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
 from regard.kernels.strips.work import by_query
-from regard.masks import Band, Document, Mask, Padding
+from regard.masks import Band, Dense, Document, Mask, Padding
 from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
 from regard.numerics import wide
 from regard.one_query import counts_from_the_last, row_of
@@ -49,7 +55,7 @@ from regard.repeated import (
     note_results,
 )  # fmt: skip
 from regard.rules import settled
-from regard.shapes import Grid
+from regard.shapes import Grid, Offset
 from regard.validation import check_call
 
 MAX_LENGTH = (1 << 12) - 1
@@ -58,30 +64,39 @@ MAX_LENGTH = (1 << 12) - 1
 MAX_TEXTS = 256
 """Most texts that are padded: MOST_TEXTS of c/data.h."""
 
+MAX_SCORES = 1 << 20
+"""Scores of calls with a mask of cells: MOST_SCORES of c/data.h."""
+
+FEWEST_ALIKE = 2
+"""Scores for each cell of a mask that is read in every call: of fewer, reading cells takes too long."""
+
 MAX_PLANS = 8
 """Lengths of which the plans of gradients are kept, of one call that is noted."""
+
+ONE_OF = 8
+"""Of so many calls that can be noted one is, after the first `checked.MAX_OPEN`."""
 
 _DATA = frozenset({torch.bool, torch.int64})
 
 
 def note(given: tuple[Any, ...]) -> None:
     """Notes a call that the library computed, for any lengths of the same magnitudes, and offsets: if each query sees a
-    band of the keys that is counted from its own, but for padding and packed documents, and nothing is added to its
+    band of the keys that is counted from its own, but for padding, documents and cells, and nothing is added to its
     scores but what follows from how far a key is from the last query's, which is the last."""
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
-    if library is None or not checked.open_left or isinstance(bias, Tensor) or given[DROPOUT]:
+    if library is None or isinstance(bias, Tensor) or given[DROPOUT]:
         return
     offset = None if mask is None else _offset_of(mask)
     diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask, offset)
-    if len({*map(type, others)}) < len(others) or not all(map(_may_be_another, others)):
+    scores = math.prod((*given[QUERY].shape[:3], given[KEY].shape[2]))
+    if len({*map(type, others)}) < len(others) or not all(_may_be_another(other, scores) for other in others):
         return
     if bias is not None and not counts_from_the_last(bias):
         return
     learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
     has_data = bool(others) or offset is not None
-    if not _has_a_way(given, learned, has_data, library):
+    if not _has_a_way(given, learned, library) or not _has_its_turn():
         return
-    checked.open_left -= 1  # what follows takes longer than a small call
     calls = _of_any_lengths(given, None if mask is None else product_of(p for p in factors(mask) if p not in others))
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return
@@ -94,23 +109,29 @@ def note(given: tuple[Any, ...]) -> None:
         made.one, made.told = ctypes.addressof(told), sink is not None
         made.row = None if row is None else id(row)
         results = note_results(made, library, told.has_exact, _new_lse if told.has_lse else None)
-        return [told, row, *results, *(_learning(made, given) if learned else ())]
+        return [told, row, *results, *(_learning(made, given, has_data) if learned else ())]
 
     note_as(library, given, way, any_data=has_data)
 
 
-def _offset_of(mask: Mask) -> int | None:
-    """That of a band, if it is a number."""
+def _has_its_turn() -> bool:
+    """Whether a call is noted of those that can be: what that takes is longer than a small call."""
+    checked.open_left -= 1
+    return checked.open_left >= 0 or checked.open_left % ONE_OF == 0
+
+
+def _offset_of(mask: Mask) -> Offset:
+    """That of a band, if it is a number, or one of each text."""
     found = (part.offset for part in factors(mask) if isinstance(part, Band))
-    return next((offset for offset in found if type(offset) is int), None)
+    return next((offset for offset in found if offset is not None), None)
 
 
-def _has_a_way(given: tuple[Any, ...], learned: bool, has_data: bool, library: binding.Compiled) -> bool:
+def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled) -> bool:
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
     if torch.is_grad_enabled() and (learns(sink) or (bias is not None and any(map(learns, bias.learned())))):
         return False
-    if learned and (has_data or sink is not None):  # data may change before they are asked for
+    if learned and sink is not None:
         return False
     if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
         return False
@@ -121,11 +142,15 @@ def _has_a_way(given: tuple[Any, ...], learned: bool, has_data: bool, library: b
     return sink is None or is_read_as_it_is(sink, library)
 
 
-def _may_be_another(mask: Mask) -> bool:
-    """Whether the library finds intervals of keys in the data of a mask by itself, in every call."""
+def _may_be_another(mask: Mask, scores: int) -> bool:
+    """Whether the library finds out which keys are seen by the data of a mask, in every call of so many scores."""
     if type(mask) is Padding:
         return len(mask.keys) <= MAX_TEXTS and mask.keys.dtype in _DATA
-    return type(mask) is Document and mask.closed_form and mask.query_ids.dtype is torch.int64
+    if type(mask) is Dense:
+        return scores <= MAX_SCORES and mask.mask.numel() <= scores // FEWEST_ALIKE
+    if type(mask) is not Document or not mask.query_ids.dtype is mask.key_ids.dtype is torch.int64:
+        return False
+    return mask.closed_form or scores <= tuning.SCORES_WORTH_SORTING_DOCUMENTS
 
 
 def _of_any_lengths(given: tuple[Any, ...], mask: Mask | None) -> list[Call]:
@@ -171,11 +196,19 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
     return other.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else other
 
 
-def _learning(made: RepeatedOf, given: tuple[Any, ...]) -> list[object]:
+def _learning(made: RepeatedOf, given: tuple[Any, ...], has_data: bool) -> list[object]:
     """As `note_gradients`."""
     bias = None if given[BIAS] is None else settled(given[BIAS])
-    fixed = _Fixed((given[MASK], bias, *given[BIAS + 1 : NAME]))
-    return note_gradients(made, fixed, () if bias is None else bias.learned())
+    rule = None if given[MASK] is None else _rule_of(given[MASK])[0]
+    fixed = _Fixed((rule, bias, *given[BIAS + 1 : NAME]))
+    learned = () if bias is None else bias.learned()
+    return note_gradients(made, fixed, learned, fixed.with_data if has_data else None)
+
+
+def _rule_of(mask: Mask) -> tuple[Mask, list[Mask]]:
+    """The bands that are the same in all calls, and the other factors."""
+    rule = [part for part in factors(mask) if isinstance(part, Band) and part.offset is None]
+    return product_of(rule), [part for part in factors(mask) if part not in rule]
 
 
 def _new_lse(query: Tensor) -> Tensor:
@@ -192,6 +225,7 @@ class _Fixed:
     def __init__(self, rest: tuple[Any, ...]) -> None:
         self._rest = rest
         self._known: dict[tuple[int, int], Fixed] = {}
+        self._last: tuple[Hashable, OfThree] | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         lengths = query.shape[2], key.shape[2]
@@ -201,3 +235,44 @@ class _Fixed:
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         call = check_call("attention", query, key, value, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
+
+    def with_data(self, mask: Mask) -> OfThree:
+        """What is fixed of such a call whose mask holds data; the same as in the call before, if the mask is."""
+        known = mask.structure()
+        if known is None or self._last is None or known != self._last[0]:
+            self._last = known, _UnderData(self, mask)
+        return self._last[1]
+
+    def under(self, mask: Mask) -> "_Fixed":
+        """The same under another mask."""
+        return _Fixed((mask, *self._rest[1:]))
+
+
+class _UnderData:
+    """What is fixed of calls that learn, whose mask holds data: of a copy, since these may change before gradients are
+    asked for.
+
+    Args:
+        fixed: what is of all such calls, under the bands of their masks.
+    """
+
+    def __init__(self, fixed: _Fixed, mask: Mask) -> None:
+        tensors = (value for leaf in mask.leaves() for value in leaf.arguments().values() if isinstance(value, Tensor))
+        self._fixed, self._mask = fixed, settled(mask, {id(tensor): tensor.clone() for tensor in tensors})
+        self._known: dict[tuple[int, int], Fixed] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        lengths = query.shape[2], key.shape[2]
+        found = self._known.get(lengths)
+        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
+
+    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        engine, scoring, dropout, plan = self._fixed(query, key, value)
+        _, data = _rule_of(self._mask)
+        bound = product_of(data).bind(scoring.grid)
+        interval = of_all_factors(bound, scoring.grid)
+        if interval is None:
+            return self._fixed.under(self._mask)(query, key, value)
+        within = plan_within(scoring, query.dtype, scoring.mask_or_everything, interval)
+        scoring = replace(scoring, mask=product_of([scoring.mask_or_everything, bound]))
+        return engine, scoring, dropout, within.of_form(plan.form)

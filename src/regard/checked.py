@@ -47,7 +47,8 @@ noted: tuple[object, ...] = ()
 told, and what has to be kept for that."""
 
 open_left = MAX_OPEN = 4 * MAX_FORMS
-"""How many calls of any lengths may still be noted: these are noted as they come, not by their form."""
+"""How many calls of any lengths may still be noted as they come, and after them not all; these are not noted by their
+form."""
 
 
 class Checked:

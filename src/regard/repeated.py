@@ -21,10 +21,11 @@ from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels.strips import binding
 from regard.kernels.strips.autograd import Fixed, OfThree, attach
-from regard.kernels.strips.binding import DATA, EXACT, LSE, OUTPUT, NotedOf, RepeatedOf, StepOf
+from regard.kernels.strips.binding import DATA, EXACT, LSE, NUMBERS, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
+from regard.masks import Mask
 from regard.rules import Rule
 from regard.versions import is_few
 
@@ -145,11 +146,18 @@ def note_results(
     return [new_exact, new_lse]
 
 
-def note_gradients(made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor]) -> list[object]:
-    """Notes what becomes of the results of a call that learns; returns what has to be kept for that."""
+def note_gradients(
+    made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor], fix: Callable[[Mask], OfThree] | None = None
+) -> list[object]:
+    """Notes what becomes of the results of a call that learns; returns what has to be kept for that.
+
+    Args:
+        fix: what is fixed of a call follows from its mask by this, which is called in each.
+    """
     rest = None, *learned
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
-    return [fixed, rest]
+    made.fix = None if fix is None else id(fix)
+    return [fixed, rest, fix]
 
 
 def is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
@@ -223,8 +231,8 @@ class _Notes:
                 self._of_rule(value, self.look(type(value), place, name, by_type=True))
             elif isinstance(value, Tensor):
                 self._in_rule(value, place, name)
-            elif self._any_data and name in DATA and type(value) is int:
-                self.tensors.append(NotedOf(self.look(int, place, name, by_type=True), data=DATA[name]))
+            elif self._any_data and name in NUMBERS and type(value) is int:
+                self.tensors.append(NotedOf(self.look(int, place, name, by_type=True), data=NUMBERS[name]))
             elif type(value) in _SIMPLE:
                 self.look(value, place, name)
             else:

@@ -199,7 +199,7 @@ def is_band(mask: Mask) -> TypeGuard[Band]:
     return isinstance(mask, Band) and type(mask).rule is Band.rule and isinstance(mask.offset, int)
 
 
-def from_own_key(mask: Mask, offset: int | None = None) -> tuple[Diagonals, list[Mask]]:
+def from_own_key(mask: Mask, offset: Offset = None) -> tuple[Diagonals, list[Mask]]:
     """The diagonals of the bands with this offset, counted from a query's own key, and the other factors."""
     lows, highs, others = [], [], []
     for part in factors(mask):
@@ -211,8 +211,8 @@ def from_own_key(mask: Mask, offset: int | None = None) -> tuple[Diagonals, list
     return (max(lows, default=None), min(highs, default=None)), others
 
 
-def _is_same(one: Offset, other: int | None) -> bool:
-    return type(one) is type(other) and bool(one == other)
+def _is_same(one: Offset, other: Offset) -> bool:
+    return one is other or (type(one) is type(other) is int and one == other)
 
 
 def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:

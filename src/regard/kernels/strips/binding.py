@@ -176,8 +176,9 @@ class NotedOf(ctypes.Structure):
     _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("data", _i64))
 
 
-DATA = {"keys": 1, "query_ids": 2, "key_ids": 3, "offset": 4}
-"""Attributes of masks that may be others in each call: `enum kind_of_data` of c/data.h."""
+DATA = {"keys": 1, "query_ids": 2, "key_ids": 3, "mask": 4, "offset": 5}
+NUMBERS = {"offset": 6}
+"""Attributes of masks that may be others in each call, tensors and whole numbers: `enum kind_of_data` of c/data.h."""
 
 OUTPUT, EXACT, LSE = RESULTS = range(3)
 """The results that are made for a call: RESULTS of c/repeated.h."""
@@ -190,7 +191,7 @@ class RepeatedOf(ctypes.Structure):
         ("three", LyingOf * 3),
         *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
         ("make", _address * len(RESULTS)),
-        *((name, _address) for name in ("threads", "attach", "fixed", "rest")),
+        *((name, _address) for name in ("threads", "attach", "fixed", "fix", "rest")),
         *((name, _i64) for name in ("steps", "count", "told")),
     )
 

@@ -8,6 +8,7 @@ given the intervals, and strips follow from the rest of the mask, which is about
 Keys that are hidden between the first and the last are told in bits (`Compiled.bits_of`), unless most of them are.
 """
 
+import math
 from collections.abc import Callable
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
@@ -18,8 +19,22 @@ from torch import Tensor
 from regard.indexing import lookup
 from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
 from regard.kernels.known import cached_by_mask
+from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import Compiled, compiled
-from regard.masks import And, Band, Causal, Dense, Document, Mask, Or, Padding, Prefix, Tile, Window
+from regard.masks import (
+    And,
+    Band,
+    Causal,
+    Dense,
+    Document,
+    Everything,
+    Mask,
+    Or,
+    Padding,
+    Prefix,
+    Tile,
+    Window,
+)
 from regard.masks.planning import Diagonals, factors, product_of
 from regard.shapes import Grid
 
@@ -134,6 +149,13 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
 
 
+def of_all_factors(mask: Mask, grid: Grid) -> Interval | None:
+    """All that a bound mask says as an interval of keys; None where strips would leave out much of that."""
+    found = [_interval_of(factor, grid) or _evaluated(factor, grid) for factor in factors(mask)]
+    known = [interval for interval in found if interval is not None]
+    return reduce(Interval.__and__, known).placed() if len(known) == len(found) else None
+
+
 @cached_by_mask(maxsize=8)
 def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
     """A bound mask as an interval of keys for each query; None if there are gaps, or others for each head, or more
@@ -188,6 +210,11 @@ def _of_either(mask: Or, grid: Grid) -> Interval | None:
     return None if left is None or right is None else left.joined(right)
 
 
+def _of_everything(mask: Everything, grid: Grid) -> Interval:
+    end = torch.full((1, 1), grid.key_len, dtype=torch.int32, device="cpu")
+    return Interval(torch.zeros_like(end), end)
+
+
 def _of_between(mask: "Between", grid: Grid) -> Interval:
     return Interval(mask.first, mask.end)
 
@@ -204,11 +231,11 @@ def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
 
 
 def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
-    return _of_cells(mask.keys[:, None, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
+    return _of_cells(mask.keys[:, None, None], grid) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
 
 
 def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
-    return _of_cells(mask.mask.expand(-1, -1, -1, grid.key_len))
+    return _of_cells(mask.mask.expand(-1, -1, -1, grid.key_len), grid)
 
 
 def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
@@ -216,7 +243,7 @@ def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
     if grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES or isinstance(mask, Dense):
         return None
     cells = mask.allowed(range(grid.query_len), range(grid.key_len))
-    return _of_cells(cells.expand(-1, -1, -1, grid.key_len))
+    return _of_cells(cells.expand(-1, -1, -1, grid.key_len), grid)
 
 
 def _of_documents(mask: Document, grid: Grid) -> Interval | None:
@@ -234,6 +261,7 @@ def _of_documents(mask: Document, grid: Grid) -> Interval | None:
 _FOUND_BY: dict[type, Callable[[Any, Grid], Interval | None]] = {
     And: _of_both, Or: _of_either, Band: _of_band, Causal: _of_band, Window: _of_band, Prefix: _of_prefix,
     Padding: _of_padding, Dense: _of_dense, Document: _of_documents, Between: _of_between,
+    Everything: _of_everything,
 }  # fmt: skip
 """By the class itself: one derived from it may have a rule of its own."""
 
@@ -243,7 +271,7 @@ def _first_keys(lengths: Tensor, grid: Grid) -> Interval:
     return Interval(torch.zeros_like(end), end)
 
 
-def _of_cells(allowed: Tensor) -> Interval | None:
+def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
     """The keys that queries see: bool [batch or 1, heads or 1, query_len or 1, key_len]. None if strips would leave
     much out of these intervals."""
     of_all_heads = allowed[:, 0] if allowed.shape[1] == 1 else allowed.any(1)
@@ -251,10 +279,14 @@ def _of_cells(allowed: Tensor) -> Interval | None:
     if side_by_side and allowed.shape[1] == 1:
         return interval
     hidden = Hidden(allowed, hides=True)
-    words = bits_of(hidden)
-    computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
-    hull = int((interval.end - interval.first).sum())
-    return interval._replace(hidden=hidden) if hull <= MAX_HULL * computed else None
+    if math.prod(grid[:4]) > tuning.SCORES_WORTH_CUTTING:
+        words = bits_of(hidden)
+        computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
+        hull = int((interval.end - interval.first).sum())
+        in_vain = (hull - computed) * grid.heads * grid.query_len / allowed.shape[2]
+        if hull > MAX_HULL * computed and in_vain > tuning.SCORES_WORTH_CUTTING:
+            return None
+    return interval._replace(hidden=hidden)
 
 
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:

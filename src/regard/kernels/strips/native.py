@@ -27,11 +27,12 @@ from regard.kernels.strips import engine, ready, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.intervals import by_interval
+from regard.kernels.strips.intervals import Interval, by_interval
 from regard.kernels.strips.order import Order, as_read, laid_like, library_for, orders_of
 from regard.kernels.strips.plan import PlanOptions, Strip
-from regard.kernels.strips.reordering import reordering
+from regard.kernels.strips.reordering import Reordering, reordering
 from regard.kernels.strips.unions import plan_union
+from regard.masks import Mask
 from regard.masks.planning import EVERY_DIAGONAL, Diagonals, cells_on
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
@@ -115,15 +116,22 @@ def plan_of(call: Call, *, sorts: bool = True) -> StripPlan:
     """
     changed = reordering(call) if sorts else None
     scoring = call.scoring if changed is None else changed.of(call.scoring)
+    rule, interval = by_interval(scoring.mask_or_everything, scoring.grid)
+    return plan_within(scoring, call.query.dtype, rule, interval, changed)
+
+
+def plan_within(
+    scoring: Scoring, dtype: torch.dtype, rule: Mask, interval: Interval | None, changed: Reordering | None = None
+) -> StripPlan:
+    """The same where the mask is a rule within an interval of keys for each query, of tokens in the scoring's order."""
     grid = scoring.grid
-    rule, interval = by_interval(scoring.mask_or_everything, grid)
-    evaluated = not rule.closed_form or _is_evaluated(scoring, call.query.dtype)
+    evaluated = not rule.closed_form or _is_evaluated(scoring, dtype)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
     together = together and (interval is None or interval.hidden is None)
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
-        skips=library_for(call.query.dtype).lanes, most_scores=most,
+        skips=library_for(dtype).lanes, most_scores=most,
     )  # fmt: skip
     plan, *others = (part.within(interval).sorted_by(changed) for part in plan_union(rule, grid, by).parts)
     return plan.beside(others)

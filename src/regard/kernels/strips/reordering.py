@@ -2,8 +2,9 @@
 
 The order of the documents does not matter as long as the tokens of each keep theirs. After sorting, every document is
 one rectangle. Under a mask that shows each query keys side by side, as a window, so are those of its document. Little
-else is computed. Tokens with the same residue, as under a stride, are sorted as documents are. What is padding is
-sorted with the keys; a bias and dropout are asked for the places where the tokens were.
+else is computed. Tokens with the same residue, as under a stride, are sorted as documents are, and so are keys that
+nobody sees, if many of them lie between others: they are a document without queries. Other padding is sorted with the
+keys; a bias and dropout are asked for the places where the tokens were.
 
 The compiled library is told the order, and reads and writes tokens where they are. For torch's operators, they are
 copied.
@@ -12,6 +13,8 @@ copied.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
 import torch
@@ -20,12 +23,13 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.diagonals import scattered_tile
 from regard.dropout import Cells
+from regard.graphs import tracing
 from regard.indexing import Indices, indices, lookup
 from regard.kernels.call import Call, learns
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
 from regard.kernels.strips.intervals import Between, Interval, side_by_side
-from regard.masks import Document, Mask, Padding, Strided
+from regard.masks import Dense, Document, Mask, Padding, Strided
 from regard.masks.planning import factors, is_top_left_causal, product_of
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -67,16 +71,22 @@ class Reordering(NamedTuple):
 
 
 def reordering(call: Call, *, copies: bool = False) -> Reordering | None:
-    """How to sort the tokens of a call; None if documents are contiguous, or the order matters.
+    """How to sort the tokens of a call; None if documents are contiguous and few keys hidden between others, if there
+    is little to compute, or if the order matters.
 
     Args:
         copies: whether tokens are copied for it: then only if enough is left out, and not if a bias learns a number for
             every score, since each document would get a gradient as large as all of them.
     """
     mask, grid = call.scoring.mask, call.scoring.grid
-    if mask is None or all(part.closed_form for part in factors(mask) if isinstance(part, Document)):
+    if mask is None:
         return None
-    found = _found(mask, grid)
+    if not copies and math.prod(grid[:4]) <= tuning.SCORES_WORTH_SORTING_DOCUMENTS:
+        return None
+    has_gaps = _has_many_gaps(mask, grid)
+    if not has_gaps and all(part.closed_form for part in factors(mask) if isinstance(part, Document)):
+        return None
+    found = _found(mask, grid, has_gaps)
     if found is None or not copies:
         return found
     learned = () if call.scoring.bias is None else call.scoring.bias.learned()
@@ -101,21 +111,25 @@ def _sort(ids: Tensor) -> Sorted:
 
 
 @cached_by_mask(maxsize=8)
-def _found(mask: Mask, grid: Grid) -> Reordering | None:
+def _found(mask: Mask, grid: Grid, has_gaps: bool) -> Reordering | None:
     parts = [*factors(mask)]
     documents = [part for part in parts if isinstance(part, Document)]
     on_a_cpu = grid.device.type == "cpu"  # elsewhere every look at a number waits for the device
     if not (on_a_cpu or len(documents) == 1):
         return None
-    padding = [part for part in parts if type(part) is Padding]
+    padding = _paddings(mask) if has_gaps else [part for part in parts if type(part) is Padding]
     strided = [part for part in parts if on_a_cpu and type(part) is Strided and isinstance(part.offset, int)]
     others = [part for part in parts if part not in (*documents, *padding, *strided)]
     query_ids, key_ids = _in_common(documents, strided, grid)
+    if has_gaps:
+        real = reduce(and_, (_real_keys(part, grid.key_len) for part in padding))
+        key_ids, padding = torch.where(real, key_ids, query_ids.amin() - 1), []
     queries = keys = _sort(query_ids)
     left_out = math.inf
     if key_ids is not query_ids:
         keys = _sort(key_ids)
-    if not others or (keys is queries and all(is_top_left_causal(part) for part in others)):
+    by_documents = not others and not has_gaps
+    if by_documents or (keys is queries and all(is_top_left_causal(part) for part in others)):
         rest = product_of([*others, Document(queries.ids, None if keys is queries else keys.ids)])
     elif not on_a_cpu or (inside := side_by_side(product_of(others), grid)) is None:
         return None
@@ -138,6 +152,9 @@ def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: 
             torch.arange(grid.key_len, device="cpu"),
         )
         ways.append((queries[None] % part.step, keys[None] % part.step))
+    if not ways:
+        of_all = torch.zeros(1, max(grid.query_len, grid.key_len), dtype=torch.int64, device="cpu")
+        return of_all[:, : grid.query_len], of_all[:, : grid.key_len]
     if len(ways) == 1:
         return ways[0]
     batch, numbers = max(len(ids) for way in ways for ids in way), torch.zeros((), dtype=torch.int64, device="cpu")
@@ -147,6 +164,41 @@ def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: 
         numbers = torch.unique(pairs.flatten(0, 1), dim=0, return_inverse=True)[1].view_as(ids)
     queries, keys = numbers.split([grid.query_len, grid.key_len], dim=1)
     return (queries, queries) if torch.equal(queries, keys) else (queries, keys)
+
+
+def _paddings(mask: Mask) -> list[Padding | Dense]:
+    """The factors of a bound mask that hide the same keys from all queries and heads."""
+    return [
+        part
+        for part in factors(mask)
+        if type(part) is Padding
+        or (type(part) is Dense and part.mask.shape[1] == part.mask.shape[2] == 1 < part.mask.shape[3])
+    ]
+
+
+def _real_keys(padding: Padding | Dense, key_len: int) -> Tensor:
+    """The keys that it shows, bool [batch or 1, key_len]."""
+    if isinstance(padding, Dense):
+        return padding.mask[:, 0, 0]
+    keys = padding.keys
+    return keys if keys.dtype == torch.bool else torch.arange(key_len, device=keys.device) < keys[:, None]
+
+
+@cached_by_mask(maxsize=8)
+def _has_many_gaps(mask: Mask, grid: Grid) -> bool:
+    """Whether so many keys are hidden from all queries, between others, that to sort them takes less time than to
+    compute their scores."""
+    scores = math.prod(grid[:4])
+    if grid.device.type != "cpu" or tracing() or scores < tuning.SCORES_WORTH_SORTING:
+        return False
+    parts = _paddings(mask)
+    if all(isinstance(part, Padding) and part.keys.dtype != torch.bool for part in parts):
+        return False
+    so_far = reduce(and_, (_real_keys(part, grid.key_len) for part in parts)).cumsum(1)
+    real = so_far[:, -1:]
+    between = ((so_far > 0) & (so_far < real)).sum(1) - (real[:, 0] - 1).clamp(min=0)
+    share = float(between.double().mean()) / grid.key_len
+    return share >= tuning.GAPS_WORTH_SORTING and share * scores >= tuning.SCORES_WORTH_SORTING
 
 
 def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
@@ -165,12 +217,9 @@ def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
     return Between(first, end)
 
 
-def _seen(padding: Padding, keys: Tensor) -> Padding:
+def _seen(padding: Padding | Dense, keys: Tensor) -> Padding:
     """Which sorted keys are not padding."""
-    seen = padding.keys
-    if seen.dtype != torch.bool:
-        seen = torch.arange(keys.shape[1], device=keys.device) < seen[:, None]
-    seen, keys = torch.broadcast_tensors(seen, keys)
+    seen, keys = torch.broadcast_tensors(_real_keys(padding, keys.shape[1]), keys)
     return Padding(seen.gather(1, keys))
 
 

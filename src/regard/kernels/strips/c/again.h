@@ -195,10 +195,11 @@ static int place(struct tensor *to, const struct dl_tensor *t)
 }
 
 /* within: where the first keys that are seen are, where the ends, and how far apart those of batch indices and of queries
-   are; NULL: all.
+   are; NULL: all. seen: which of these, or NULL.
    t: query, key, value, output, then the exact output, lse and sink, and then what is added to the scores, if it is. */
 static i64 one(
-    const struct one *known, i64 threads, i64 ahead, const i64 *within, const struct dl_tensor *t, i64 count)
+    const struct one *known, i64 threads, i64 ahead, const i64 *within, const struct mask *seen,
+    const struct dl_tensor *t, i64 count)
 {
     struct one o = *known;
     struct call *c = &o.call;
@@ -220,6 +221,7 @@ static i64 one(
         c->first_key = (const int32_t *)within[0], c->end_key = (const int32_t *)within[1];
         c->keys_batch = within[2], c->keys_query = within[3];
     }
+    if (seen) c->seen = *seen;
     if (n < count) { /* where one number serves all, it is read again and again */
         const struct dl_tensor *b = t + n;
         i64 apart[4];
@@ -232,7 +234,7 @@ static i64 one(
     }
     void *state = python.release();
     regard_forward(c);
-    if (c->suspect && (o.span.tiles || queries > 1)) { /* a hidden key may have had a part */
+    if (c->suspect && (o.span.tiles || queries > 1 || c->seen.words)) { /* a hidden key may have had a part */
         c->careful = 1;
         regard_forward(c);
     }
@@ -250,5 +252,5 @@ FOR_PYTHON(regard_one)
     const struct one *known = python.address(argument[0]);
     const i64 *within = argument[2] == python.none ? NULL : python.address(argument[2]);
     i64 threads = python.number(argument[1]);
-    return python.new_number(tensors > MOST_OF_ONE ? UNLIKE : one(known, threads, ahead_of(t), within, t, tensors));
+    return python.new_number(tensors > MOST_OF_ONE ? UNLIKE : one(known, threads, ahead_of(t), within, NULL, t, tensors));
 }

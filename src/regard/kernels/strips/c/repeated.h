@@ -8,7 +8,8 @@
 #include "data.h"
 
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
-#define BIAS 4       /* the places of two of them */
+#define MASK 3       /* the places of some of them */
+#define BIAS 4
 #define SINK 7
 #define MOST_STEPS 48
 #define MOST_NOTED 8
@@ -41,7 +42,8 @@ struct noted {
    key, value, sink and bias. The tensors that are told to them after the results are the first `told` of those noted.
 
    Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
-   rounded), query, key, value and what is in the tuple `rest`, and returns output and lse.
+   rounded), query, key, value and what is in the tuple `rest`, and returns output and lse. Where `fix` is not NULL, it is
+   called with the mask and returns what is fixed of this call.
 
    Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
    NULL, or what is added to scores by the distance of a key from a query: for one query, from the farthest key before it
@@ -52,7 +54,7 @@ struct repeated {
     const struct noted *noted;
     const struct again *pass;
     const struct one *one;
-    void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *rest;
+    void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *fix, *rest;
     i64 steps, count, told;
 };
 
@@ -135,7 +137,9 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
             break;
         }
         if (noted->data) {
-            data->tensor[noted->data] = t;
+            struct dl_tensor *known = data->tensor + noted->data; /* bands with an offset of their own have others */
+            like = !known->axes || (known->data == t.data && known->offset == t.offset && noted->data == OFFSETS);
+            *known = t;
             continue;
         }
         lie(&l, &t);
@@ -161,13 +165,17 @@ static i64 one_again(
         stride[2] = 1, stride[3] = queries == 1 ? 1 : -1;
         row->data += own * (row->bits / 8), row->shape = shape, row->strides = stride;
     }
-    if (!data->tensor[REAL_KEYS].axes && !data->tensor[QUERY_IDS].axes)
-        return one(r->one, threads, ahead, NULL, t, count);
-    struct intervals seen;
-    seen_of(r->one, queries, keys, ahead, &start, &stop);
-    int are_found = find_intervals(data, t, keys, start, stop, &seen);
-    i64 outcome = are_found ? one(r->one, threads, ahead, seen.told, t, count) : UNLIKE;
-    free(seen.of_queries);
+    int has_data = 0;
+    for (i64 kind = REAL_KEYS; kind < OFFSET; kind++) has_data |= data->tensor[kind].axes > 0;
+    if (!has_data) return one(r->one, threads, ahead, NULL, NULL, t, count);
+    struct one open = *r->one;
+    if (data->tensor[OFFSETS].axes) open.span.low = -FAR, open.span.high = FAR; /* intervals say it of each text */
+    seen_of(&open, queries, keys, ahead, &start, &stop);
+    struct intervals found;
+    i64 outcome = UNLIKE;
+    if (find_intervals(data, &r->one->span, t, keys, start, stop, &found))
+        outcome = one(&open, threads, ahead, found.told, &found.seen, t, count);
+    free_intervals(&found);
     return outcome;
 }
 
@@ -182,7 +190,9 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     void *results[] = {result[OUTPUT], result[LSE], exact};
     i64 rest = python.length(r->rest);
     void *taken[5 + rest];
-    taken[0] = kept(r->fixed), taken[1] = tuple_of(3, results);
+    void *mask = r->fix ? kept(python.item(given, MASK)) : NULL;
+    taken[0] = r->fix ? called(r->fix, tuple_of(1, &mask)) : kept(r->fixed), taken[1] = tuple_of(3, results);
+    if (!taken[0]) return python.drop(taken[1]), NULL;
     for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
     for (i64 i = 0; i < rest; i++) taken[5 + i] = kept(python.item(r->rest, i));
     return called(r->attach, tuple_of(5 + rest, taken));
