@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported: programs for a GPU run in its interpreter
 
 from regard import checked, one_query
-from regard.kernels.strips import native
+from regard.kernels.strips import native, tuning
 
 torch.set_num_threads(1)
 
@@ -54,3 +54,9 @@ def without_the_library(monkeypatch):
     """As on a processor for which the library was not compiled: torch's operators compute everything."""
     for module in (native, one_query):
         monkeypatch.setattr(module, "is_there", lambda dtype: False)
+
+
+@pytest.fixture
+def sorts_few(monkeypatch):
+    """The compiled library sorts documents that lie apart however few scores there are."""
+    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING_DOCUMENTS", -1)

@@ -270,12 +270,6 @@ def test_the_library_tells_whether_keys_are_side_by_side():
 # --- documents whose tokens are apart ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sorts_few(monkeypatch):
-    """Tokens of few scores are sorted, too."""
-    monkeypatch.setattr(tuning, "SCORES_WORTH_SORTING_DOCUMENTS", -1)
-
-
 BESIDE = {
     "a window": lambda length: Causal() & Window(7),
     "a window both ways": lambda length: Window(5),

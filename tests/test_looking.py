@@ -18,7 +18,7 @@ from regard import Alibi, Causal, Dense, Document, Padding, Prefix, Strided, Whe
 from regard.kernels.strips import tuning
 from regard.observation import Entropy, Image, Pyramid, Received, Top, Visible, compiled
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("sorts_few")]
 
 MASKS = {
     "nothing": lambda some: None,

@@ -5,9 +5,11 @@ import ctypes
 import gc
 import itertools
 import random
+import re
 import sys
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ from regard import (
     checked,
     repeated,
 )
-from regard.kernels.strips import NATIVE_KERNEL, autograd, binding
+from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, tuning
 from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
@@ -879,6 +881,16 @@ def test_data_that_does_not_fit_is_refused_whatever_came_before(mask):
         right(read(keys, keys, torch.float32, step), "native", mask=Padding(real_keys(keys, step)))
     with pytest.raises(ShapeError, match="Padding"):
         attention(*read(20, 20, torch.float32, 0), mask=mask, kernel="native")
+
+
+def test_the_library_sorts_and_cuts_from_where_python_does():
+    text = (Path(binding.__file__).parent / "c" / "data.h").read_text(encoding="utf-8")
+    numbers = {name: eval(value) for name, value in re.findall(r"^#define (\w+) (\(?[\d< ]+\)?)", text, re.MULTILINE)}
+    assert numbers["MOST_TEXTS"] == any_length.MAX_TEXTS
+    assert numbers["MOST_SCORES"] == any_length.MAX_SCORES == tuning.SCORES_WORTH_CUTTING
+    assert numbers["MOST_UNSORTED"] == tuning.SCORES_WORTH_SORTING_DOCUMENTS
+    assert 1 / numbers["KEYS_FOR_A_GAP"] == tuning.GAPS_WORTH_SORTING
+    assert numbers["MOST_HIDDEN"] == tuning.SCORES_WORTH_SORTING
 
 
 def test_cells_that_do_not_fit_or_may_be_of_texts_are_refused_whatever_came_before():

@@ -199,77 +199,83 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
 def _learning(made: RepeatedOf, given: tuple[Any, ...], has_data: bool) -> list[object]:
     """As `note_gradients`."""
     bias = None if given[BIAS] is None else settled(given[BIAS])
-    rule = None if given[MASK] is None else _rule_of(given[MASK])[0]
+    rule = None if given[MASK] is None else _rule_and_data(given[MASK])[0]
     fixed = _Fixed((rule, bias, *given[BIAS + 1 : NAME]))
     learned = () if bias is None else bias.learned()
     return note_gradients(made, fixed, learned, fixed.with_data if has_data else None)
 
 
-def _rule_of(mask: Mask) -> tuple[Mask, list[Mask]]:
-    """The bands that are the same in all calls, and the other factors."""
-    rule = [part for part in factors(mask) if isinstance(part, Band) and part.offset is None]
-    return product_of(rule), [part for part in factors(mask) if part not in rule]
+def _rule_and_data(mask: Mask) -> tuple[Mask, Mask]:
+    """The bands that are the same in all calls, and the rest, that holds data."""
+    rules: list[Mask] = []
+    data: list[Mask] = []
+    for part in factors(mask):
+        (rules if isinstance(part, Band) and part.offset is None else data).append(part)
+    return product_of(rules), product_of(data)
 
 
 def _new_lse(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-class _Fixed:
-    """What is fixed of calls that learn: of new lengths, found out when gradients are asked for.
+class _OfLengths:
+    """What is fixed of calls that learn, found out for each length when gradients are asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Fixed] = {}
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        lengths = query.shape[2], key.shape[2]
+        found = self._known.get(lengths)
+        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
+
+    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        raise NotImplementedError
+
+
+class _Fixed(_OfLengths):
+    """The same of calls under one mask.
 
     Args:
         rest: the arguments of `check_call` after query, key and value.
     """
 
     def __init__(self, rest: tuple[Any, ...]) -> None:
+        super().__init__()
         self._rest = rest
-        self._known: dict[tuple[int, int], Fixed] = {}
         self._last: tuple[Hashable, OfThree] | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        lengths = query.shape[2], key.shape[2]
-        found = self._known.get(lengths)
-        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         call = check_call("attention", query, key, value, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
 
     def with_data(self, mask: Mask) -> OfThree:
-        """What is fixed of such a call whose mask holds data; the same as in the call before, if the mask is."""
-        known = mask.structure()
-        if known is None or self._last is None or known != self._last[0]:
-            self._last = known, _UnderData(self, mask)
-        return self._last[1]
+        """The same under a mask of these bands that holds data; if it is the one of the call before, what that had."""
+        known, last = mask.structure(), self._last
+        if known is None or last is None or known != last[0]:
+            last = self._last = known, _UnderData(self, mask)
+        return last[1]
 
     def under(self, mask: Mask) -> "_Fixed":
         """The same under another mask."""
         return _Fixed((mask, *self._rest[1:]))
 
 
-class _UnderData:
-    """What is fixed of calls that learn, whose mask holds data: of a copy, since these may change before gradients are
-    asked for.
+class _UnderData(_OfLengths):
+    """The same of calls whose mask holds data: of a copy, since these may change before gradients are asked for.
 
     Args:
         fixed: what is of all such calls, under the bands of their masks.
     """
 
     def __init__(self, fixed: _Fixed, mask: Mask) -> None:
+        super().__init__()
         tensors = (value for leaf in mask.leaves() for value in leaf.arguments().values() if isinstance(value, Tensor))
         self._fixed, self._mask = fixed, settled(mask, {id(tensor): tensor.clone() for tensor in tensors})
-        self._known: dict[tuple[int, int], Fixed] = {}
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        lengths = query.shape[2], key.shape[2]
-        found = self._known.get(lengths)
-        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         engine, scoring, dropout, plan = self._fixed(query, key, value)
-        _, data = _rule_of(self._mask)
-        bound = product_of(data).bind(scoring.grid)
+        bound = _rule_and_data(self._mask)[1].bind(scoring.grid)
         interval = of_all_factors(bound, scoring.grid)
         if interval is None:
             return self._fixed.under(self._mask)(query, key, value)

@@ -27,11 +27,12 @@ where another mask leaves out keys, too. With REGARD_NATIVE=0, row "8 documents,
 GAPS_WORTH_SORTING = 1 / 8
 SCORES_WORTH_SORTING = 1 << 20
 """The share of all keys that nobody sees, between others, from which on the compiled library leaves them out by sorting
-keys, and the fewest scores of those: sorting takes as long. Row "half of the keys, at random" of features.py."""
+keys, and the fewest scores of those: sorting takes as long. KEYS_FOR_A_GAP and MOST_HIDDEN of c/data.h. Row "half of
+the keys, at random" of features.py."""
 
 SCORES_WORTH_SORTING_DOCUMENTS = 1 << 18
-"""The fewest scores of a call whose documents lie apart for which the compiled library sorts its tokens. Row "documents
-apart, new in every call" of features.py."""
+"""Most scores of a call whose documents lie apart for which the compiled library leaves tokens where they are.
+MOST_UNSORTED of c/data.h. Row "documents apart, new in every call" of features.py."""
 
 SCORES_WORTH_CUTTING = 1 << 20
 """Fewest scores of all heads between those that a mask of cells allows, for which strips are cut to leave them out. Row

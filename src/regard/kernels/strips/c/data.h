@@ -18,12 +18,12 @@ struct data {
     i64 has_offset, offset;
 };
 
-#define MOST_TEXTS 256        /* that are padded */
-#define MOST_SCORES (1 << 20) /* of a call with cells: of more, strips may leave some out */
-#define MOST_UNSORTED (1 << 18) /* of one with documents apart: SCORES_WORTH_SORTING_DOCUMENTS of tuning.py */
-#define MOST_GAPS 8           /* with so many times as many keys between others hidden as there are keys, and so many */
-#define MOST_HIDDEN (1 << 20) /* scores of these, keys are sorted: GAPS_WORTH_SORTING of tuning.py */
-#define DL_INT 0              /* the kinds of whole numbers and of bools */
+#define MOST_TEXTS 256          /* that are padded */
+#define MOST_SCORES (1 << 20)   /* of a call with cells: of more, strips may leave some out */
+#define MOST_UNSORTED (1 << 18) /* of one with documents apart: of more, tokens are sorted */
+#define KEYS_FOR_A_GAP 8        /* if at least one key of so many, and so many scores, are hidden from all queries ... */
+#define MOST_HIDDEN (1 << 20)   /* ... between others, keys are sorted */
+#define DL_INT 0                /* the kinds of whole numbers and of bools */
 #define DL_BOOL 6
 
 /* What `one` is told: the first key that each query sees and the one after the last, and a mask of those between, if some
@@ -124,7 +124,7 @@ static int has_many_gaps(const struct intervals *found, const struct dl_tensor *
         for (i64 j = found->first_real[row]; j < found->end_real[row]; j++) hidden += !real[j];
     }
     i64 scores = hidden * (query->shape[0] / texts) * query->shape[1] * query->shape[2];
-    return hidden * MOST_GAPS >= texts * keys && scores >= MOST_HIDDEN;
+    return hidden * KEYS_FOR_A_GAP >= texts * keys && scores >= MOST_HIDDEN;
 }
 
 /* Whether the ids of queries and of keys are as many as these are. */
