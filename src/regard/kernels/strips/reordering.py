@@ -184,21 +184,25 @@ def _real_keys(padding: Padding | Dense, key_len: int) -> Tensor:
     return keys if keys.dtype == torch.bool else torch.arange(key_len, device=keys.device) < keys[:, None]
 
 
-@cached_by_mask(maxsize=8)
 def _has_many_gaps(mask: Mask, grid: Grid) -> bool:
     """Whether so many keys are hidden from all queries, between others, that to sort them takes less time than to
     compute their scores."""
     scores = math.prod(grid[:4])
     if grid.device.type != "cpu" or tracing() or scores < tuning.SCORES_WORTH_SORTING:
         return False
-    parts = _paddings(mask)
-    if all(isinstance(part, Padding) and part.keys.dtype != torch.bool for part in parts):
+    if all(isinstance(part, Padding) and part.keys.dtype != torch.bool for part in _paddings(mask)):
         return False
-    so_far = reduce(and_, (_real_keys(part, grid.key_len) for part in parts)).cumsum(1)
+    share = _share_of_gaps(mask, grid)
+    return share >= tuning.GAPS_WORTH_SORTING and share * scores >= tuning.SCORES_WORTH_SORTING
+
+
+@cached_by_mask(maxsize=8)
+def _share_of_gaps(mask: Mask, grid: Grid) -> float:
+    """How many of all keys are hidden from all queries, between others; the mean of the texts."""
+    so_far = reduce(and_, (_real_keys(part, grid.key_len) for part in _paddings(mask))).cumsum(1)
     real = so_far[:, -1:]
     between = ((so_far > 0) & (so_far < real)).sum(1) - (real[:, 0] - 1).clamp(min=0)
-    share = float(between.double().mean()) / grid.key_len
-    return share >= tuning.GAPS_WORTH_SORTING and share * scores >= tuning.SCORES_WORTH_SORTING
+    return float(between.double().mean()) / grid.key_len
 
 
 def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
