@@ -1,5 +1,7 @@
 """Masks that hold data of texts, as an interval of keys for every query: the same cells, from strips that stay."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -283,6 +285,13 @@ BESIDE = {
     "other documents for each text": lambda length: Document(apart(3, length, seed=5)) & Causal(),
     "offsets of each text": lambda length: Band(6, 2, offset=[0, 3, -50]),
     "padding": lambda length: Window(8) & Padding(torch.arange(length) % 5 < torch.tensor([[4], [3], [5]])),
+    "cells": lambda length: Dense(draw((60 if length == 75 else length, length)) < 0.3),
+    "cells of heads": lambda length: (
+        Window(20) & Dense(torch.rand(1, 2, 1, length, generator=torch.Generator().manual_seed(8)) < 0.6)
+    ),
+    "a window or a stride": lambda length: Window(4) | Strided(7),
+    "a window or a prefix, not here": lambda length: Causal() & ~(Window(4) | Prefix(3)),
+    "a function of keys": lambda length: Where(lambda batch, head, query, key: key % 3 == 0),
     "a function of both": lambda length: Where(lambda batch, head, query, key: (key <= query) & (key * 2 >= query)),
 }
 
@@ -344,9 +353,18 @@ def test_little_else_is_computed_than_the_documents_of_a_window():
 
 @pytest.mark.usefixtures("sorts_few")
 @pytest.mark.parametrize("beside", [Where(lambda batch, head, query, key: key % 3 == 0), Window(4) | Strided(7)])
-def test_tokens_stay_where_they_are_if_keys_are_not_side_by_side(beside):
-    assert reordering(call_of(Document(apart(1, 60)) & beside, queries=60, keys=60)) is None
+def test_tokens_of_documents_side_by_side_stay_where_they_are(beside):
+    assert reordering(call_of(Document(apart(1, 60)) & beside, queries=60, keys=60)) is not None
     assert reordering(call_of(Document(apart(1, 60).sort(1).values) & beside, queries=60, keys=60)) is None
+
+
+@pytest.mark.parametrize("beside", ["cells", "a window or a prefix", "a function of keys"])
+def test_little_else_is_computed_than_the_documents_beside_any_mask(beside):
+    masks = {**BESIDE, "a window or a prefix": lambda length: Causal() & (Window(512) | Prefix(64))}
+    shown = masks[beside](2048)
+    call = check_call("test", *torch.zeros(3, 1, 2, 2048, 8), shown & Document(apart(1, 2048)), *[None] * 5)
+    whole = call._replace(scoring=replace(call.scoring, mask=Document(apart(1, 2048)).bind(call.scoring.grid)))
+    assert native.num_scores(call) <= 1.1 * native.num_scores(whole)
 
 
 @pytest.mark.usefixtures("sorts_few")

@@ -29,6 +29,9 @@ MASKS = {
     "window or stride": lambda some: Causal() & (Window(some.choice([4, 20])) | Strided(some.choice([5, 11]))),
     "window or stride, padded": lambda some: (Window(9) | Strided(9)) & Padding([some.randrange(LENGTH), LENGTH - 3]),
     "documents": lambda some: Causal() & Document.from_lengths(_lengths(some)),
+    "documents apart or a prefix": lambda some: (
+        Causal() & (Document(torch.randint(0, 4, (1, LENGTH), generator=_draw(some))) | Prefix(9))
+    ),
     "documents, tokens apart": lambda some: Document(torch.randint(0, 4, (1, LENGTH), generator=_draw(some))),
     "documents, tokens apart in windows": lambda some: (
         Causal() & Window(some.choice([9, 70])) & Document(torch.randint(0, 4, (2, LENGTH), generator=_draw(some)))

@@ -24,7 +24,7 @@ from regard.kernels.strips.plan import Kind, PlanOptions, Strip, cut, joined
 from regard.kernels.strips.reordering import Reordering
 from regard.kernels.strips.residues import cut_by_residue, is_strided
 from regard.masks import Band, Mask, Tile
-from regard.masks.planning import EVERY_DIAGONAL, Diagonals, by_batch, diagonals_of
+from regard.masks.planning import EVERY_DIAGONAL, Diagonals, by_batch, cells_on, diagonals_of
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -232,6 +232,26 @@ class StripPlan:
                 self._diagonals[strip] = found
         return found
 
+    def cells(self, lanes: int) -> float:
+        """Cells that the compiled library computes, of all batch indices, for vectors of so many numbers."""
+        batch = self._grid.batch
+        return sum(
+            self._cells_of(strip, span, seen or EVERY_DIAGONAL, lanes) * (batch if strip.batch_index is None else 1)
+            for strip in self.strips
+            for span, seen in zip(strip.spans, self.diagonals(strip), strict=True)
+        )
+
+    def _cells_of(self, strip: Strip, span: range, diagonals: Diagonals, lanes: int) -> float:
+        """Those of a span of a strip; the mean of all batch indices, if there are several."""
+        if self.interval is None:
+            return strip.times * cells_on(diagonals, strip.queries, span, lanes)
+        within = self.interval.of_batch(strip.batch_index)
+        of_keys, cells = strip.step if span is strip.spans[-1] else 0, 0  # equal strips have all other keys in common
+        for time in range(strip.times):
+            rectangle = _moved(strip.queries, time * strip.step), _moved(span, time * of_keys)
+            cells += within.cells_on(diagonals, *rectangle, lanes)
+        return cells / len(within.first)
+
     def hidden(self, strip: Strip) -> Hidden | None:
         """What the mask hides in a strip; None for nothing, and for a causal square, which needs no mask."""
         if strip.kind is not Kind.MASKED:
@@ -258,6 +278,10 @@ class StripPlan:
         if self._kept <= MAX_KEPT_SCORES:
             self._hidden[strip] = hidden
         return hidden
+
+
+def _moved(part: range, by: int) -> range:
+    return range(part.start + by, part.stop + by, part.step)
 
 
 def keys_of(strip: Strip, device: torch.device) -> Tensor:

@@ -29,6 +29,7 @@ from regard.masks import (
     Document,
     Everything,
     Mask,
+    Not,
     Or,
     Padding,
     Prefix,
@@ -135,9 +136,9 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
 
     The factors that hold data go into the interval, and unions, of which the strips would be several, unless some query
-    sees keys that are apart.
+    sees keys that are apart. If more cells are evaluated than are kept, strips follow from the documents as well.
     """
-    rules, found = [], []
+    rules, found, documents = [], [], []
     for factor in factors(mask):
         interval = _interval_of(factor, grid) if isinstance(factor, Or) or _holds_data(factor) else None
         if interval is None and _holds_data(factor):
@@ -146,7 +147,12 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
             rules.append(factor)
         else:
             found.append(interval)
-    return (product_of(rules), reduce(Interval.__and__, found).placed()) if found else (mask, None)
+            documents += [factor] if isinstance(factor, (Document, Between)) else []
+    if not found:
+        return mask, None
+    if any(map(_is_evaluated, rules)) and grid.query_len * grid.key_len > MAX_KEPT_SCORES:
+        rules += documents
+    return product_of(rules), reduce(Interval.__and__, found).placed()
 
 
 def of_all_factors(mask: Mask, grid: Grid) -> Interval | None:
@@ -194,6 +200,11 @@ def _holds_data(mask: Mask) -> bool:
     return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
 
 
+def _is_evaluated(rule: Mask) -> bool:
+    """Whether its cells are, to find strips or what is hidden in them."""
+    return not rule.closed_form or _holds_data(rule)
+
+
 def _interval_of(mask: Mask, grid: Grid) -> Interval | None:
     """The keys that each query sees; None if they are not side by side, or not known to be."""
     find = _FOUND_BY.get(type(mask))
@@ -208,6 +219,20 @@ def _of_both(mask: And, grid: Grid) -> Interval | None:
 def _of_either(mask: Or, grid: Grid) -> Interval | None:
     left, right = _interval_of(mask.left, grid), _interval_of(mask.right, grid)
     return None if left is None or right is None else left.joined(right)
+
+
+def _of_others(mask: Not, grid: Grid) -> Interval | None:
+    """What another mask hides; None if that lies on both sides of what it shows."""
+    shown = _interval_of(mask.mask, grid)
+    if shown is None or shown.hidden is not None:
+        return None
+    first, end, all_keys = *shown[:2], torch.full_like(shown.end, grid.key_len)
+    none = first >= end
+    if bool((none | (first == 0)).all()):
+        return Interval(end.masked_fill(none, 0), all_keys)
+    if bool((none | (end == grid.key_len)).all()):
+        return Interval(torch.zeros_like(first), torch.where(none, all_keys, first))
+    return None
 
 
 def _of_everything(mask: Everything, grid: Grid) -> Interval:
@@ -259,8 +284,8 @@ def _of_documents(mask: Document, grid: Grid) -> Interval | None:
 
 
 _FOUND_BY: dict[type, Callable[[Any, Grid], Interval | None]] = {
-    And: _of_both, Or: _of_either, Band: _of_band, Causal: _of_band, Window: _of_band, Prefix: _of_prefix,
-    Padding: _of_padding, Dense: _of_dense, Document: _of_documents, Between: _of_between,
+    And: _of_both, Or: _of_either, Not: _of_others, Band: _of_band, Causal: _of_band, Window: _of_band,
+    Prefix: _of_prefix, Padding: _of_padding, Dense: _of_dense, Document: _of_documents, Between: _of_between,
     Everything: _of_everything,
 }  # fmt: skip
 """By the class itself: one derived from it may have a rule of its own."""

@@ -72,7 +72,7 @@ def look(
     query, key, value, scoring, _, _ = call
     every = queries is None or len(queries) == query.shape[2]
     plan = native.plan_of(call, sorts=every)  # some queries would be everywhere among sorted ones
-    orders = orders_of(query, key, value, scoring.sink, plan.in_order(scoring), None, plan)
+    orders = orders_of(query, key, value, scoring.sink, scoring, None, plan)
     stacks = query.shape[0] * key.shape[1]
     chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
     sums = [_sums(statistic, chunks) for statistic in wanted]

@@ -29,11 +29,10 @@ from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import Interval, by_interval
 from regard.kernels.strips.order import Order, as_read, laid_like, library_for, orders_of
-from regard.kernels.strips.plan import PlanOptions, Strip
+from regard.kernels.strips.plan import PlanOptions
 from regard.kernels.strips.reordering import Reordering, reordering
-from regard.kernels.strips.unions import plan_union
+from regard.kernels.strips.unions import by_documents, plan_union
 from regard.masks import Mask
-from regard.masks.planning import EVERY_DIAGONAL, Diagonals, cells_on
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
 from regard.shapes import Grid
@@ -101,9 +100,9 @@ def _adds_up_gradients(call: Call) -> bool:
     bias = call.scoring.bias
     if bias is None or not call.bias_learns:
         return True
-    changed = reordering(call)
-    if changed is not None and read_by_place(changed.of(call.scoring).bias, wide(call.query.dtype)) is None:
-        return False
+    for changed in map(reordering, by_documents(call)):
+        if changed is not None and read_by_place(changed.of(call.scoring).bias, wide(call.query.dtype)) is None:
+            return False
     terms = (term for term in bias.terms() if any(map(learns, term.learned())))
     return all(term.of_distance or isinstance(term, Given) for term in terms)
 
@@ -114,6 +113,11 @@ def plan_of(call: Call, *, sorts: bool = True) -> StripPlan:
     Args:
         sorts: whether tokens may be sorted, which is then part of the plan.
     """
+    plan, *others = (part for one in (by_documents(call) if sorts else [call]) for part in _plan_of(one, sorts).parts)
+    return plan.beside(others)
+
+
+def _plan_of(call: Call, sorts: bool) -> StripPlan:
     changed = reordering(call) if sorts else None
     scoring = call.scoring if changed is None else changed.of(call.scoring)
     rule, interval = by_interval(scoring.mask_or_everything, scoring.grid)
@@ -302,38 +306,16 @@ def num_scores(call: Call, plan: StripPlan | None = None) -> int:
 
 
 def _scores(call: Call, plan: StripPlan) -> int:
-    grid, lanes = call.scoring.grid, library_for(call.query.dtype).lanes
-    cells = sum(
-        _cells(plan, strip, span, seen or EVERY_DIAGONAL, lanes) * (grid.batch if strip.batch_index is None else 1)
-        for strip in plan.strips
-        for span, seen in zip(strip.spans, plan.diagonals(strip), strict=True)
-    )
-    return grid.heads * round(cells)
-
-
-def _cells(plan: StripPlan, strip: Strip, span: range, diagonals: Diagonals, lanes: int) -> float:
-    """Cells computed of a span of a strip; the mean of all batch indices, if there are several."""
-    if plan.interval is None:
-        return strip.times * cells_on(diagonals, strip.queries, span, lanes)
-    within = plan.interval.of_batch(strip.batch_index)
-    of_keys, cells = strip.step if span is strip.spans[-1] else 0, 0  # equal strips have all other keys in common
-    for time in range(strip.times):
-        rectangle = _moved(strip.queries, time * strip.step), _moved(span, time * of_keys)
-        cells += within.cells_on(diagonals, *rectangle, lanes)
-    return cells / len(within.first)
-
-
-def _moved(part: range, by: int) -> range:
-    return range(part.start + by, part.stop + by, part.step)
+    return call.scoring.grid.heads * round(plan.cells(library_for(call.query.dtype).lanes))
 
 
 def peak_bytes(call: Call) -> int:
     """The log-sum-exp, and masks and biases that are evaluated, of as many strips as are given at once."""
     grid, size = call.scoring.grid, upcast(call.query[:0]).element_size()
     plan, kept = plan_of(call), 0.0
-    is_evaluated = _is_evaluated(plan.in_order(call.scoring), call.query.dtype)
-    of_bias = 2 * size * grid.batch * grid.heads if is_evaluated else 0
     for part in plan.parts:
+        is_evaluated = _is_evaluated(part.in_order(call.scoring), call.query.dtype)
+        of_bias = 2 * size * grid.batch * grid.heads if is_evaluated else 0
         for strip in part.strips:
             of_mask = 1 + BYTES_OF_A_CELL if None in part.diagonals(strip) else 0
             kept = max(kept, len(strip.queries) * strip.keys * (of_mask + of_bias))
@@ -363,10 +345,10 @@ def forward(
         by_token: as of `laid_like`.
     """
     likeness = wants_lse, learns, by_token
-    scoring = plan.in_order(scoring)
     alike = plan.told is not None and not plan.others
     if alike:
-        found = ready.forward(query, key, value, sink, scoring.bias, dropout, plan, *likeness)
+        bias = plan.in_order(scoring).bias
+        found = ready.forward(query, key, value, sink, bias, dropout, plan, *likeness)
         if found is not None:
             return found
     orders = orders_of(query, key, value, sink, scoring, dropout, plan)

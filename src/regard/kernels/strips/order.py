@@ -236,7 +236,7 @@ def orders_of(
     """A plan and those beside it, of which each goes on from what those before left: the sink is the first one's."""
     sinks = (sink, *(None for _ in plan.others))
     return [
-        Order(query, key, value, of_part, scoring, dropout, part)
+        Order(query, key, value, of_part, part.in_order(scoring), dropout, part)
         for of_part, part in zip(sinks, plan.parts, strict=True)
     ]
 

@@ -4,7 +4,7 @@ The order of the documents does not matter as long as the tokens of each keep th
 one rectangle. Under a mask that shows each query keys side by side, as a window, so are those of its document. Little
 else is computed. Tokens with the same residue, as under a stride, are sorted as documents are, and so are keys that
 nobody sees, if many of them lie between others: they are a document without queries. Other padding is sorted with the
-keys; a bias and dropout are asked for the places where the tokens were.
+keys; any other mask, a bias and dropout are asked for the places where the tokens were.
 
 The compiled library is told the order, and reads and writes tokens where they are. For torch's operators, they are
 copied.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,14 +131,26 @@ def _found(mask: Mask, grid: Grid, has_gaps: bool) -> Reordering | None:
     by_documents = not others and not has_gaps
     if by_documents or (keys is queries and all(is_top_left_causal(part) for part in others)):
         rest = product_of([*others, Document(queries.ids, None if keys is queries else keys.ids)])
-    elif not on_a_cpu or (inside := side_by_side(product_of(others), grid)) is None:
+    elif not on_a_cpu:
         return None
+    elif (inside := side_by_side(product_of(others), grid)) is None:
+        together = Document(queries.ids) if keys is queries else _of_documents(queries, keys)
+        rest, left_out = (
+            together & SortedMask(product_of(others), queries.places, keys.places),
+            0.0,
+        )  # strips may leave out as much
     else:
         rest = _between(inside, queries, keys)
         left_out = float((inside.end - inside.first).double().mean() - (rest.end - rest.first).double().mean())
     in_order = (_seen(part, keys.places) for part in padding)
     back = queries.places.argsort(dim=1)
     return Reordering(queries.places, keys.places, back, product_of([rest, *in_order]).bind(grid), left_out)
+
+
+def share_of_documents(documents: Document) -> float:
+    """How many of all keys are of a query's own document; the mean of all queries."""
+    within = _of_documents(_sort(documents.query_ids), _sort(documents.key_ids))
+    return float((within.end - within.first).double().mean()) / documents.key_ids.shape[1]
 
 
 def _in_common(documents: Sequence[Document], strided: Sequence[Strided], grid: Grid) -> tuple[Tensor, Tensor]:
@@ -221,6 +233,14 @@ def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
     return Between(first, end)
 
 
+def _of_documents(queries: Sorted, keys: Sorted) -> Between:
+    """Which sorted keys are of the document of each sorted query."""
+    batch = max(len(queries.ids), len(keys.ids))
+    ids, key_ids = (side.expand(batch, -1).contiguous() for side in (queries.ids, keys.ids))
+    first, end = (torch.searchsorted(key_ids, ids, right=right).to(torch.int32) for right in (False, True))
+    return Between(first, end)
+
+
 def _seen(padding: Padding | Dense, keys: Tensor) -> Padding:
     """Which sorted keys are not padding."""
     seen, keys = torch.broadcast_tensors(_real_keys(padding, keys.shape[1]), keys)
@@ -236,6 +256,25 @@ def take(tensor: Tensor, places: Tensor) -> Tensor:
         return tensor.index_select(2, places[0])
     # whole rows are copied: take_along_dim takes sixteen times as long, number by number
     return torch.stack([of_one.index_select(1, order) for of_one, order in zip(tensor, places, strict=True)])
+
+
+class SortedMask(Mask):
+    """A mask of tokens that are sorted by document.
+
+    Args:
+        queries, keys: as in `Reordering`.
+    """
+
+    axes: ClassVar = {"queries": ("batch", "query_len"), "keys": ("batch", "key_len")}
+
+    def __init__(self, mask: Mask, queries: Tensor, keys: Tensor) -> None:
+        self.mask, self.queries, self.keys = mask, queries, keys
+
+    def breaks(self, query_len: int) -> set[int]:
+        return set()  # those of the documents matter
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return self.mask.rule(batch, head, lookup(self.queries, batch, query), lookup(self.keys, batch, key))
 
 
 class SortedBias(Bias):
