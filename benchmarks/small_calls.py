@@ -117,7 +117,8 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
 
 
 def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callable[..., Tensor]]]:
-    """Calls of another length each, from 128 to 255 tokens, with padding and documents of their own."""
+    """Calls of another length each, from 128 to 255 tokens, with padding and documents of their own; some in graphs of
+    torch.compile that are for any length."""
     draw = torch.Generator().manual_seed(0)
     lengths = (torch.randperm(128, generator=draw) + 128).tolist()
     ids = [(torch.rand(1, length, generator=draw) < 0.03).cumsum(1) for length in lengths]
@@ -157,6 +158,15 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
             another(lambda q, k, v, ids: regard.attention(q, k, v, mask=Document(ids)), ids),
         ),
     }
+    of_graphs = {"ALiBi, causal": (torch_alibi, partial(regard.attention, mask=Causal(), bias=slopes))}
+    of_graphs["padding"] = (
+        lambda q, k, v, real: F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None]),
+        lambda q, k, v, real: regard.attention(q, k, v, mask=Padding(real)),
+    )
+    for name, both in of_graphs.items():
+        data = [real] if name == "padding" else []
+        theirs, ours = (another(torch.compile(call, dynamic=True), *data) for call in both)
+        pairs[f"{name}, compiled"] = theirs, ours
     shape: Shape = (1, 8, 255, 64)
     return [(f"any length, {name}", shape, torch.float32, *pair) for name, pair in pairs.items()]
 

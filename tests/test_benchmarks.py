@@ -46,8 +46,9 @@ masks = script("masks")
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention as it is: the same results, without the seconds of compiling."""
+    """FlexAttention and small calls as they are: the same results, without the seconds of compiling."""
     monkeypatch.setattr("regard.bench.peer.compiled", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 def results(task: bench.Task, name: str, dtype: torch.dtype = torch.float32) -> bench.Results:

@@ -1229,7 +1229,7 @@ def test_the_backward_pass_of_a_graph_knows_the_mask_of_the_forward_pass_and_see
 ):
     made, make = [], compiled_strips.deserialise
     monkeypatch.setattr(compiled_strips, "deserialise", lambda *given: (made.append(given), make(*given))[1])
-    monkeypatch.setattr(compiled_strips, "_copied", {})
+    monkeypatch.setattr(compiled_strips, "_masks", {})
     cells, query = torch.rand(300, 300) < 0.5, torch.randn(1, 2, 300, 8)
 
     def model(query):
@@ -1246,6 +1246,65 @@ def test_the_backward_pass_of_a_graph_knows_the_mask_of_the_forward_pass_and_see
         made.clear()
         assert_close(gradient(compiled), gradient(model))
         assert len(made) == (step in (0, 2))
+
+
+def cells_at_random(rows, length, draw):
+    return torch.rand(1, 2, rows, length, generator=draw) < 0.5
+
+
+OF_ANY_LENGTH = {
+    "causal": (lambda rows, length, draw: [], lambda: {"mask": Causal()}),
+    "a window from elsewhere": (
+        lambda rows, length, draw: [], lambda: {"mask": Causal(offset=3) & Window(50, offset=3)}
+    ),
+    "padding": (
+        lambda rows, length, draw: [torch.randint(1, length, (2,), generator=draw)],
+        lambda lengths: {"mask": Causal() & Padding(lengths)},
+    ),
+    "cells": (lambda *of: [cells_at_random(*of)], lambda cells: {"mask": Dense(cells)}),
+    "ALiBi and a prefix": (
+        lambda rows, length, draw: [], lambda: {"mask": Causal() | Prefix(9), "bias": Alibi(2), "softcap": 3.0}
+    ),
+    "a table": (lambda *of: [cells_at_random(*of).float()], lambda table: {"bias": table}),
+    "all of T5": (
+        lambda rows, length, draw: [torch.randn(32, 2, generator=draw)],
+        lambda table: {"mask": Padding([60, 90]), "bias": RelativeBias(table), "sink": table[0]},
+    ),
+}  # fmt: skip
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("before", [0, 40], ids=["all queries", "the last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("drawn", "rules"), OF_ANY_LENGTH.values(), ids=OF_ANY_LENGTH)
+def test_a_graph_for_any_length_computes_each_as_without_it(compiler, monkeypatch, drawn, rules, dtype, before):
+    monkeypatch.setattr(native, "price", lambda *of: 0.5)
+    monkeypatch.setattr(tuning, "SCORES_TO_BEGIN_A_NODE", 0)
+    held, draw = [], torch.Generator().manual_seed(0)
+
+    def model(query, key, value, *data):
+        return attention_with_lse(2 * query, key, value, **rules(*data))
+
+    def backend(graph, examples):
+        held.extend(node for node in graph.graph.nodes if "regard.strips" in str(node.target))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for length in (120, 200, 129, 161, 161, 255):
+        data = drawn(length - before, length, draw)
+        three = [torch.randn(2, 2, size, 8, generator=draw).to(dtype) for size in (length - before, length, length)]
+        found = []
+        for function in (compiled, model):
+            leaves = [tensor.clone().requires_grad_() for tensor in three]
+            output, lse = function(*leaves, *data)
+            seen = lse.isfinite()
+            grads = torch.autograd.grad(output.float().sin().sum() + lse[seen].sum(), leaves)
+            with torch.no_grad():
+                found.append([output, lse, *grads, *function(*three, *data)])
+        for ours, right in zip(*found, strict=True):
+            assert_close(ours, right)
+    assert 1 <= len(held) <= 4
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -14,7 +14,7 @@ from regard.checked import Form, form_of, recall, remember
 from regard.graphs import tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, Call, Kernel, choose, kernel_with_lse, preference, why_not
-from regard.kernels.strips import NATIVE_KERNEL
+from regard.kernels.strips import NATIVE_KERNEL, compiled
 from regard.masks import Mask, Tile
 from regard.one_query import attention_of_one
 from regard.reference import AttentionOutput
@@ -128,6 +128,9 @@ def attention_with_lse(
     output, lse = results
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
+
+
+compiled.attention_with_lse = attention_with_lse
 
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:

@@ -1,7 +1,8 @@
 """The strips of a call as a custom operator, one node in a graph of torch.compile, with its backward pass.
 
 The graph holds mask and bias as a line of text each, with their tensors and numbers (`regard.rules.serialise`), so that
-one graph works for every length; the strips are planned when the node runs.
+one graph works for every length. When the node runs, the compiled library is called as without a graph, so that lengths
+and data may be others in every call; the gradients are of strips that are planned then.
 """
 
 import contextlib
@@ -11,20 +12,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, library
 
-from regard.biases import Bias
+from regard.biases import Bias, Given
 from regard.dropout import Dropout
 from regard.kernels.call import Call, learns
 from regard.kernels.fused import HALF
-from regard.kernels.known import Recent, keep
+from regard.kernels.known import keep
 from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import by_form
-from regard.masks import Mask
+from regard.masks import EVERYTHING, Mask
 from regard.numerics import wide
-from regard.rules import deserialise, settled
+from regard.rules import Positioned, Rule, deserialise, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
-from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version
+from regard.versions import MAX_HELD_BYTES
+
+attention_with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
+"""That of `regard.functional`, which is made of what is here, and sets it."""
 
 
 def _strips(
@@ -41,12 +45,21 @@ def _strips(
         seed, rate: of the dropout.
         by: the name of the engine. learns: whether there will be a backward pass.
     """
-    rules = mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers
-    engine, scoring, plan = _of_node(query, key, value, sink, *rules, scale, softcap, rate, by)
+    none = query.new_empty(0, 0, 0, dtype=torch.float32)
+    if by == NATIVE.name and seed is None and not _keeps_exact(query, by, learns):
+        assert attention_with_lse is not None
+        last = key.shape[2] - query.shape[2]
+        hidden, added = _mask(mask, mask_tensors, mask_numbers, last), _bias(bias, bias_tensors, bias_numbers, last)
+        output, lse = attention_with_lse(
+            query, key, value, mask=None if hidden is EVERYTHING else hidden, bias=added, scale=scale, softcap=softcap,
+            sink=sink,
+        )  # fmt: skip
+        return _by_token(output), lse, none
+    given = mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers
+    engine, scoring, plan = _of_node(query, key, value, sink, *given, scale, softcap, rate, by)
     dropout = _dropout(seed, rate)
     output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan, learns=learns, by_token=True)
-    exact = kept.float() if _keeps_exact(query, by, learns) else output.new_empty(0, 0, 0, dtype=torch.float32)
-    return _by_token(output), lse, _by_token(exact)
+    return _by_token(output), lse, _by_token(kept.float()) if _keeps_exact(query, by, learns) else none
 
 
 def _by_token(tensor: Tensor) -> Tensor:
@@ -118,37 +131,46 @@ def _dropout(seed: Tensor | None, rate: float) -> Dropout | None:
 MAX_NODES = 16
 """Nodes that are kept: those of a model whose layers differ, at a few lengths."""
 
-MAX_COPIED = 8
-"""Masks of nodes of which copies are kept."""
+MAX_RULES = 16
+"""Masks of nodes that are kept."""
 
-_masks: Recent[Mask] = Recent(16)
-
-_copied: dict[Hashable, tuple[list[Tensor], Mask]] = {}
+_masks: dict[Hashable, tuple[list[Tensor], Mask]] = {}
 """Masks of copies of the tensors that nodes were given, by all else that they are made of."""
 
 
-def _bound(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
-    """The mask that a node holds, bound."""
-    try:
-        known: Hashable = (line, *numbers, *map(few_or_version, tensors), grid)
-    except NotComparableError:
-        return _with_copies(line, tensors, numbers, grid)
-    return _masks.get(known, lambda: _with_copies(line, tensors, numbers, grid))
+def _mask(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], last: int) -> Mask:
+    """The mask of a node, without the offset that a call fixes: the same object as before for the same numbers in its
+    tensors. In a graph, a view is another tensor in every call, and so is what the backward pass is given.
 
-
-def _with_copies(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], grid: Grid) -> Mask:
-    """The same mask as the one before it with the same numbers in its tensors: in a graph, a view is another tensor in
-    every call, and so is what the backward pass is given."""
-    alike: Hashable = (line, *numbers, *((tensor.dtype, tensor.shape) for tensor in tensors), grid)
-    found = _copied.get(alike)
+    Args:
+        last: that offset.
+    """
+    alike: Hashable = (line, *numbers, *((tensor.dtype, tensor.shape) for tensor in tensors), last)
+    found = _masks.get(alike)
     if found is not None and all(map(torch.equal, found[0], tensors)):
         return found[1]
     with torch.inference_mode(False):
-        if grid.device.type != "cpu" or any(tensor.nbytes > MAX_HELD_BYTES for tensor in tensors):
-            return cast(Mask, settled(deserialise(line, tensors, numbers)).bind(grid))
+        if not all(tensor.is_cpu and tensor.nbytes <= MAX_HELD_BYTES for tensor in tensors):
+            return cast(Mask, settled(_unbound(deserialise(line, tensors, numbers), last)))
         copies = [tensor.clone() for tensor in tensors]
-        bound: Mask = deserialise(line, copies, numbers).bind(grid)
-    return keep(_copied, alike, (copies, bound), MAX_COPIED)[1]
+        mask: Mask = _unbound(deserialise(line, copies, numbers), last)
+    return keep(_masks, alike, (copies, mask), MAX_RULES)[1]
+
+
+def _bias(line: str | None, tensors: Sequence[Tensor], numbers: Sequence[int], last: int) -> Bias | Tensor | None:
+    """The same of a bias, of the tensors themselves, and as a tensor where it is one."""
+    if line is None:
+        return None
+    bias: Bias = _unbound(deserialise(line, tensors, numbers), last)
+    return bias.numbers if isinstance(bias, Given) else bias
+
+
+def _unbound(rule: Rule, last: int) -> Any:
+    arguments = rule.arguments()
+    changed: dict[str, Any] = {name: _unbound(part, last) for name, part in arguments.items() if isinstance(part, Rule)}
+    if isinstance(rule, Positioned) and type(rule.offset) is int and rule.offset == last:
+        changed["offset"] = None
+    return type(rule)(**{**arguments, **changed}) if changed else rule
 
 
 _nodes: dict[Hashable, tuple[Engine, Scoring, StripPlan]] = {}
@@ -173,7 +195,8 @@ def _of_node(
     added: Bias | None = None
     if bias is not None:
         added = deserialise(bias, bias_tensors, bias_numbers).bind(grid)
-    scoring = Scoring(grid, scale, softcap, added, _bound(mask, mask_tensors, mask_numbers, grid), sink, None)
+    hidden = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len)
+    scoring = Scoring(grid, scale, softcap, added, hidden.bind(grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(ENGINES[by], call)
     plan = engine.plan_of(call)
