@@ -135,10 +135,8 @@ def _found(mask: Mask, grid: Grid, has_gaps: bool) -> Reordering | None:
         return None
     elif (inside := side_by_side(product_of(others), grid)) is None:
         together = Document(queries.ids) if keys is queries else _of_documents(queries, keys)
-        rest, left_out = (
-            together & SortedMask(product_of(others), queries.places, keys.places),
-            0.0,
-        )  # strips may leave out as much
+        rest = together & SortedMask(product_of(others), queries.places, keys.places)
+        left_out = 0.0  # not known: strips of the other mask alone may leave out as much
     else:
         rest = _between(inside, queries, keys)
         left_out = float((inside.end - inside.first).double().mean() - (rest.end - rest.first).double().mean())
