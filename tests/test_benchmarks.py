@@ -337,8 +337,8 @@ def test_the_readme_says_what_was_measured() -> None:
         for row in features
         if "against_torch" in row["forward"]
     }
-    assert [round(ratio) for ratio in against["causal", 512, "float32"]] == [2, 2]
-    assert "a causal call of 512 tokens half of its time, forward and backward" in said
+    assert all(2 < ratio < 3 for ratio in against["causal", 512, "float32"])
+    assert "a causal call of 512 tokens less than half of its time, forward and backward" in said
     dropout = " and ".join(f"1/{ratio:.0f}" for ratio in against["dropout, causal", 2048, "float32"])
     assert f"dropout on 2,048 tokens {dropout}" in said
 
