@@ -27,7 +27,7 @@ from regard import (
 )  # fmt: skip
 from regard.kernels.strips import intervals, native, tuning
 from regard.kernels.strips.binding import compiled
-from regard.kernels.strips.intervals import Between, Interval, by_interval, side_by_side
+from regard.kernels.strips.intervals import Between, Interval, Within, by_interval, side_by_side
 from regard.kernels.strips.reordering import reordering
 from regard.masks import EVERYTHING
 from regard.masks.planning import EVERY_DIAGONAL, factors
@@ -48,7 +48,14 @@ def cells(interval, grid):
     places = torch.arange(grid.key_len)
     inside = (interval.first[..., None] <= places) & (places < interval.end[..., None])
     seen = inside[:, None].expand(grid.batch, 1, grid.query_len, grid.key_len)
-    return seen if interval.hidden is None else seen & interval.hidden.allowed
+    return seen if interval.words is None else seen & told_in(interval, grid)
+
+
+def told_in(interval, grid):
+    """What the words of an interval allow, likewise."""
+    bits = interval.words[:, :, :, None] >> torch.arange(32)[:, None] & 1
+    bits = bits.flatten(2, 3)[:, :, : grid.query_len].bool()
+    return bits.expand(grid.batch, -1, grid.query_len, grid.key_len)
 
 
 def call_of(mask, batch=3, queries=9, keys=9, heads=2):
@@ -143,6 +150,8 @@ def test_all_others_are_looked_at_if_they_are_small(mask):
     assert rule is EVERYTHING
     both = cells(interval, grid), bound.allowed(range(3), range(3))
     assert torch.equal(*(seen.expand(2, 2, 3, 3) for seen in both))
+    as_mask = Within(*interval).bind(grid).allowed(range(3), range(3))
+    assert torch.equal(as_mask.expand(2, 2, 3, 3), both[1].expand(2, 2, 3, 3))
 
 
 def test_few_keys_that_are_hidden_between_are_hidden_one_by_one(monkeypatch):
@@ -154,10 +163,10 @@ def test_few_keys_that_are_hidden_between_are_hidden_one_by_one(monkeypatch):
     assert repr(rule) == "Causal(offset=4)"
     assert interval.first.tolist() == [[2], [0]]
     assert interval.end.tolist() == [[8], [8]]
-    assert torch.equal(interval.hidden.allowed[:, 0, 0], few)
+    assert torch.equal(told_in(interval, grid)[:, 0], few[:, None].expand(2, 4, 8))
     assert by_interval(Padding((places % 4 == 1).expand(2, 8)).bind(grid), grid)[1] is None  # most of them
     both = by_interval((Padding(few) & Padding(few.flip(1))).bind(grid), grid)[1]
-    assert torch.equal(both.hidden.allowed[:, 0, 0], few & few.flip(1))
+    assert torch.equal(told_in(both, grid)[:, 0], (few & few.flip(1))[:, None].expand(2, 4, 8))
 
 
 def test_any_byte_but_0_is_true():
@@ -409,7 +418,7 @@ def test_keys_that_nobody_sees_between_others_are_left_out(kind, batch, monkeypa
     grid = call.scoring.grid
     rule, interval = by_interval(found.mask, grid)
     assert interval is not None
-    assert interval.hidden is None  # each query sees keys side by side
+    assert interval.words is None  # each query sees keys side by side
     assert rule is EVERYTHING
 
 

@@ -1020,8 +1020,8 @@ def test_data_of_what_learns_is_that_of_its_call(kind, dtype, found):
 
 
 def test_gradients_of_a_mask_that_stays_are_planned_once(found, monkeypatch):
-    planned, real = [], any_length.of_all_factors
-    monkeypatch.setattr(any_length, "of_all_factors", lambda *given: planned.append(given) or real(*given))
+    planned, real = [], any_length.intervals_from
+    monkeypatch.setattr(any_length, "intervals_from", lambda kept: planned.append(kept) or real(kept))
     masks = Causal() & Padding(real_keys(24, 1)), Dense(at_random(1, 24, 24, step=2)), texts(24, 3)
     for mask in masks:
         for step in range(4):

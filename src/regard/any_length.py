@@ -7,7 +7,7 @@ itself, in every call. The choice is made for a few lengths of the same magnitud
 and holds if it is the library for all of them.
 
 Calls that learn have a plan for their gradients, by another way: it is made when they are asked for, of all calls of
-the same lengths. What data say, the library is told as intervals of keys.
+the same lengths. What the library found out about data, as intervals of keys, is kept for it.
 """
 
 import ctypes
@@ -30,7 +30,8 @@ from regard.kernels.strips.added import of_all_distances
 from regard.kernels.strips.autograd import Fixed, OfThree
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
-from regard.kernels.strips.intervals import of_all_factors
+from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.intervals import Interval, Within, intervals_from
 from regard.kernels.strips.native import plan_within
 from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
@@ -199,19 +200,15 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
 def _learning(made: RepeatedOf, given: tuple[Any, ...], has_data: bool) -> list[object]:
     """As `note_gradients`."""
     bias = None if given[BIAS] is None else settled(given[BIAS])
-    rule = None if given[MASK] is None else _rule_and_data(given[MASK])[0]
+    rule = None if given[MASK] is None else _rule_of(given[MASK])
     fixed = _Fixed((rule, bias, *given[BIAS + 1 : NAME]))
     learned = () if bias is None else bias.learned()
     return note_gradients(made, fixed, learned, fixed.with_data if has_data else None)
 
 
-def _rule_and_data(mask: Mask) -> tuple[Mask, Mask]:
-    """The bands that are the same in all calls, and the rest, that holds data."""
-    rules: list[Mask] = []
-    data: list[Mask] = []
-    for part in factors(mask):
-        (rules if isinstance(part, Band) and part.offset is None else data).append(part)
-    return product_of(rules), product_of(data)
+def _rule_of(mask: Mask) -> Mask:
+    """The bands that are the same in all calls, without what holds data."""
+    return product_of(part for part in factors(mask) if isinstance(part, Band) and part.offset is None)
 
 
 def _new_lse(query: Tensor) -> Tensor:
@@ -243,42 +240,46 @@ class _Fixed(_OfLengths):
     def __init__(self, rest: tuple[Any, ...]) -> None:
         super().__init__()
         self._rest = rest
-        self._last: tuple[Hashable, OfThree] | None = None
+        self._within: dict[Hashable, StripPlan] = {}
+        self._last: tuple[bytes, OfThree] | None = None
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         call = check_call("attention", query, key, value, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
 
-    def with_data(self, mask: Mask) -> OfThree:
-        """The same under a mask of these bands that holds data; if it is the one of the call before, what that had."""
-        known, last = mask.structure(), self._last
-        if known is None or last is None or known != last[0]:
-            last = self._last = known, _UnderData(self, mask)
+    def with_data(self, kept: bytes) -> OfThree:
+        """The same under a mask of these bands that holds data; if it is the one of the call before, what that had.
+
+        Args:
+            kept: what the library found out about it.
+        """
+        last = self._last
+        if last is None or last[0] != kept:
+            last = self._last = kept, _UnderData(self, kept)
         return last[1]
 
-    def under(self, mask: Mask) -> "_Fixed":
-        """The same under another mask."""
-        return _Fixed((mask, *self._rest[1:]))
+    def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+        """What is fixed of a call of which each query is limited to an interval of keys."""
+        engine, scoring, dropout, plan = self(query, key, value)
+        way = query.shape[2], key.shape[2], len(interval.first) > 1, interval.words is None
+        known = self._within.get(way)
+        if known is None:
+            known = plan_within(scoring, query.dtype, scoring.mask_or_everything, interval).of_form(plan.form)
+            keep(self._within, way, known, MAX_PLANS)
+        mask = product_of([scoring.mask_or_everything, Within(*interval).bind(scoring.grid)])
+        return engine, replace(scoring, mask=mask), dropout, known.within(interval)
 
 
 class _UnderData(_OfLengths):
-    """The same of calls whose mask holds data: of a copy, since these may change before gradients are asked for.
+    """The same of calls whose mask holds data, as they were then: they may change before gradients are asked for.
 
     Args:
         fixed: what is of all such calls, under the bands of their masks.
     """
 
-    def __init__(self, fixed: _Fixed, mask: Mask) -> None:
+    def __init__(self, fixed: _Fixed, kept: bytes) -> None:
         super().__init__()
-        tensors = (value for leaf in mask.leaves() for value in leaf.arguments().values() if isinstance(value, Tensor))
-        self._fixed, self._mask = fixed, settled(mask, {id(tensor): tensor.clone() for tensor in tensors})
+        self._fixed, self._kept = fixed, kept
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        engine, scoring, dropout, plan = self._fixed(query, key, value)
-        bound = _rule_and_data(self._mask)[1].bind(scoring.grid)
-        interval = of_all_factors(bound, scoring.grid)
-        if interval is None:
-            return self._fixed.under(self._mask)(query, key, value)
-        within = plan_within(scoring, query.dtype, scoring.mask_or_everything, interval)
-        scoring = replace(scoring, mask=product_of([scoring.mask_or_everything, bound]))
-        return engine, scoring, dropout, within.of_form(plan.form)
+        return self._fixed.within(intervals_from(self._kept), query, key, value)

@@ -25,7 +25,6 @@ from regard.kernels.strips.binding import DATA, EXACT, LSE, NUMBERS, OUTPUT, Not
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import sink_as_read
 from regard.kernels.strips.ready import Pass
-from regard.masks import Mask
 from regard.rules import Rule
 from regard.versions import is_few
 
@@ -147,12 +146,12 @@ def note_results(
 
 
 def note_gradients(
-    made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor], fix: Callable[[Mask], OfThree] | None = None
+    made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor], fix: Callable[[bytes], OfThree] | None = None
 ) -> list[object]:
     """Notes what becomes of the results of a call that learns; returns what has to be kept for that.
 
     Args:
-        fix: what is fixed of a call follows from its mask by this, which is called in each.
+        fix: what is fixed of a call follows by this from what the library found out about the data of its mask.
     """
     rest = None, *learned
     made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)

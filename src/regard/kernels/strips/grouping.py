@@ -41,7 +41,8 @@ class StripPlan:
         others: plans of the other keys that queries see; their results are merged.
         is_part: whether it is one of these, or has them.
         form: that of all calls which it is for, if they are alike; None if they are not, or it is not known.
-        told: what the library is told of these, by how their tensors lie; None as well.
+        told: what the library is told of these, by how their tensors lie; None as well. Plans within other intervals
+            have it in common.
     """
 
     interval: Interval | None = None

@@ -5,7 +5,7 @@ given the intervals, and strips follow from the rest of the mask, which is about
 
     Causal() & Padding([2, 3])      strips of Causal(), and the keys [0, 2) and [0, 3) for all queries of a text
 
-Keys that are hidden between the first and the last are told in bits (`Compiled.bits_of`), unless most of them are.
+Keys that are hidden between the first and the last are told in words (`Compiled.bits_of`), unless most of them are.
 """
 
 import math
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from regard.indexing import lookup
-from regard.kernels.hidden import MAX_KEPT_SCORES, Hidden
+from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.known import cached_by_mask
 from regard.kernels.strips import tuning
-from regard.kernels.strips.binding import Compiled, compiled
+from regard.kernels.strips.binding import QUERIES_OF_A_WORD, Compiled, compiled
 from regard.masks import (
     And,
     Band,
@@ -48,29 +48,34 @@ MAX_LOOKED_AT = 1 << 24
 for all texts of the same lengths."""
 
 
+NUMBERS_OF_SIZES = 6
+"""SIZES of c/data.h."""
+
+
 class Interval(NamedTuple):
     """The first key that each query sees, and the one after the last; equal where it sees none.
 
     Shapes: int32 [batch or 1, query_len or 1].
 
     Attributes:
-        hidden: what is hidden between these: [batch or 1, heads or 1, query_len or 1, key_len]; None for nothing.
+        words: which of these it sees, as `Compiled.bits_of` has it: [batch or 1, heads or 1, words, key_len]; None for
+            all.
     """
 
     first: Tensor
     end: Tensor
-    hidden: Hidden | None = None
+    words: Tensor | None = None
 
     def __and__(self, other: "Interval") -> "Interval":
         first = self.first.maximum(other.first)
-        hidden = self.hidden or other.hidden
-        if self.hidden is not None and other.hidden is not None:
-            hidden = Hidden(self.hidden.allowed & other.hidden.allowed, hides=True)
-        return Interval(first, self.end.minimum(other.end).maximum(first), hidden)
+        words = other.words if self.words is None else self.words
+        if self.words is not None and other.words is not None:
+            words = self.words & other.words
+        return Interval(first, self.end.minimum(other.end).maximum(first), words)
 
     def joined(self, other: "Interval") -> "Interval | None":
         """The keys of both; None if they are apart for some query."""
-        if self.hidden is not None or other.hidden is not None:
+        if self.words is not None or other.words is not None:
             return None
         if not bool((self.first.maximum(other.first) <= self.end.minimum(other.end)).all()):
             return None
@@ -79,7 +84,7 @@ class Interval(NamedTuple):
     def placed(self) -> "Interval":
         """Two tensors alike in shape and strides."""
         first, end = torch.broadcast_tensors(self.first, self.end)
-        return Interval(first.contiguous(), end.contiguous(), self.hidden)
+        return Interval(first.contiguous(), end.contiguous(), self.words)
 
     def of_batch(self, index: int | None) -> "Interval":
         """That of a batch index; None: of all of them."""
@@ -90,7 +95,7 @@ class Interval(NamedTuple):
     def cells_on(self, diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
         """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here; its
         last queries are counted as any others, however few they are."""
-        (low, high), (first, end, _) = diagonals, self
+        (low, high), (first, end, *_) = diagonals, self
         spare = -len(queries) % together
         of_last = torch.arange(together - 1, len(queries) + spare, together, device="cpu").clamp(max=len(queries) - 1)
         if first.shape[1] > 1:
@@ -155,11 +160,32 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     return product_of(rules), reduce(Interval.__and__, found).placed()
 
 
-def of_all_factors(mask: Mask, grid: Grid) -> Interval | None:
-    """All that a bound mask says as an interval of keys; None where strips would leave out much of that."""
-    found = [_interval_of(factor, grid) or _evaluated(factor, grid) for factor in factors(mask)]
-    known = [interval for interval in found if interval is not None]
-    return reduce(Interval.__and__, known).placed() if len(known) == len(found) else None
+class Within(Mask):
+    """An interval of keys for each query, as a mask: its fields are the arguments."""
+
+    axes: ClassVar = {
+        "first": ("batch", "query_len"), "end": ("batch", "query_len"), "words": ("batch", "heads", "words", "key_len"),
+    }  # fmt: skip
+
+    def __init__(self, first: Tensor, end: Tensor, words: Tensor | None) -> None:
+        self.first, self.end, self.words = first, end, words
+
+    def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = (key >= lookup(self.first, batch, query)) & (key < lookup(self.end, batch, query))
+        if self.words is None:
+            return inside
+        words = lookup(self.words, batch, head, query // QUERIES_OF_A_WORD, key)
+        return inside & (words >> query % QUERIES_OF_A_WORD & 1).bool()
+
+
+def intervals_from(kept: bytes) -> Interval:
+    """What the library found out about the data of a mask: `kept_intervals` of c/data.h."""
+    numbers = torch.frombuffer(bytearray(kept), dtype=torch.int32)
+    sizes, numbers = numbers[:NUMBERS_OF_SIZES].tolist(), numbers[NUMBERS_OF_SIZES:]
+    rows, columns, *of_words = sizes
+    first, end, words = numbers.split([rows * columns, rows * columns, math.prod(of_words)])
+    ends = first.view(rows, columns), end.view(rows, columns)
+    return Interval(*ends, words.view(of_words) if len(words) else None)
 
 
 @cached_by_mask(maxsize=8)
@@ -167,7 +193,7 @@ def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
     """A bound mask as an interval of keys for each query; None if there are gaps, or others for each head, or more
     cells than are looked at."""
     found = [_interval_of(factor, grid) for factor in factors(mask)]
-    known = [interval for interval in found if interval is not None and interval.hidden is None]
+    known = [interval for interval in found if interval is not None and interval.words is None]
     if len(known) == len(found):
         return reduce(Interval.__and__, known).placed()
     if compiled() is None or grid.batch * grid.query_len * grid.key_len > MAX_LOOKED_AT:
@@ -189,11 +215,6 @@ def library() -> Compiled:
     found = compiled(torch.float32)  # as `library_for` asks: without the dtype it would be another object
     assert found is not None
     return found
-
-
-def bits_of(hidden: Hidden) -> Tensor:
-    """A mask as the library reads it."""
-    return hidden.kept("bits", library().bits_of)
 
 
 def _holds_data(mask: Mask) -> bool:
@@ -224,7 +245,7 @@ def _of_either(mask: Or, grid: Grid) -> Interval | None:
 def _of_others(mask: Not, grid: Grid) -> Interval | None:
     """What another mask hides; None if that lies on both sides of what it shows."""
     shown = _interval_of(mask.mask, grid)
-    if shown is None or shown.hidden is not None:
+    if shown is None or shown.words is not None:
         return None
     first, end, all_keys = *shown[:2], torch.full_like(shown.end, grid.key_len)
     none = first >= end
@@ -303,15 +324,14 @@ def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
     interval, side_by_side = _hull_of(of_all_heads)
     if side_by_side and allowed.shape[1] == 1:
         return interval
-    hidden = Hidden(allowed, hides=True)
+    words = library().bits_of(allowed)
     if math.prod(grid[:4]) > tuning.SCORES_WORTH_CUTTING:
-        words = bits_of(hidden)
         computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
         hull = int((interval.end - interval.first).sum())
         in_vain = (hull - computed) * grid.heads * grid.query_len / allowed.shape[2]
         if hull > MAX_HULL * computed and in_vain > tuning.SCORES_WORTH_CUTTING:
             return None
-    return interval._replace(hidden=hidden)
+    return interval._replace(words=words)
 
 
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:

@@ -132,7 +132,7 @@ def plan_within(
     evaluated = not rule.closed_form or _is_evaluated(scoring, dtype)
     most = tuning.MAX_TILE_SCORES // max(1, grid.batch * grid.heads) if evaluated else None
     together = not evaluated and (scoring.bias is None or is_of_distance(scoring.bias))
-    together = together and (interval is None or interval.hidden is None)
+    together = together and (interval is None or interval.words is None)
     by = PlanOptions(
         tuning.SHORT_STRIP_QUERIES_NATIVE, tuning.SCORES_PER_STRIP_NATIVE, together=together, in_place=True,
         skips=library_for(dtype).lanes, most_scores=most,
@@ -320,8 +320,8 @@ def peak_bytes(call: Call) -> int:
             of_mask = 1 + BYTES_OF_A_CELL if None in part.diagonals(strip) else 0
             kept = max(kept, len(strip.queries) * strip.keys * (of_mask + of_bias))
     kept += 2 * len(plan.others) * size * call.query.shape[:3].numel() * call.value.shape[3]
-    if plan.interval is not None and plan.interval.hidden is not None:
-        kept += plan.interval.hidden.allowed.numel() * BYTES_OF_A_CELL
+    if plan.interval is not None and plan.interval.words is not None:
+        kept += plan.interval.words.nbytes
     return size * grid.batch * grid.heads * grid.query_len + math.ceil(kept)
 
 

@@ -14,7 +14,7 @@ from regard.kernels.known import keep
 from regard.kernels.strips.added import Added, is_read, read_by_place, tensors_of
 from regard.kernels.strips.binding import AT, DTYPES, CallOf, Compiled, Told, Words, compiled
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.intervals import bits_of
+from regard.kernels.strips.intervals import Interval
 from regard.kernels.strips.work import Work, gradients_of, strides_of, works
 from regard.numerics import wide
 from regard.rules import contents
@@ -88,13 +88,8 @@ class Order:
         self.tensors("query", query, key, value)
         self._words[AT["threads"]], self._words[AT["is_part"]] = torch.get_num_threads(), plan.is_part
         if plan.interval is not None:
-            first, end, hidden = plan.interval
-            self.numbers("first_key", first)
-            self.numbers("end_key", end)
-            self.number("keys_batch", first.stride(0) if len(first) > 1 else 0)
-            self.number("keys_query", first.stride(1) if first.shape[1] > 1 else 0)
-            if hidden is not None:
-                self._mask("seen", bits_of(hidden))
+            self._held.append(plan.interval)
+            tell_interval(self._words, plan.interval)
         if plan.reordering is not None:
             for side, places in (("query_order", plan.reordering.queries), ("key_order", plan.reordering.keys)):
                 self.numbers(side, places)
@@ -123,12 +118,6 @@ class Order:
         tensor = tensor.resolve_neg().contiguous()
         self._held.append(tensor)
         self._words[AT[name]] = tensor.data_ptr()
-
-    def _mask(self, name: str, words: Tensor) -> None:
-        """Tells of a mask, as `bits_of` has it."""
-        self._held.append(words)
-        at = AT[name]
-        self._words[at : at + 5] = [words.data_ptr(), *strides_of(words)]
 
     def number(self, name: str, number: int) -> None:
         """Tells a number."""
@@ -273,6 +262,17 @@ def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
         numbers = bias.numbers
         return (numbers.dtype, numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
     return contents(bias) if bias.of_distance else None
+
+
+def tell_interval(words: Told, interval: Interval) -> None:
+    """Tells of an interval of keys for each query, which must not be freed before the library is done."""
+    first, end, seen = interval
+    at = AT["first_key"]
+    assert AT["keys_query"] == at + 3
+    words[at : at + 4] = [first.data_ptr(), end.data_ptr(), *strides_of(first)]
+    if seen is not None:
+        at = AT["seen"]
+        words[at : at + 5] = [seen.data_ptr(), *strides_of(seen)]
 
 
 def tell_added(words: Told, sink: Tensor | None, bias: Bias | None, dtype: torch.dtype) -> list[object]:

@@ -18,7 +18,8 @@ from regard.kernels.known import keep
 from regard.kernels.strips.added import tensors_of
 from regard.kernels.strips.binding import AT, DONE, MOST_TENSORS, SUSPECT, AgainOf, Compiled, Told
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import Order, laid_like, sink_as_read, tell_dropout
+from regard.kernels.strips.intervals import Interval
+from regard.kernels.strips.order import Order, laid_like, sink_as_read, tell_dropout, tell_interval
 from regard.kernels.strips.work import gradients_of, places_of_gradients
 from regard.shapes import Grid
 
@@ -30,7 +31,8 @@ class Pass:
     """What the library is told in one pass.
 
     Args:
-        compiled: the library. words: the call. held: what must not be freed before the last of them.
+        compiled: the library. words: the call. interval: of its plan. held: what must not be freed before the last of
+            them.
         checked: the tensors that have to lie as in that one, by what the library calls them.
         others: what it calls further tensors, all of which it is told where they begin.
         backward: whether it computes gradients.
@@ -43,12 +45,15 @@ class Pass:
             output unrounded.
     """
 
-    __slots__ = ("_held", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums")
+    __slots__ = (
+        "_held", "_interval", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums",
+    )  # fmt: skip
 
     def __init__(
         self,
         compiled: Compiled,
         words: Told,
+        interval: Interval | None,
         held: object,
         checked: dict[str, Tensor],
         others: Sequence[str],
@@ -59,7 +64,7 @@ class Pass:
         gradients: tuple[bytes, tuple[int, ...]] | None = None,
     ) -> None:
         self.compiled, self.like, self.sums, self.gradients = compiled, like, sums, gradients
-        self._held = held
+        self._held, self._interval = held, interval
         self.has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
         known = self._known = AgainOf()
         ctypes.memmove(ctypes.addressof(known), words, ctypes.sizeof(words))
@@ -73,12 +78,13 @@ class Pass:
 
     def run(
         self, tensors: list[Tensor], sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
-        of_learned: Sequence[Tensor] = (),
+        interval: Interval | None, of_learned: Sequence[Tensor] = (),
     ) -> int:  # fmt: skip
         """The same pass: DONE, UNLIKE or SUSPECT.
 
         Args:
             tensors: those that are checked, query and key first, and the others, but for a sink.
+            interval: of the plan.
             of_learned: the gradients of bias tensors, where the sums go.
         """
         at, compiled, held = self.at, self.compiled, list[object]()
@@ -86,9 +92,12 @@ class Pass:
             tensors.append(sink_as_read(sink, compiled.dtype))
         if bias is not None and self.has_given:
             tensors += tensors_of(bias, compiled.dtype)
-        if dropout is not None or self.gradients is not None:  # what is told besides tensors is another in each pass
+        elsewhere = interval is not self._interval
+        if elsewhere or dropout is not None or self.gradients is not None:  # what is told besides tensors is another
             words = _WordsOfAgain.from_buffer_copy(self._known)
             at = ctypes.addressof(words)
+            if interval is not None and elsewhere:
+                tell_interval(words, interval)
             if dropout is not None:
                 held += tell_dropout(words, dropout, _grid(tensors[0], tensors[1]), compiled)
             if self.gradients is not None:
@@ -127,7 +136,7 @@ def forward(
         if wants_lse:
             lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
             tensors.append(lse)
-        outcome = told.run(tensors, sink, bias, dropout)
+        outcome = told.run(tensors, sink, bias, dropout, plan.interval)
         if outcome == DONE:
             passes[0], passes[n] = told, passes[0]
             return output, lse, exact
@@ -166,7 +175,7 @@ def backward(
             tensors.append(grad_lse.to(compiled.dtype).resolve_neg().contiguous())
         wanted = learned if told.gradients is not None else ()
         of_learned = [tensor.new_zeros(tensor.shape, dtype=compiled.dtype) for tensor in wanted if tensor.requires_grad]
-        outcome = told.run(tensors, sink, bias, dropout, of_learned)
+        outcome = told.run(tensors, sink, bias, dropout, plan.interval, of_learned)
         if outcome == DONE:
             return grads, of_learned
         if outcome == SUSPECT:
@@ -190,7 +199,8 @@ def remember_forward(
     others = ["output"] + ["exact"] * (words[AT["exact"]] != 0)
     others += ["lse"] * wants_lse + ["sink"] * (sink is not None)
     like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
-    told = Pass(order.compiled, words, held, {"query": query, "key": key, "value": value}, others, like=(like,))
+    checked = {"query": query, "key": key, "value": value}
+    told = Pass(order.compiled, words, order.plan.interval, held, checked, others, like=(like,))
     _remember(order, (sink is None, dropout is None, *kind), told)
 
 
@@ -222,7 +232,8 @@ def remember_backward(
     others += ["grad_lse"] * (grad_lse is not None) + ["sink"] * (sink is not None)
     like = tuple(map(_is_laid, three))
     told = Pass(
-        order.compiled, words, held, checked, others, backward=True, like=like, sums=sums, gradients=gradients
+        order.compiled, words, order.plan.interval, held, checked, others, backward=True, like=like, sums=sums,
+        gradients=gradients,
     )  # fmt: skip
     _remember(order, _kind(sink, learned, dropout, grad_lse), told)
 

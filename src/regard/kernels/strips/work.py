@@ -12,7 +12,7 @@ from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.strips.added import Added, is_read
 from regard.kernels.strips.binding import BITS, DTYPES, FAR, OWN, GradientAt, SpanOf, StripOf, TileAt
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.intervals import bits_of
+from regard.kernels.strips.intervals import library
 from regard.kernels.strips.plan import Strip
 from regard.masks.planning import Diagonals
 
@@ -153,7 +153,8 @@ class Tiles:
                 assert not of_strip.made.requires_grad  # the library reads it, and adds nothing to its gradient
                 yield (*_whole(of_strip.made, OWN, column, len(keys), work), False)
             if masked and of_strip.hidden is not None:
-                yield (*_whole(bits_of(of_strip.hidden), BITS, column, len(keys), work), False)
+                words = of_strip.hidden.kept("words", library().bits_of)
+                yield (*_whole(words, BITS, column, len(keys), work), False)
 
         return of_span
 

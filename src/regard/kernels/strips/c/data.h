@@ -40,6 +40,15 @@ struct intervals {
 
 static void free_intervals(struct intervals *found) { free(found->of_queries), free(found->words); }
 
+/* all keys, for each query */
+static void see_all(struct intervals *found, i64 keys)
+{
+    found->of_queries = NULL, found->words = NULL, found->real = NULL, found->seen.words = NULL;
+    found->texts = 1, found->first_real[0] = 0, found->end_real[0] = keys;
+    found->told[0] = (i64)found->first_real, found->told[1] = (i64)found->end_real;
+    found->told[2] = found->told[3] = 0;
+}
+
 API i64 regard_keys(const uint8_t *cells, i64 rows, i64 keys, i64 apart, int32_t *first_key, int32_t *end_key);
 API void regard_bits(
     const uint8_t *cells, i64 matrices, i64 rows, i64 keys, i64 matrix_apart, i64 row_apart, uint32_t *words);
@@ -294,8 +303,7 @@ static int find_intervals(
     const struct dl_tensor *real = data->tensor + REAL_KEYS, *offsets = data->tensor + OFFSETS;
     struct cells cells;
     int has_cells = data->tensor[CELLS].axes, has_ids = data->tensor[QUERY_IDS].axes;
-    found->of_queries = NULL, found->words = NULL, found->real = NULL, found->seen.words = NULL;
-    found->texts = 1, found->first_real[0] = 0, found->end_real[0] = keys;
+    see_all(found, keys);
     if (has_ids && !are_ids(data, query, keys)) return 0;
     if (has_cells && !place_cells(&cells, data->tensor + CELLS, query, keys)) return 0;
     if (offsets->axes) {
@@ -321,4 +329,39 @@ static int find_intervals(
     found->told[0] = (i64)found->first_real, found->told[1] = (i64)found->end_real;
     found->told[2] = found->texts > 1, found->told[3] = 0;
     return 1;
+}
+
+#define SIZES 6 /* of batch indices and queries that have intervals of their own; of the words, which may be none */
+
+/* What was found, as an object of bytes, for gradients: the data may have changed until these are asked for. The sizes, the
+   first keys, the ends, and the words. span: as of `find_of_queries`. */
+static void *kept_intervals(
+    const struct intervals *found, const struct data *data, const struct span *span, const struct dl_tensor *query,
+    i64 keys)
+{
+    i64 batches = query->shape[0], queries = query->shape[2];
+    i64 rows = found->told[2] ? batches : 1, columns = found->told[3] || data->has_offset ? queries : 1;
+    const struct mask *m = &found->seen;
+    i64 size[SIZES] = {rows, columns, 0, 1, 1, keys}, words = 0;
+    if (m->words) {
+        size[2] = m->batch ? batches : 1, size[3] = m->head ? query->shape[1] : 1;
+        size[4] = m->query ? (queries + QUERIES_OF_A_WORD - 1) / QUERIES_OF_A_WORD : 1;
+        words = size[2] * size[3] * size[4] * keys;
+    }
+    i64 count = SIZES + 2 * rows * columns + words;
+    int32_t *numbers = malloc(count * sizeof *numbers), *first = numbers + SIZES, *end = first + rows * columns;
+    if (!numbers) return python.bytes(NULL, -1); /* which sets an error */
+    for (int i = 0; i < SIZES; i++) numbers[i] = size[i];
+    for (i64 row = 0; row < rows; row++)
+        for (i64 i = 0; i < columns; i++, first++, end++) {
+            i64 at = row * found->told[2] + i * found->told[3], own = data->offset + i;
+            *first = ((const int32_t *)found->told[0])[at], *end = ((const int32_t *)found->told[1])[at];
+            if (!data->has_offset) continue;
+            *first = most(*first, least(keys, own + span->low));
+            *end = most(*first, least(*end, own + span->high + 1));
+        }
+    if (words) memcpy(numbers + count - words, m->words, words * sizeof *numbers);
+    void *kept = python.bytes((const char *)numbers, count * sizeof *numbers);
+    free(numbers);
+    return kept;
 }

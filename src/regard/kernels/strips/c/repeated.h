@@ -8,8 +8,7 @@
 #include "data.h"
 
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
-#define MASK 3       /* the places of some of them */
-#define BIAS 4
+#define BIAS 4       /* the places of some of them */
 #define SINK 7
 #define MOST_STEPS 48
 #define MOST_NOTED 8
@@ -43,7 +42,7 @@ struct noted {
 
    Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
    rounded), query, key, value and what is in the tuple `rest`, and returns output and lse. Where `fix` is not NULL, it is
-   called with the mask and returns what is fixed of this call.
+   called with what `kept_intervals` made of the data, and returns what is fixed of this call.
 
    Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
    NULL, or what is added to scores by the distance of a key from a query: for one query, from the farthest key before it
@@ -151,8 +150,9 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
     return like;
 }
 
+/* intervals: an object of them, if they are wanted */
 static i64 one_again(
-    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct data *data)
+    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct data *data, void **intervals)
 {
     i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4];
     i64 ahead = data->has_offset ? data->offset : ahead_of(t);
@@ -167,20 +167,26 @@ static i64 one_again(
     }
     int has_data = 0;
     for (i64 kind = REAL_KEYS; kind < OFFSET; kind++) has_data |= data->tensor[kind].axes > 0;
-    if (!has_data) return one(r->one, threads, ahead, NULL, NULL, t, count);
-    struct one open = *r->one;
-    if (data->tensor[OFFSETS].axes) open.span.low = -FAR, open.span.high = FAR; /* intervals say it of each text */
-    seen_of(&open, queries, keys, ahead, &start, &stop);
     struct intervals found;
     i64 outcome = UNLIKE;
-    if (find_intervals(data, &r->one->span, t, keys, start, stop, &found))
-        outcome = one(&open, threads, ahead, found.told, &found.seen, t, count);
+    if (!has_data) {
+        see_all(&found, keys);
+        outcome = one(r->one, threads, ahead, NULL, NULL, t, count);
+    } else {
+        struct one open = *r->one;
+        if (data->tensor[OFFSETS].axes) open.span.low = -FAR, open.span.high = FAR; /* intervals say it of each text */
+        seen_of(&open, queries, keys, ahead, &start, &stop);
+        if (find_intervals(data, &r->one->span, t, keys, start, stop, &found))
+            outcome = one(&open, threads, ahead, found.told, &found.seen, t, count);
+    }
+    if (outcome == DONE && r->fix) *intervals = kept_intervals(&found, data, &r->one->span, t, keys);
     free_intervals(&found);
     return outcome;
 }
 
-/* Output, and lse or None, of what was computed, as a tuple. The results are the tuple's from then on. */
-static void *returned(const struct repeated *r, void *given, void *result[RESULTS])
+/* Output, and lse or None, of what was computed, as a tuple. The results are the tuple's from then on, and the intervals
+   are those of `fix`, if there is one. */
+static void *returned(const struct repeated *r, void *given, void *result[RESULTS], void *intervals)
 {
     if (!r->attach) {
         void *both[] = {result[OUTPUT], result[LSE] ? result[LSE] : kept(python.none)};
@@ -190,8 +196,8 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     void *results[] = {result[OUTPUT], result[LSE], exact};
     i64 rest = python.length(r->rest);
     void *taken[5 + rest];
-    void *mask = r->fix ? kept(python.item(given, MASK)) : NULL;
-    taken[0] = r->fix ? called(r->fix, tuple_of(1, &mask)) : kept(r->fixed), taken[1] = tuple_of(3, results);
+    taken[0] = !r->fix ? kept(r->fixed) : intervals ? called(r->fix, tuple_of(1, &intervals)) : NULL;
+    taken[1] = tuple_of(3, results);
     if (!taken[0]) return python.drop(taken[1]), NULL;
     for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
     for (i64 i = 0; i < rest; i++) taken[5 + i] = kept(python.item(r->rest, i));
@@ -203,7 +209,7 @@ static int pass_again(
     const struct repeated *r, void *given, const struct dl_tensor *three, const struct data *data, void **found)
 {
     struct dl_tensor t[3 + RESULTS + MOST_NOTED + 1] = {three[0], three[1], three[2]};
-    void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0};
+    void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0}, *intervals = NULL;
     i64 outcome = threads ? DONE : UNLIKE, count = 3;
     for (i64 i = 0; i < RESULTS && outcome == DONE; i++) {
         if (!r->make[i]) continue;
@@ -214,10 +220,10 @@ static int pass_again(
     for (i64 i = 0; i < r->told && outcome == DONE; i++)
         if (python.read(python.item(given, r->noted[i].from), t + count++)) outcome = UNLIKE;
     i64 by = threads ? python.number(threads) : 0;
-    if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, data) : again(r->pass, by, t, count);
+    if (outcome == DONE) outcome = r->one ? one_again(r, by, t, count, data, &intervals) : again(r->pass, by, t, count);
     if (threads) python.drop(threads);
     if (outcome == DONE) {
-        *found = returned(r, given, result);
+        *found = returned(r, given, result, intervals);
         return 1;
     }
     for (i64 i = 0; i < RESULTS; i++)
