@@ -67,6 +67,7 @@ class Row(NamedTuple):
         by_token: whether the heads of a token lie beside one another in memory, as a layer projects them.
         anew: whether mask and bias are others in every call, as that of every batch of a training.
         compiled: whether regard and torch are called in graphs of torch.compile.
+        tokens: of each text, where there are as many texts as have the length in all; None for texts of that length.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Row(NamedTuple):
     by_token: bool = False
     anew: bool = False
     compiled: bool = False
+    tokens: int | None = None
 
 
 def _random(length: int) -> Tensor:
@@ -253,6 +255,7 @@ ROWS = (
     Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("17 queries, 32 texts", _fixed(), 2, 2, 256, 32, 17, most=2048, head_dim=256),
+    Row("texts of 19 tokens", _fixed(), most=2048, tokens=19),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
     Row(
@@ -450,18 +453,21 @@ def measure(
     draw = torch.Generator().manual_seed(1)
     if length > row.most:
         return None
+    of_all = length
+    if row.tokens is not None:
+        row, length = row._replace(batch=max(1, length // row.tokens)), row.tokens
     queries = row.queries or length
     size = row.head_dim
     sizes = (row.heads, queries, size), (row.kv_heads, length, size), (row.kv_heads, length, row.value_dim)
     inputs = [torch.randn(row.batch, *size, generator=draw).to(device, dtype) for size in sizes]
     if row.by_token:
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    others = [torch.randn(1, row.heads, length, size, generator=draw).to(device, dtype) for _ in range(3)]
+    others = [torch.randn(1, row.heads, of_all, size, generator=draw).to(device, dtype) for _ in range(3)]
     given = moved(row.make(length), device)
     scores = int(allowed(given.get("mask"), row, length, device).expand(row.batch, row.heads, -1, -1).sum())
     if not scores:
         return None
-    plain_scores = row.heads * length * (length + 1) // 2
+    plain_scores = row.heads * of_all * (of_all + 1) // 2
     calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "plain": (plain, others),
         "regard": (lambda q, k, v: regard.attention(q, k, v, **given), inputs),
@@ -475,7 +481,7 @@ def measure(
         torch._dynamo.reset()  # each length has a graph of its own
         for name in ("regard", *peers):
             calls[name] = torch.compile(calls[name][0]), inputs
-    found: dict[str, Any] = {"row": row.name, "length": length, "dtype": str(dtype).removeprefix("torch.")}
+    found: dict[str, Any] = {"row": row.name, "length": of_all, "dtype": str(dtype).removeprefix("torch.")}
     for way in ("forward", "backward"):
         times: dict[str, list[float]] = {name: [] for name in calls}
         spent, repeat = 0.0, -1

@@ -463,8 +463,6 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_queries_of_many_keys_take_torchs_operator_longer(dtype, monkeypatch):
     monkeypatch.setattr(native, "price", lambda *of, **by: 0.9)
-    monkeypatch.setattr(native, "settle_products", lambda: None)
-    monkeypatch.setattr(library_for(dtype), "products", "pairs")
 
     def kernel(queries, learns):
         shapes = (4, 2, queries, 64), (4, 2, 1024, 64), (4, 2, 1024, 64)
@@ -472,13 +470,27 @@ def test_few_queries_of_many_keys_take_torchs_operator_longer(dtype, monkeypatch
         return choose(check_call("attention", *three, *[None] * 6)).name
 
     assert [kernel(queries, True) for queries in (5, 9, 17, 33)] == ["native"] * 4
-    assert [kernel(queries, False) for queries in (5, 9)] == ["native", "sdpa"]
+    copies = "native" if dtype is torch.bfloat16 else "sdpa"  # torch's operator those of half precision, as wider ones
+    assert [kernel(queries, False) for queries in (5, 9)] == ["native", copies]
     assert dtype is torch.bfloat16 or kernel(17, False) == "native"
-    monkeypatch.setattr(native, "price", lambda *of, **by: 0.75)
-    monkeypatch.setattr(library_for(dtype), "products", "plain")
-    lanes = library_for(dtype).lanes
-    widened = [queries for queries in (lanes // 2, lanes // 2 + 1, 2 * lanes) if kernel(queries, False) == "sdpa"]
-    assert widened == ([] if dtype is torch.float32 else [lanes // 2 + 1])  # others read keys as they are, or pay
+
+
+@needs_library
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("mask", [None, Causal()])
+def test_texts_of_odd_lengths_take_torchs_operator_no_less_than_longer_ones(mask, learns, monkeypatch):
+    """Of 9 to 24 tokens it took 2 to 7 times as long as the library, and was chosen: for the latter, rows were counted
+    in full, and for the former, as they are."""
+    monkeypatch.setattr(native, "price", lambda *of, **by: 0.9)
+
+    def kernel(length):
+        three = [torch.zeros(4, 4, length, 64).requires_grad_(learns) for _ in range(3)]
+        return choose(check_call("attention", *three, mask, *[None] * 5)).name
+
+    chosen = {length: kernel(length) for length in range(9, 200)}
+    assert {length for length, name in chosen.items() if name != "native"} == set()
+    monkeypatch.setattr(native, "price", lambda *of, **by: 1.1)
+    assert mask is not None or {kernel(length) for length in (16, 32, 64, 96)} == {"sdpa"}
 
 
 @needs_library

@@ -164,34 +164,28 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
         by_table: whether torch's is given a table of what is hidden and added.
     """
     learns, dtype, queries = call.learns, call.query.dtype, call.query.shape[2]
+    in_full = -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
     if queries == 1:
         scores *= tuning.ONE_QUERY
-    elif 2 * queries <= call.key.shape[2]:
-        scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if learns else tuning.QUERIES_TO_BEGIN) / queries
+    elif 2 * queries > call.key.shape[2]:
+        scores *= in_full
+    else:
+        to_begin = tuning.QUERIES_TO_BEGIN_HALVES if dtype in fused.HALF else tuning.QUERIES_TO_BEGIN
+        scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if learns else to_begin) / queries
         if dtype not in fused.HALF and queries > tuning.QUERIES_AT_A_TIME:
-            scores *= -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
+            scores *= in_full
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
-    most = scores / (1 + tuning.QUERIES_TO_WIDEN / queries) if _widens(call) else scores
     table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
     if plan.interval is not None and not plan.others:
         least = _scores(call, plan.within(None))  # is counted in less time
-        if price(dtype, learns, table, of_head) * least < most:
+        if price(dtype, learns, table, of_head) * least < scores:
             return True
     own = sum(_scores(call, part) for part in plan.parts)
     own += len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
-    if price(dtype, learns, table, of_head) * own < most:
+    if price(dtype, learns, table, of_head) * own < scores:
         return True
-    return by_table and not table and price(dtype, learns, False, of_head, by_table=True) * own < most
-
-
-def _widens(call: Call) -> bool:
-    """Whether all keys and values are copied as float32 numbers: few queries read them as they are, gradients pay for
-    that many times over, and with a bias torch's own function takes longer, too."""
-    dtype = call.query.dtype
-    if dtype not in fused.HALF or call.learns or call.scoring.bias is not None:
-        return False
-    return call.query.shape[2] > library_for(dtype).lanes // 2 and _products_of(dtype) == "plain"
+    return by_table and not table and price(dtype, learns, False, of_head, by_table=True) * own < scores
 
 
 def _products_of(dtype: torch.dtype) -> str:

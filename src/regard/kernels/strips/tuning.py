@@ -122,18 +122,17 @@ SCORES_TO_BEGIN_A_NODE = 3 << 11
 Python runs. Rows "compiled" of features.py."""
 
 QUERIES_TO_BEGIN = 4
+QUERIES_TO_BEGIN_HALVES = 8
 QUERIES_TO_BEGIN_GRADIENTS = 16
 """Of many keys, torch's own function takes as long as for so many queries more, since it copies all of them before it
-multiplies, and has gradients of each. Rows "5 queries", "16 queries", "17 queries" of features.py; with gradients, of 9
-queries and 1,024 keys the library takes 0.5 to 0.8 times as long, with AVX2 and with AVX-512."""
+multiplies, in half precision as wider numbers, and has gradients of each. Rows "5 queries", "16 queries", "17 queries"
+of features.py; with gradients, of 9 queries and 1,024 keys the library takes 0.5 to 0.8 times as long, with AVX2 and
+with AVX-512. In bfloat16, with AVX2, of 5 to 12 queries and 128 to 2,048 keys 0.7 to 0.9 times as long."""
 
 QUERIES_AT_A_TIME = 16
-"""More than so many float32 queries of many keys take torch's own function as long as the next multiple of it: of 17,
-with AVX-512, 1.4 to 2.3 times as long as the library. Row "17 queries, 32 texts"."""
-
-QUERIES_TO_WIDEN = 6
-"""Copying keys and values of half precision as float32 numbers takes as long as so many queries more. Row "5 queries"
-with AVX2."""
+"""Queries take torch's own function at least as long as the next multiple of so many, unless they are few, or in half
+precision, of many keys: 17 of them, with AVX-512, 1.4 to 2.3 times as long as the library, and texts of 9 to 24 tokens
+2 to 7 times. Rows "17 queries, 32 texts" and "texts of 19 tokens"."""
 
 SCORES_PER_LOOK = 16
 """Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a
