@@ -134,7 +134,7 @@ def _found(mask: Mask, grid: Grid, has_gaps: bool) -> Reordering | None:
     elif not on_a_cpu:
         return None
     elif (inside := side_by_side(product_of(others), grid)) is None:
-        together = Document(queries.ids) if keys is queries else _of_documents(queries, keys)
+        together = Document(queries.ids) if keys is queries else _same_documents(queries, keys)
         rest = together & SortedMask(product_of(others), queries.places, keys.places)
         left_out = 0.0  # not known: strips of the other mask alone may leave out as much
     else:
@@ -147,7 +147,7 @@ def _found(mask: Mask, grid: Grid, has_gaps: bool) -> Reordering | None:
 
 def share_of_documents(documents: Document) -> float:
     """How many of all keys are of a query's own document; the mean of all queries."""
-    within = _of_documents(_sort(documents.query_ids), _sort(documents.key_ids))
+    within = _same_documents(_sort(documents.query_ids), _sort(documents.key_ids))
     return float((within.end - within.first).double().mean()) / documents.key_ids.shape[1]
 
 
@@ -219,9 +219,11 @@ def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
     """Which sorted keys each sorted query sees of those in an interval. They are side by side: the tokens of a document
     are in the order in which they were."""
     batch, key_len = max(map(len, (inside.first, queries.ids, keys.ids))), keys.ids.shape[1]
-    of_all = [tensor.expand(batch, -1).contiguous() for tensor in (*queries, *keys)]
-    places, ids, key_places, key_ids = of_all
-    begin, stop = torch.searchsorted(key_ids, ids), torch.searchsorted(key_ids, ids, right=True)
+    places, key_places, key_ids = (
+        of.expand(batch, -1).contiguous() for of in (queries.places, keys.places, keys.ids)
+    )  # fmt: skip
+    documents = _same_documents(queries, keys)
+    begin, stop = (side.expand(batch, -1).to(torch.int64) for side in (documents.first, documents.end))
     in_order = torch.searchsorted(key_ids, key_ids) * (key_len + 1) + key_places
     first, end = (
         side.expand(batch, places.shape[1]).gather(1, places) + begin * (key_len + 1)
@@ -231,7 +233,7 @@ def _between(inside: Interval, queries: Sorted, keys: Sorted) -> Between:
     return Between(first, end)
 
 
-def _of_documents(queries: Sorted, keys: Sorted) -> Between:
+def _same_documents(queries: Sorted, keys: Sorted) -> Between:
     """Which sorted keys are of the document of each sorted query."""
     batch = max(len(queries.ids), len(keys.ids))
     ids, key_ids = (side.expand(batch, -1).contiguous() for side in (queries.ids, keys.ids))
