@@ -164,16 +164,15 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
         by_table: whether torch's is given a table of what is hidden and added.
     """
     learns, dtype, queries = call.learns, call.query.dtype, call.query.shape[2]
-    in_full = -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
+    in_full = -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries  # at most
     if queries == 1:
         scores *= tuning.ONE_QUERY
-    elif 2 * queries > call.key.shape[2]:
-        scores *= in_full
-    else:
+    elif 2 * queries <= call.key.shape[2]:
         to_begin = tuning.QUERIES_TO_BEGIN_HALVES if dtype in fused.HALF else tuning.QUERIES_TO_BEGIN
         scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if learns else to_begin) / queries
         if dtype not in fused.HALF and queries > tuning.QUERIES_AT_A_TIME:
             scores *= in_full
+        in_full = 1.0
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
     table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
@@ -182,6 +181,7 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
         if price(dtype, learns, table, of_head) * least < scores:
             return True
     own = sum(_scores(call, part) for part in plan.parts)
+    scores = min(max(scores, own), scores * in_full)  # both count the last ones in full
     own += len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
     if price(dtype, learns, table, of_head) * own < scores:
         return True
