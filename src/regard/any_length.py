@@ -261,7 +261,7 @@ class _Fixed(_OfLengths):
     def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
         """What is fixed of a call of which each query is limited to an interval of keys."""
         engine, scoring, dropout, plan = self(query, key, value)
-        way = query.shape[2], key.shape[2], len(interval.first) > 1, interval.words is None
+        way = query.shape[2], key.shape[2], interval.words is None
         known = self._within.get(way)
         if known is None:
             known = plan_within(scoring, query.dtype, scoring.mask_or_everything, interval).of_form(plan.form)
