@@ -126,7 +126,7 @@ class Between(Mask):
         self.first, self.end = first, end
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= lookup(self.first, batch, query)) & (key < lookup(self.end, batch, query))
+        return _is_inside(self, batch, query, key)
 
     def coverage(self, rows: range, columns: range) -> Tile:
         first, end = self.first[:, rows.start : rows.stop], self.end[:, rows.start : rows.stop]
@@ -134,6 +134,10 @@ class Between(Mask):
             return Tile.FULL
         some = first.clamp(min=columns.start) < end.clamp(max=columns.stop)
         return Tile.PARTIAL if bool(some.any()) else Tile.EMPTY
+
+
+def _is_inside(ends: "Between | Within", batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return (key >= lookup(ends.first, batch, query)) & (key < lookup(ends.end, batch, query))
 
 
 @cached_by_mask(maxsize=16)
@@ -171,7 +175,7 @@ class Within(Mask):
         self.first, self.end, self.words = first, end, words
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = (key >= lookup(self.first, batch, query)) & (key < lookup(self.end, batch, query))
+        inside = _is_inside(self, batch, query, key)
         if self.words is None:
             return inside
         words = lookup(self.words, batch, head, query // QUERIES_OF_A_WORD, key)
