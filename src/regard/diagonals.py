@@ -20,7 +20,10 @@ def turned_tile(row: Tensor, rows: int, columns: int) -> Tensor:
     [[1, 2, 3], [0, 1, 2]]
     """
     learns = row.requires_grad and torch.is_grad_enabled()
-    if learns and not tracing() and not transformed():
+    if learns and transformed():  # torch.func.vmap has no rule for the gradient of `unfold`
+        down, across = torch.arange(rows, device=row.device), torch.arange(columns, device=row.device)
+        return scattered_tile(row, across - down[:, None] + rows - 1)
+    if learns and not tracing():
         tile: Tensor = _Tile.apply(row, rows, columns)  # type: ignore[no-untyped-call]
         return tile
     return row.unfold(-1, columns, 1).flip(-2)

@@ -25,6 +25,9 @@ from regard.validation import check_call
 MIN_WARNED_NUMBERS = 1 << 28
 """A call warns from this many numbers in quadratic tensors on (1 GiB in float32)."""
 
+is_transforming = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func is at work."""
+
 Arguments = tuple[
     Tensor, Tensor, Tensor, Mask | None, Bias | Tensor | None, float | None, float | None, Tensor | None,
     Additive | None, float, torch.Generator | None, bool, str,
@@ -135,7 +138,8 @@ compiled.attention_with_lse = attention_with_lse
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
-    if not is_dynamo_compiling():  # torch.export has tensors of a kind of its own, which the library leaves alone
+    # tensors without memory of their own, as torch.export and torch.func have them: to find out takes torch long
+    if not (is_dynamo_compiling() or is_transforming()):
         results = repeated.repeat(given, checked.noted)
         if results is not None:
             return results, None

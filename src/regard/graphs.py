@@ -48,6 +48,20 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether a branch may depend on the numbers of a tensor: neither in a graph nor where `is_of_many`."""
+    return not (tracing() or is_of_many(tensor))
+
+
+def is_of_many(value: object) -> bool:
+    """Whether something is a tensor that in torch.func.vmap stands for those of several calls."""
+    if not torch._C._are_functorch_transforms_active() or not isinstance(value, Tensor):
+        return False
+    while torch._C._functorch.is_gradtrackingtensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return torch._C._functorch.is_batchedtensor(value)
+
+
 def as_it_stands() -> bool:
     """Whether a call is computed now and as it is: neither traced nor transformed. Asked in every call."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import processor
-from regard.graphs import concrete, exporting, tracing
+from regard.graphs import concrete, exporting, has_numbers
 from regard.matmul import baddbmm, bmm
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -123,7 +123,7 @@ def zero_empty_queries(query: Tensor, allowed: Tensor | None) -> Tensor:
 def zero_unless(tensor: Tensor, where: Tensor) -> Tensor:
     """The tensor with zeros where the condition is False; not a copy if it is True everywhere, as far as can be known
     without a device sync."""
-    if where.device.type == "cpu" and not tracing() and bool(where.all()):
+    if where.device.type == "cpu" and has_numbers(where) and bool(where.all()):
         return tensor
     return tensor.masked_fill(~where[..., None], 0.0)
 

@@ -185,7 +185,6 @@ class _Notes:
             self._of_rule(given[place], place) if isinstance(given[place], Rule) else self._of_tensor(given, place)
         for function, found in (
             (torch._C._is_tracing, False),
-            (torch._C._are_functorch_transforms_active, False),
             (torch._C._len_torch_dispatch_stack, 0),
             (torch.is_grad_enabled, torch.is_grad_enabled()),
             (torch._C._is_any_autocast_enabled, torch._C._is_any_autocast_enabled()),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.biases import Bias, Given
-from regard.graphs import tracing
+from regard.graphs import has_numbers
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import grouped_matmul, upcast
 from regard.shapes import Grid
@@ -176,7 +176,7 @@ class Scoring:
             hidden = reduce(or_, (part.isneginf() for part in parts))
             if allowed is not None:
                 allowed = allowed & ~hidden
-            elif tracing() or bool(hidden.any()):
+            elif not has_numbers(hidden) or bool(hidden.any()):
                 allowed = ~hidden
         return allowed
 

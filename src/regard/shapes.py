@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import has_numbers, tracing
 
 
 class ShapeError(ValueError):
@@ -321,8 +321,9 @@ def check_offset(owner: str, offset: Offset) -> int | Tensor | None:
 
 
 def known_true(answer: Tensor) -> bool:
-    """Whether a condition on data holds. While tracing it cannot be evaluated, and is checked when the graph runs."""
-    return not tracing() and bool(answer)
+    """Whether a condition on data is known to hold. In a graph it cannot be evaluated, and is checked when that runs;
+    in torch.func.vmap, which has several calls in one, it is not checked."""
+    return has_numbers(answer) and bool(answer)
 
 
 def check_broadcast(what: str, data: Tensor, axes: int, grid: Grid, by_key: str, by_axes: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
-from regard.kernels.strips import engine, native, options
+from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
 from regard.masks import EVERYTHING
 from regard.masks.planning import hides_later_keys
@@ -208,6 +208,11 @@ def _fits_a_gpu(call: Call) -> bool:
 
 
 PREFERENCES = (
+    Preference(
+        strips.NATIVE_KERNEL,
+        "the compiled library computes all that torch.func.vmap adds as one call",
+        transforms.pays,
+    ),
     Preference(
         direct.KERNEL,
         "torch.func and forward_ad take derivatives of any kind and order, which plain operators have",

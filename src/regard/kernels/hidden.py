@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from regard.graphs import concrete, tracing, whole
+from regard.graphs import concrete, has_numbers, tracing, whole
 from regard.kernels.known import Kept, cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
 from regard.masks.algebra import coverage_of
@@ -72,7 +72,7 @@ class Hidden:
 
     def __init__(self, allowed: Tensor, hides: bool | None = None, all_see: bool = False) -> None:
         self.allowed = allowed
-        self._ask = allowed.is_cpu and not tracing()
+        self._ask = allowed.is_cpu and has_numbers(allowed)
         self._hides = hides
         self._seeing: dict[int, Tensor | None] = {-1: None} if all_see else {}
         self._numbers: dict[torch.dtype, Tensor] = {}

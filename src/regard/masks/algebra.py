@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import has_numbers, is_of_many, tracing
 from regard.indexing import Indices, as_range, indices, shifted
 from regard.rules import Rule, is_data, same, serialise
 from regard.shapes import Grid, how_to_plain, is_plain, kind
@@ -53,8 +53,9 @@ class Mask(Rule):
 
     @property
     def closed_form(self) -> bool:
-        """Whether `coverage` is computed without evaluating cells, as in every class that defines it or `verdict`."""
-        return self._judges_rectangles
+        """Whether `coverage` is computed without evaluating cells, as in every class that defines it or `verdict`; but
+        not in torch.func.vmap, if that takes its data apart."""
+        return self._judges_rectangles and not any(map(is_of_many, vars(self).values()))
 
     def coverage(self, rows: range, columns: range) -> Tile:
         """The coverage of a nonempty rectangle: EMPTY and FULL must be certain, PARTIAL need not be.
@@ -451,6 +452,8 @@ def coverage_of(allowed: Tensor) -> Tile:
     all or any are True."""
     if not allowed.numel():
         return Tile.FULL
+    if not has_numbers(allowed):
+        return Tile.PARTIAL
     least, largest = allowed.view(torch.uint8).aminmax()
     return Tile.FULL if bool(least) else Tile.PARTIAL if bool(largest) else Tile.EMPTY
 
@@ -465,6 +468,6 @@ def shown_argument(value: object) -> str:
     """An argument for repr(): a tensor by its numbers if they are few, else by its shape."""
     if not isinstance(value, Tensor):
         return repr(value)
-    if value.numel() <= 16 and value.dtype != torch.bool and not value.is_meta:
+    if value.numel() <= 16 and value.dtype != torch.bool and not value.is_meta and not is_of_many(value):
         return str(value.tolist())
     return f"<{'bool ' if value.dtype == torch.bool else ''}{list(value.shape)}>"

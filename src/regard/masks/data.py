@@ -66,7 +66,7 @@ class Document(Mask):
         """Whether queries and keys are the same tokens, with nondecreasing ids, as in packed documents."""
         if "ordered" not in self._found:
             ids = self.query_ids
-            self._found["ordered"] = self.key_ids is ids and bool((ids[:, 1:] >= ids[:, :-1]).all())
+            self._found["ordered"] = self.key_ids is ids and known_true((ids[:, 1:] >= ids[:, :-1]).all())
         return self._found["ordered"]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The strips of a call as a `torch.autograd.Function`, for autograd and torch.func.
+"""The strips of a call as a `torch.autograd.Function`.
 
 Double backward runs on the reference.
 """
@@ -112,29 +112,6 @@ unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
 for one, torch takes 20 us between the layers of a model. Row "5 queries, causal" of features.py."""
 
 
-class Transformed(Strips):
-    """The same in transforms of torch.func, in the form that they ask for: torch would read its signature in every
-    call, which takes longer than a short text."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return _forward(*inputs)[:2]
-
-    setup_context = staticmethod(_keep)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise NotImplementedError(
-            "regard: derivatives that are carried forward (torch.func.jvp, torch.autograd.forward_ad) are those of "
-            "torch's operators, which hold all scores; of so many, only where it is asked for: kernel='direct', or "
-            "a part of the queries at a time"
-        )
-
-    @staticmethod
-    def vmap(*arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(Transformed, *arguments)
-
-
 class Gradients(torch.autograd.Function):
     """The backward pass of `Strips`, itself differentiable by the reference."""
 
@@ -172,10 +149,10 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(*arguments: Any) -> tuple[Any, Any]:
-        return _one_by_one(Gradients, *arguments)
+        return one_by_one(Gradients, *arguments)
 
 
-def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+def one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
     """The rule for torch.func.vmap: one call after another, since each keeps all cores busy."""
     calls = [
         function.apply(*(x if at is None else x.select(at, n) for x, at in zip(inputs, in_dims, strict=True)))

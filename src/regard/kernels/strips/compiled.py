@@ -22,10 +22,18 @@ from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.order import by_form
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import wide
-from regard.rules import Positioned, Rule, deserialise, settled
+from regard.rules import Positioned, Rule, deserialise, serialise, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
 from regard.versions import MAX_HELD_BYTES
+
+
+def line_of(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
+    """A mask or bias as a line, with its tensors and numbers."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    return None if rule is None else serialise(rule, tensors, numbers), tensors, numbers
+
 
 attention_with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
 """That of `regard.functional`, which is made of what is here, and sets it."""
@@ -92,14 +100,14 @@ def _strips_backward(
                 query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
                 output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
             )  # fmt: skip
-        of_leaves = _gradients_of(leaves, learned, grads[4:])
+        of_leaves = gradients_of(leaves, learned, grads[4:])
     of_query, of_key, of_value = (_by_token(grad) for grad in grads[:3] if grad is not None)
     none = query.new_empty(0)
     of_sink, *of_bias = (none if grad is None else grad for grad in (grads[3], *of_leaves))
     return of_query, of_key, of_value, of_sink, of_bias
 
 
-def _gradients_of(
+def gradients_of(
     leaves: Sequence[Tensor], learned: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients of a node's tensors, from those of what a bias made of them: views, mostly."""

@@ -18,10 +18,10 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared, learns
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
-from regard.kernels.strips import engine, native, options, products, ready
+from regard.kernels.strips import engine, native, options, products, ready, transforms
 from regard.kernels.strips.added import is_by_distance
-from regard.kernels.strips.autograd import Transformed, apply, unwrap_if_dead
-from regard.kernels.strips.compiled import in_graph
+from regard.kernels.strips.autograd import apply, unwrap_if_dead
+from regard.kernels.strips.compiled import in_graph, line_of
 from regard.kernels.strips.engines import GPU, NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.gpu import passes
 from regard.kernels.strips.grouping import StripPlan
@@ -34,21 +34,22 @@ from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import is_regular, onednn_beats_fused
 from regard.numerics import add_sink, upcast, wide
-from regard.rules import Rule, serialise
 from regard.scores import Scoring
 
 Three = tuple[Tensor, Tensor, Tensor]
 
 
 def cannot(call: Call) -> str | None:
-    """Why strips do not support a call: only an exported graph cannot contain them."""
+    """Why strips do not support a call: an exported graph cannot contain them, nor torch.func see into functions."""
     if exporting():
         return "an exported graph can hold only torch's own operators"
-    return None
+    return transforms.cannot(call) if transformed() else None
 
 
 def cannot_natively(call: Call) -> str | None:
     """The same of the compiled library; what a graph does not know yet, its node will ask."""
+    if transformed():
+        return transforms.cannot_natively(call)
     return cannot(call) or (None if tracing() and native.runs_on(call) else native.cannot(call))
 
 
@@ -60,6 +61,8 @@ def cannot_on_a_gpu(call: Call) -> str | None:
 def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     """Computes the strips; in a graph of torch.compile, as one node."""
     if not tracing():
+        if transformed():
+            return _transformed(call, by)
         attend = _of_one(call) if by is NATIVE else None
         if attend is None:
             return _run(call, by)
@@ -71,28 +74,28 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
     three = _in_precision(call[:3], scoring, dropout, call.wants_lse) if by is OPERATORS else call[:3]
     output, lse, _ = in_graph(
         *three,
-        scoring.sink, *_line(scoring.mask_or_everything), *_line(scoring.bias), scoring.scale, scoring.softcap,
+        scoring.sink, *line_of(scoring.mask_or_everything), *line_of(scoring.bias), scoring.scale, scoring.softcap,
         None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
         call.learns,
     )  # fmt: skip
     return output.transpose(1, 2).to(call.query.dtype), lse
 
 
+def _transformed(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
+    scoring, dtype = call.scoring, call.query.dtype
+    three = _in_precision(call[:3], scoring, call.dropout, call.wants_lse) if by is OPERATORS else call[:3]
+    output, lse = transforms.run(Call(*three, *call[3:]), by)
+    return output.to(dtype), lse
+
+
 def is_one_node(call: Call) -> bool:
     """Whether a graph of torch.compile can hold the call as one node, which has room for numbers and tensors, but not
     for functions, nor for biases of one's own, which may hold more than the arguments that they are made of."""
     scoring = call.scoring
-    if scoring.additive is not None or _line(scoring.mask_or_everything)[0] is None:
+    if scoring.additive is not None or line_of(scoring.mask_or_everything)[0] is None:
         return False
     terms = () if scoring.bias is None else scoring.bias.terms()
     return all(":" not in term.kind for term in terms)  # as those that are regard's own are called
-
-
-def _line(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
-    """A mask or bias as a line, with its tensors and numbers."""
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    return None if rule is None else serialise(rule, tensors, numbers), tensors, numbers
 
 
 def _in_precision(three: Three, scoring: Scoring, dropout: Dropout | None, wants_lse: bool) -> Three:
@@ -256,14 +259,11 @@ class Planned:
             if sink is not None:
                 output, lse = add_sink(output, lse, sink, out=output)
             return output.to(dtype), lse if self.wants_lse else None
-        if self.learns or transformed():
+        if self.learns:
             scoring = scoring.with_sink(sink)
-            fixed = self.engine, scoring, dropout, self.plan
-            if transformed():
-                output, lse = Transformed.apply(*fixed, *three, sink, *scoring.learned())  # type: ignore[no-untyped-call]
-            else:
-                sink = None if sink is None else unwrap_if_dead(sink)
-                output, lse = apply(*fixed, *map(unwrap_if_dead, three), sink, *map(unwrap_if_dead, scoring.learned()))
+            sink = None if sink is None else unwrap_if_dead(sink)
+            learned = map(unwrap_if_dead, scoring.learned())
+            output, lse = apply(self.engine, scoring, dropout, self.plan, *map(unwrap_if_dead, three), sink, *learned)
             return output if output.dtype is dtype else output.to(dtype), lse
         # without gradients, skip autograd, whose overhead equals a small call
         output, lse, _ = self.engine.forward(
