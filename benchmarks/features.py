@@ -68,6 +68,8 @@ class Row(NamedTuple):
         anew: whether mask and bias are others in every call, as that of every batch of a training.
         compiled: whether regard and torch are called in graphs of torch.compile.
         tokens: of each text, where there are as many texts as have the length in all; None for texts of that length.
+        by_vmap: whether torch.func.vmap gives each text, and with torch.func.grad the gradients of each.
+        twice: whether gradients are of the sum of the squares of gradients.
     """
 
     name: str
@@ -84,6 +86,8 @@ class Row(NamedTuple):
     anew: bool = False
     compiled: bool = False
     tokens: int | None = None
+    by_vmap: bool = False
+    twice: bool = False
 
 
 def _random(length: int) -> Tensor:
@@ -271,6 +275,10 @@ ROWS = (
     Row("1 query, 8 texts at places of their own, new in every call", _places_anew, batch=8, queries=1, anew=True),
     Row("bias, dense, new in every call", _dense(None), most=2048, anew=True),
     Row("bias, dense, heads innermost, new in every call", _heads_innermost, most=2048, anew=True),
+    Row("8 texts by vmap", _fixed(), batch=8, most=512, by_vmap=True),
+    Row("8 texts by vmap, causal", _fixed(mask=Causal()), batch=8, most=512, by_vmap=True),
+    Row("a penalty on gradients", _fixed(), most=2048, twice=True),
+    Row("a penalty on gradients, causal", _fixed(mask=Causal()), most=2048, twice=True),
     Row("full, compiled", _fixed(), most=2048, compiled=True),
     Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
     Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),
@@ -352,7 +360,7 @@ def torch_ways(
     """What can be written with torch, each of which is the best for some calls: its function, where there is one, and
     the formula, where it is as exact, gives no NaN, and has not so many scores that it is slower. What can be made
     beforehand is not timed."""
-    by_function = _by_function(row, given, length, dtype, device)
+    by_function = None if row.twice else _by_function(row, given, length, dtype, device)  # its gradients have none
     if by_function is None:
         return [_formula(row, given, length, dtype, device)]
     scores = row.batch * row.heads * (row.queries or length) * length
@@ -493,7 +501,7 @@ def measure(
                     given |= moved(row.make(length), device)
                 leaves = [tensor.detach().requires_grad_(way == "backward") for tensor in tensors]
                 with torch.set_grad_enabled(way == "backward"):
-                    taken = seconds_of(_work(call, leaves, way), device)
+                    taken = seconds_of(_work(row, call, leaves, way), device)
                 if repeat:  # the first one warms up
                     times[name].append(taken)
                     spent += taken
@@ -507,11 +515,34 @@ def measure(
     return found
 
 
-def _work(call: Callable[..., Tensor], leaves: Sequence[Tensor], way: str) -> Callable[[], object]:
+def _work(row: Row, call: Callable[..., Tensor], leaves: Sequence[Tensor], way: str) -> Callable[[], object]:
     """What is timed of a call, without anything around it."""
+    if row.by_vmap and call is not plain:
+        each = _of_each(call, way)
+        texts = [leaf.detach() for leaf in leaves]
+        return lambda: each(*texts)
     if way == "forward":
         return lambda: call(*leaves)
+    if row.twice and call is not plain:
+        return lambda: _penalty(call, leaves).backward()
     return lambda: call(*leaves).sum().backward()
+
+
+def _of_each(call: Callable[..., Tensor], way: str) -> Callable[..., Any]:
+    """A call of each text by itself, or its gradients, by torch.func.vmap."""
+
+    def of_one(*text: Tensor) -> Tensor:
+        return call(*(tensor[None] for tensor in text))[0]
+
+    if way == "forward":
+        return torch.func.vmap(of_one)
+    return torch.func.vmap(torch.func.grad(lambda *text: of_one(*text).sum(), (0, 1, 2)))
+
+
+def _penalty(call: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of gradients."""
+    grads = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
+    return torch.stack([grad.square().sum() for grad in grads]).sum()
 
 
 def _against(ours: Sequence[float], theirs: Sequence[float]) -> float:

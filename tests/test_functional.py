@@ -362,6 +362,7 @@ def test_torch_func_takes_derivatives_of_any_kind(name):
         assert_close(transform(of("auto"))(point), transform(of("reference"))(point))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_derivatives_that_are_carried_forward_are_those_of_torch_func(name, queries):
@@ -379,6 +380,7 @@ def test_derivatives_that_are_carried_forward_are_those_of_torch_func(name, quer
             assert_close(forward_ad.unpack_dual(output).tangent, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
 def test_derivatives_of_very_many_scores_are_not_carried_forward_unless_they_are_asked_for():
     tensors = [torch.randn(1, 8, 1500, 2) for _ in range(3)]
     with forward_ad.dual_level():

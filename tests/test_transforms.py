@@ -1,20 +1,24 @@
 """Transforms of torch.func: one call for all that vmap adds, gradients for each, and what is refused."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
 
 from comparing import assert_close
 from regard import (
     Additive,
     Alibi,
     Causal,
+    Decoder,
     Dense,
     Document,
+    Encoder,
     KernelError,
+    ModelConfig,
     Padding,
     RelativeBias,
     Where,
@@ -239,6 +243,26 @@ def test_dropout_is_the_same_or_another_for_each_text_as_vmap_is_told(kernel: st
     first = vmap(of, randomness="same")(*texts)
     torch.manual_seed(3)
     assert_close(first[0], of(*(text[0] for text in texts)))
+    others = vmap(of, randomness="different")(*texts)
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(others, 2))
+    kept, (query, key, _) = torch.eye(KEYS).expand(BATCH, KV_HEADS, KEYS, KEYS), (text[0] for text in texts)
+
+    def weights(key: Tensor) -> Tensor:
+        return attention(query, key, kept, dropout=0.5, kernel=kernel)
+
+    def loss(key: Tensor) -> Tensor:
+        found = weights(key)
+        return (found * torch.arange(KEYS)).sum() + 0 * found.sum()
+
+    keys = key.expand(TEXTS, *key.shape)
+    torch.manual_seed(5)
+    dropped = vmap(weights, randomness="different")(keys) == 0
+    torch.manual_seed(5)
+    ours = vmap(grad(loss), randomness="different")(keys)
+    for n in range(TEXTS):  # the backward pass drops what the forward pass dropped
+        leaf = key.clone().requires_grad_()
+        right = attention(query, leaf, kept).masked_fill(dropped[n], 0.0) * 2
+        assert_close(ours[n], torch.autograd.grad((right * torch.arange(KEYS)).sum(), leaf)[0])
 
 
 def test_additive_similarity_is_left_to_operators() -> None:
@@ -287,3 +311,29 @@ def test_the_library_takes_no_second_gradients_in_torch_func() -> None:
 
     with pytest.raises(KernelError, match="one grad"):
         grad(lambda query: grad(of)(query).sum())(query)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "bert", "original"])
+def test_models_have_the_gradients_of_each_text_and_may_be_stacked(preset: str) -> None:
+    kind = Encoder if preset == "bert" else Decoder
+    config = ModelConfig.preset(preset, vocab_size=50, dim=64, heads=8, layers=2)
+    models = [kind(config).eval() for _ in range(3)]
+    tokens, model = torch.randint(50, (4, 9)), kind(config).eval()
+
+    def loss(parameters: dict[str, Tensor], text: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, parameters, (text[None],))
+        return found.square().sum()
+
+    parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    of_each = vmap(grad(loss), in_dims=(None, 0))(parameters, tokens)
+    for name, right in grad(loss)(parameters, tokens[2]).items():
+        assert_close(of_each[name][2], right, name, tolerance=1e-4)
+    stacked, buffers = stack_module_state(models)
+    given = {name: tensor.detach() for name, tensor in (stacked | buffers).items()}
+    outputs = vmap(lambda state: functional_call(model, state, (tokens,)))(given)
+    for output, one in zip(outputs, models, strict=True):
+        assert_close(output, one(tokens))
+    drops = kind(ModelConfig.preset(preset, vocab_size=50, dim=64, heads=8, layers=2, dropout=0.5)).train()
+    text = tokens[:1].expand(3, -1)
+    found = vmap(lambda text: drops(text[None]), randomness="different")(text)
+    assert not torch.equal(found[0], found[1])

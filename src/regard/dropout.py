@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.graphs import tracing
+from regard.graphs import has_numbers, is_of_many
 from regard.indexing import Indices, indices
 from regard.shapes import Grid
 
@@ -73,7 +73,7 @@ class Dropout:
 
     rate: float
     seed: int | Tensor
-    """In a graph, a tensor that is drawn when the graph runs."""
+    """In a graph, a tensor that is drawn when the graph runs; so in torch.func.vmap, if it draws another for each."""
     places: tuple[Places, ...] = ()
     """From this call to the one whose indices count, through each in between."""
     _known: dict[Grid, Numbers] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -121,14 +121,15 @@ class Dropout:
         length = columns.shape[-1]
         if isinstance(odd, int):  # hashes whole pairs, and reads two cells from each
             columns = torch.cat([columns[..., :1], columns[..., 1::2]], -1) if odd else columns[..., ::2].contiguous()
-        shape = (*rows.shape, columns.shape[-1])
-        mixed = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        mixed, of_many = None, is_of_many(rows)  # for which torch.func.vmap has fewer operators
+        if not of_many:
+            mixed = torch.empty((*rows.shape, columns.shape[-1]), dtype=torch.int32, device=rows.device)
         mixed = _mix_rest(torch.bitwise_xor(rows[..., None], columns[..., None, :], out=mixed))
         if isinstance(odd, int):
             halves = mixed.view(torch.int16)[..., odd : odd + length]
         else:
             halves = mixed.bitwise_right_shift_(16 * odd[..., None, :]).to(torch.int16)
-        return halves.ge_(self.least)
+        return (halves >= self.least).to(torch.int16) if of_many else halves.ge_(self.least)
 
     def numbers(self, grid: Grid) -> Numbers:
         """The numbers of a whole call, kept as long as it lasts."""
@@ -172,7 +173,7 @@ def drawn(generator: torch.Generator | None = None) -> int | Tensor:
     """A seed from a generator, by default torch's own."""
     device = "cpu" if generator is None else generator.device
     seed = torch.randint(2**63 - 1, (), generator=generator, device=device)
-    return seed if tracing() else int(seed)
+    return int(seed) if has_numbers(seed) else seed
 
 
 def _fold(numbers: Tensor, seed: int | Tensor) -> Tensor:
@@ -207,6 +208,6 @@ def _mix_rest(x: Tensor) -> Tensor:
     shifted = x >> 13
     x ^= shifted.bitwise_and_(0x7FFFF)
     x *= -1028477387  # 0xC2B2AE35
-    torch.bitwise_right_shift(x, 16, out=shifted)
+    shifted = torch.bitwise_right_shift(x, 16, out=None if is_of_many(x) else shifted)
     x ^= shifted.bitwise_and_(0xFFFF)
     return x

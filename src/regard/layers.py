@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from regard import hints
 from regard.biases import Bias, as_bias
 from regard.cache import LayerCache
-from regard.graphs import tracing
+from regard.graphs import has_numbers
 from regard.hints import hinted
 from regard.hooks import Heads, ScoringArguments, Share, attend, share_of
 from regard.linear import Linear
@@ -470,8 +470,8 @@ def check_tokens(function: str, tokens: Tensor, vocab_size: int) -> None:
     check(function, TOKENS, tokens=tokens)
     if tokens.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{function}: tokens must be int64 or int32, got {tokens.dtype}")
-    # on another device the look would wait for it, and a compiler cannot look; there torch's own check has to do
-    if tokens.device.type == "cpu" and not tracing() and tokens.numel():
+    # on another device the look would wait for it, and a compiler and vmap cannot look; there torch's own has to do
+    if tokens.device.type == "cpu" and has_numbers(tokens) and tokens.numel():
         low, high = (int(x) for x in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(

@@ -1,15 +1,28 @@
-"""What a backward pass of our own cannot do, by the reference: its own backward pass, and several gradients at once."""
+"""What a backward pass of our own cannot do: its own backward pass, and several gradients at once.
 
+The first is written by hand for query, key, value and sink, some queries at a time; all else is left to the reference.
+"""
+
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from regard.dropout import Dropout
+from regard.graphs import transformed
 from regard.kernels.call import KernelError, learns
+from regard.numerics import exp, grouped_matmul, softmax, upcast, zero_empty_queries, zero_unseen
 from regard.reference import reference
 from regard.scores import Scoring
+
+MAX_SCORES = 1 << 19
+"""Scores of which a backward pass of the backward pass holds all that it needs at once: some 12 numbers for each."""
+
+MIN_QUERIES = 32
+"""Fewest queries at a time, for products that are worth their beginning."""
 
 
 def is_batched(*grads: Tensor | None) -> bool:
@@ -45,6 +58,8 @@ def second_gradients(
 ) -> list[Tensor | None]:
     """The gradients of what a backward pass was given.
 
+        L = sum of what it returned, times `grads`;   returned: dL/d(inputs)
+
     Args:
         inputs: the gradients of output and lse, then query, key, value, sink and all else that may learn.
         grads: those of what it returned: the gradients of query, key, value, sink and all else.
@@ -52,10 +67,12 @@ def second_gradients(
     Raises:
         KernelError: the result shall be differentiated again, and there are biases that learn.
     """
+    third = torch.is_grad_enabled()
+    if not (third or transformed() or scoring.additive is not None or any(map(learns, inputs[6:]))):
+        return _in_parts(scoring, dropout, inputs, grads)
     warnings.warn(
         "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score", stacklevel=3
     )
-    third = torch.is_grad_enabled()
     if third and any(map(learns, inputs[6:])):  # the query may depend on them: they would be counted twice
         raise KernelError(
             "attention: third derivatives are not computed where a bias learns\n"
@@ -90,3 +107,170 @@ def second_gradients(
         )
     found = iter(seconds)
     return [next(found) if learns(tensor) else None for tensor in inputs]
+
+
+def _in_parts(
+    scoring: Scoring, dropout: Dropout | None, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The same, of nothing that learns in a bias: each part of the queries adds its share to keys, values and sink."""
+    grid, total = scoring.grid, _Second(scoring, dropout, inputs, grads)
+    rows = max(MIN_QUERIES, MAX_SCORES // max(1, grid.batch * grid.heads * grid.key_len))
+    for start in range(0, grid.query_len, rows):
+        total.add(range(start, min(start + rows, grid.query_len)))
+    return total.finish()
+
+
+class _Second:
+    """Gradients of the gradients of a call, added up over its queries.
+
+    With P the weights, D = 1 or what dropout makes of it, u = scale q k^T, t = dS/du the slope of a softcap, and g and
+    l the gradients of output and lse, the gradients are
+
+        dS = P (dP - delta),    dP = D (g v^T),    delta = sum_j P dP - l,    dU = t dS
+        dq = scale dU k,    dk = scale dU^T q,    dv = (D P)^T g,    dsink = -Psink delta
+
+    L is the sum of their products with Q, K, V and s, which are given. So
+
+        A = t scale (Q k^T + q K^T)                 dL/d(dS)
+        a = sum_j P A + Psink s                     dL/dl
+        C = D P (A - a)                             dL/d(g v^T)
+        E = A (dP - delta) - a dP + D (g V^T)       dL/dP,    Esink = -s delta
+        T = P (E - sum_j P E - Psink Esink)         dL/dS,    Tsink = Psink (Esink - the same sum)
+        R = t T + A dS t' / t                       dL/du,    t' / t = -2 S / c^2 with a softcap c
+
+        dL/dg = C v + D P V,    dL/dq = scale (R k + dU K),    dL/dsink = sum_i Tsink
+        dL/dv = C^T g,          dL/dk = scale (R^T q + dU^T Q)
+    """
+
+    def __init__(
+        self, scoring: Scoring, dropout: Dropout | None, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    ) -> None:
+        self._scoring, self._dropout, self._inputs = scoring, dropout, inputs
+        grad_output, self._grad_lse, query, key, value, self._sink = map(_wide, inputs[:6])
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        self._query, self._key, self._value = query, key, value
+        self._grad_output = query.new_zeros(*query.shape[:3], value.shape[3]) if grad_output is None else grad_output
+        self._of_query, self._of_key, self._of_value, self._of_sink = map(_wide, grads[:4])
+        self._totals = [None if t is None else torch.zeros_like(t) for t in map(_wide, inputs[:6])]
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of all that is wanted, each in the dtype of what it belongs to."""
+        pairs = zip(self._inputs[:6], self._totals, strict=True)
+        found = [total.to(t.dtype) if t is not None and total is not None and learns(t) else None for t, total in pairs]
+        return [*found, *[None] * len(self._inputs[6:])]
+
+    def add(self, queries: range) -> None:
+        """What some queries add, to the same sizes of their own and to sums over all."""
+        allowed, keys = self._seen(queries)
+        if not len(keys):
+            return
+        rows, columns = (_between(which) for which in (queries, keys))
+        q, g = zero_empty_queries(self._query[:, :, rows], allowed), self._grad_output[:, :, rows]
+        k, v = zero_unseen(self._key[:, :, columns], allowed), zero_unseen(self._value[:, :, columns], allowed)
+        of_query = None if self._of_query is None else self._of_query[:, :, rows]
+        of_key, of_value = (None if t is None else t[:, :, columns] for t in (self._of_key, self._of_value))
+        scale, softcap = self._scoring.scale, self._scoring.softcap
+        weights, of_sink, capped = self._weights(q, k, queries, keys, allowed)
+        kept = None
+        if self._dropout is not None:
+            kept = self._dropout.keep(self._scoring.grid, queries, keys).to(weights.dtype).mul_(self._dropout.factor)
+        dropped = weights if kept is None else weights * kept
+
+        from_delta = grouped_matmul(g, v.mT)  # dP - delta
+        from_delta = from_delta if kept is None else from_delta.mul_(kept)
+        delta = (weights * from_delta).sum(-1, keepdim=True)
+        if self._grad_lse is not None:
+            delta -= self._grad_lse[:, :, rows, None]
+        grad_scores = from_delta.sub_(delta) * weights
+
+        terms = [(x, y) for x, y in ((of_query, k), (q, of_key)) if x is not None and y is not None]
+        by = torch.zeros_like(weights)  # A
+        if terms:
+            left, right = (torch.cat(parts, -1) for parts in zip(*terms, strict=True))
+            by = grouped_matmul(left, right.mT).mul_(scale)
+        slope = None if capped is None or softcap is None else 1.0 - (capped / softcap).square_()
+        by = by if slope is None else by.mul_(slope)
+        of_lse = (weights * by).sum(-1, keepdim=True)  # a
+        if of_sink is not None and self._of_sink is not None:
+            of_lse += of_sink * self._of_sink[:, None, None]
+        bent = None if capped is None or softcap is None else by * grad_scores * capped.mul_(-2.0 / softcap**2)
+
+        from_lse = by.sub_(of_lse)  # A - a
+        of_product = dropped * from_lse  # C
+        of_weights = from_lse.mul_(from_delta).sub_(of_lse * delta)  # E
+        if of_value is not None:
+            more = grouped_matmul(g, of_value.mT)
+            of_weights += more if kept is None else more.mul_(kept)
+        mean = (weights * of_weights).sum(-1, keepdim=True)
+        if of_sink is not None:
+            by_sink = torch.zeros_like(delta) if self._of_sink is None else -self._of_sink[:, None, None] * delta
+            mean += of_sink * by_sink
+            self._add(5, slice(None), (of_sink * (by_sink - mean)).sum((0, 2, 3)))
+        of_scores = of_weights.sub_(mean).mul_(weights)  # T, then R
+        if slope is not None and bent is not None:
+            of_scores.mul_(slope).add_(bent)
+            grad_scores.mul_(slope)
+
+        kv_heads = k.shape[1]
+        self._add(0, rows, grouped_matmul(of_product, v))
+        self._add(1, rows, of_lse.squeeze(-1))
+        self._add(2, rows, grouped_matmul(of_scores, k, scale=scale))
+        self._add(3, columns, _of_keys(of_scores, q, kv_heads), scale)
+        self._add(4, columns, _of_keys(of_product, g, kv_heads))
+        if of_query is not None:
+            self._add(3, columns, _of_keys(grad_scores, of_query, kv_heads), scale)
+        if of_key is not None:
+            self._add(2, rows, grouped_matmul(grad_scores, of_key, scale=scale))
+        if of_value is not None:
+            self._add(0, rows, grouped_matmul(dropped, of_value))
+
+    def _add(self, place: int, which: slice, more: Tensor, factor: float = 1.0) -> None:
+        total = self._totals[place]
+        if total is not None:
+            (total[which] if total.dim() == 1 else total[:, :, which]).add_(more, alpha=factor)
+
+    def _seen(self, queries: range) -> tuple[Tensor | None, range]:
+        """What these queries may see, and the keys from the first to the last of these; None for all of them."""
+        key_len = self._scoring.grid.key_len
+        allowed = self._scoring.allowed(queries, range(key_len))
+        if allowed is None or allowed.shape[-1] < key_len:
+            return allowed, range(key_len)
+        seen = allowed.flatten(0, -2).any(0).nonzero().flatten()
+        keys = range(int(seen[0]), int(seen[-1]) + 1) if len(seen) else range(0)
+        return allowed[..., keys.start : keys.stop], keys
+
+    def _weights(
+        self, q: Tensor, k: Tensor, queries: range, keys: range, allowed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights before dropout, that of the sink [batch, heads, queries, 1], and scores after the softcap."""
+        capped = None
+        for stage in replace(self._scoring, mask=None).stages(q, k, queries, keys):
+            capped = stage.scores.clone() if stage.name == "cap" else capped
+            scores = stage.scores
+        if allowed is not None:
+            scores = torch.where(allowed, scores, -math.inf)
+        if self._sink is None and (allowed is None or bool(allowed.any(-1).all())):
+            return scores.softmax(-1), None, capped
+        weights, lse = softmax(scores, self._sink)
+        of_sink = None if self._sink is None else exp(self._sink[:, None] - lse)[..., None]
+        return weights, of_sink, capped
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    """Without what it was computed from."""
+    return None if tensor is None else upcast(tensor.detach())
+
+
+def _between(which: range) -> slice:
+    return slice(which.start, which.stop)
+
+
+def _of_keys(scores: Tensor, rows: Tensor, kv_heads: int) -> Tensor:
+    """scores^T rows, added up over the heads of each kv head.
+
+    Shapes: [batch, heads, rows, columns] and [batch, heads, rows, size] -> [batch, kv_heads, columns, size].
+    """
+    scores, rows = (t.unflatten(1, (kv_heads, -1)).flatten(2, 3) for t in (scores, rows))
+    return scores.mT @ rows

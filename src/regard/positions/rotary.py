@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import hints
+from regard.graphs import is_of_many
 from regard.hints import hinted
 from regard.hooks import Share, share_of
 from regard.positions.angles import (
@@ -153,7 +154,9 @@ class Rotary(nn.Module):
         else:
             partner = torch.unflatten(turning, -1, (-1, 2)).flip(-1).flatten(-2)
         # float32 cosines widen a half-precision x, so that the result is rounded only once
-        turned = (turning * cosine).addcmul_(partner, sine).to(x.dtype)
+        turned = turning * cosine
+        turned = turned + partner * sine if is_of_many(x) else turned.addcmul_(partner, sine)
+        turned = turned.to(x.dtype)
         return turned if whole else torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:

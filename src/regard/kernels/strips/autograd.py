@@ -1,6 +1,6 @@
 """The strips of a call as a `torch.autograd.Function`.
 
-Double backward runs on the reference.
+Gradients of its gradients are those of `regard.kernels.second`.
 """
 
 from collections.abc import Callable

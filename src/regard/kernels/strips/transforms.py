@@ -85,7 +85,8 @@ def run(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:
     rules = scoring.mask if mask is None else mask, scoring.bias if bias is None else bias
     numbers = tuple(mask_numbers), tuple(bias_numbers)
     form = _Form(by.name, scoring.grid, scoring.scale, scoring.softcap, call.dropout, rules, numbers, len(of_mask))
-    output, lse = _Folded.apply(form, *call[:3], scoring.sink, *of_mask, *of_bias)  # type: ignore[no-untyped-call]
+    seed = None if call.dropout is None else torch.as_tensor(call.dropout.seed)
+    output, lse = _Folded.apply(form, *call[:3], scoring.sink, seed, *of_mask, *of_bias)  # type: ignore[no-untyped-call]
     return output, lse if call.wants_lse else None
 
 
@@ -94,7 +95,7 @@ class _Form:
     """All of a call but its tensors.
 
     Attributes:
-        by: the name of the engine.
+        by: the name of the engine. dropout: with a seed that counts for nothing.
         rules: mask and bias, as lines; None for none; those with functions as they are.
         numbers: those of each line. of_mask: the number of tensors of the mask, which come before those of the bias.
     """
@@ -118,9 +119,15 @@ class _Form:
         mask, bias = (None if rule is None else rule.bind(self.grid) for rule in made)
         return Scoring(self.grid, self.scale, self.softcap, bias, mask, sink)
 
-    def planned(self, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> tuple[Engine, StripPlan]:
+    def dropped(self, seed: Tensor | None) -> Dropout | None:
+        """Which weights are dropped by a seed that has a number."""
+        return None if self.dropout is None or seed is None else replace(self.dropout, seed=int(seed))
+
+    def planned(
+        self, scoring: Scoring, dropout: Dropout | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Engine, StripPlan]:
         """What computes it, and its strips."""
-        call = Call(query, key, value, scoring, self.dropout, wants_lse=True)
+        call = Call(query, key, value, scoring, dropout, wants_lse=True)
         by = able(ENGINES[self.by], call)
         return by, by.plan_of(call)
 
@@ -140,15 +147,21 @@ class _Wanted:
 
 
 class _Folded(torch.autograd.Function):
-    """Output and lse, of a form, query, key, value, sink and the tensors of mask and bias."""
+    """Output and lse, of a form, query, key, value, sink, seed of dropout, and the tensors of mask and bias."""
 
     @staticmethod
     def forward(
-        form: _Form, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *tensors: Tensor
+        form: _Form,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        seed: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        scoring = form.scoring(sink, [tensor.detach() for tensor in tensors])
-        by, plan = form.planned(scoring, query, key, value)
-        output, lse, _exact = by.forward(query, key, value, sink, scoring, form.dropout, plan, learns=False)
+        scoring, dropout = form.scoring(sink, [tensor.detach() for tensor in tensors]), form.dropped(seed)
+        by, plan = form.planned(scoring, dropout, query, key, value)
+        output, lse, _exact = by.forward(query, key, value, sink, scoring, dropout, plan, learns=False)
         return output, lse
 
     @staticmethod
@@ -159,17 +172,16 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *three, sink = ctx.saved_tensors[:6]
-        tensors = ctx.saved_tensors[6:]
+        output, lse, *three, sink, seed = ctx.saved_tensors[:7]
+        tensors = ctx.saved_tensors[7:]
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if is_batched(grad_output, grad_lse) and not transformed():
             with torch.enable_grad():
-                scoring = ctx.form.scoring(None, tensors)
-                return None, *batched_gradients(
-                    scoring, ctx.form.dropout, (grad_output, grad_lse), (*three, sink, *tensors)
-                )
-        wanted = _Wanted(ctx.needs_input_grad[4], tuple(ctx.needs_input_grad[5:]))
-        given = ctx.form, wanted, grad_output, grad_lse, output, lse, *three, sink, *tensors
+                given = ctx.form.scoring(None, tensors), ctx.form.dropped(seed), (grad_output, grad_lse)
+                found = batched_gradients(*given, (*three, sink, *tensors))
+                return None, *found[:4], None, *found[4:]
+        wanted = _Wanted(ctx.needs_input_grad[4], tuple(ctx.needs_input_grad[6:]))
+        given = ctx.form, wanted, grad_output, grad_lse, output, lse, *three, sink, seed, *tensors
         return None, *_Gradients.apply(*given)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -182,7 +194,7 @@ class _Folded(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], form: _Form, *inputs: Any) -> tuple[Any, Any]:
-        if any(at is not None for at in in_dims[4:]) or form.differs_by_batch(inputs[4:]):
+        if any(at is not None for at in in_dims[4:]) or form.differs_by_batch(inputs[5:]):
             return one_by_one(_Folded, info, in_dims, form, *inputs)
         return _in_one(_Folded, info.batch_size, in_dims, (form,), inputs, 3)
 
@@ -193,40 +205,43 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(
         form: _Form, wanted: _Wanted, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor,
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, *tensors: Tensor,
+        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, seed: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         leaves = [one.detach().requires_grad_(wants) for one, wants in zip(tensors, wanted.tensors, strict=True)]
         with torch.set_grad_enabled(any(wanted.tensors)):
-            scoring = form.scoring(sink, leaves)
-            by, plan = form.planned(scoring, query, key, value)
+            scoring, dropout = form.scoring(sink, leaves), form.dropped(seed)
+            by, plan = form.planned(scoring, dropout, query, key, value)
             learned = scoring.learned()
             with torch.no_grad():
                 if query.dtype in HALF:  # gradients of scores are differences from the output unrounded
-                    _, lse, output = by.forward(query, key, value, sink, scoring, form.dropout, plan)
+                    _, lse, output = by.forward(query, key, value, sink, scoring, dropout, plan)
                 found = by.backward(
-                    query, key, value, sink, scoring, form.dropout, plan, *learned,
+                    query, key, value, sink, scoring, dropout, plan, *learned,
                     output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
                 )  # fmt: skip
             of_sink = found[3] if wanted.sink else None
-            return *found[:3], of_sink, *gradients_of(leaves, learned, found[4:])
+            return *found[:3], of_sink, None, *gradients_of(leaves, learned, found[4:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        ctx.form, _, grad_output, grad_lse, _, _, *tensors = inputs
-        ctx.save_for_backward(grad_output, grad_lse, *tensors)
+        ctx.form, _, grad_output, grad_lse, _, _, *others = inputs
+        ctx.save_for_backward(grad_output, grad_lse, *others)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        *six, seed = ctx.saved_tensors[:7]
+        tensors, of_tensors = ctx.saved_tensors[7:], grads[5:]
         with torch.enable_grad():
-            scoring = ctx.form.scoring(None, ctx.saved_tensors[6:])
-        of_output, of_lse, *rest = second_gradients(scoring, ctx.form.dropout, ctx.saved_tensors, grads)
-        return None, None, of_output, of_lse, None, None, *rest
+            scoring = ctx.form.scoring(None, tensors)
+        given = (*six, *tensors), (*grads[:4], *of_tensors)
+        found = second_gradients(scoring, ctx.form.dropped(seed), *given)
+        return None, None, *found[:2], None, None, *found[2:6], None, *found[6:]
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], form: _Form, wanted: _Wanted, *inputs: Any) -> tuple[Any, Any]:
         own = wanted.sink or any(wanted.tensors)  # a gradient of them for each
-        if own or any(at is not None for at in in_dims[9:]) or form.differs_by_batch(inputs[8:]):
+        if own or any(at is not None for at in in_dims[9:]) or form.differs_by_batch(inputs[9:]):
             return one_by_one(_Gradients, info, in_dims, form, wanted, *inputs)
         return _in_one(_Gradients, info.batch_size, in_dims, (form, wanted), inputs, 7)
 
