@@ -259,6 +259,7 @@ ROWS = (
     Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("17 queries, 32 texts", _fixed(), 2, 2, 256, 32, 17, most=2048, head_dim=256),
+    Row("64 queries, heads of 128", _fixed(), head_dim=128, value_dim=128, queries=64),
     Row("texts of 19 tokens", _fixed(), most=2048, tokens=19),
     Row("16 texts of 4 heads, dropout, causal", _fixed(mask=Causal(), dropout=0.1), 4, 4, batch=16, most=512),
     Row("32 texts, heads beside one another, causal", _fixed(mask=Causal()), batch=32, most=512, by_token=True),
@@ -567,7 +568,8 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "  float32 scores, the formula may be faster than torch's function: then it is the peer. Where a part below",
         "  does not say so, it was measured before, beside the function wherever there is one.",
         "",
-        "The first number is forward, the second forward and backward.",
+        "The first number is forward, the second forward and backward. By vmap these are the gradients of each text",
+        "(`torch.func.vmap` of `torch.func.grad`); of a penalty on gradients, those of the sum of their squares.",
     ]
     for data in kinds_of_processors:
         lines += kinds.heading(data["machine"])

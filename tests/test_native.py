@@ -623,6 +623,7 @@ def test_sums_of_a_thread_are_those_of_the_whole_call(monkeypatch, dtype, size, 
     monkeypatch.setattr(Order, "sums", lambda *given: (sums.append(1), tell(*given))[1])
     for most in (native.MAX_SUMS_OF_A_THREAD, 0):
         monkeypatch.setattr(native, "MAX_SUMS_OF_A_THREAD", most)
+        monkeypatch.setattr(native, "MAX_SUMS_OF_THREADS", most)
         forget()
         sums.clear()
         leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]

@@ -19,9 +19,10 @@ from regard.reference import reference
 from regard.scores import Scoring
 
 MAX_SCORES = 1 << 19
-"""Scores of which a backward pass of the backward pass holds all that it needs at once: some 12 numbers for each."""
+"""Scores of which a backward pass of the backward pass holds all that it needs at once: some 12 numbers for each. From
+2^18 to 2^22 it takes about the same time. Rows "a penalty on gradients" of features.py."""
 
-MIN_QUERIES = 32
+MIN_QUERIES = 64
 """Fewest queries at a time, for products that are worth their beginning."""
 
 
@@ -153,13 +154,16 @@ class _Second:
         self._query, self._key, self._value = query, key, value
         self._grad_output = query.new_zeros(*query.shape[:3], value.shape[3]) if grad_output is None else grad_output
         self._of_query, self._of_key, self._of_value, self._of_sink = map(_wide, grads[:4])
-        self._totals = [None if t is None else torch.zeros_like(t) for t in map(_wide, inputs[:6])]
+        self._totals: list[Tensor | None] = [None] * 6
+        self._room = query.new_empty(0)
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of all that is wanted, each in the dtype of what it belongs to."""
-        pairs = zip(self._inputs[:6], self._totals, strict=True)
-        found = [total.to(t.dtype) if t is not None and total is not None and learns(t) else None for t, total in pairs]
-        return [*found, *[None] * len(self._inputs[6:])]
+        found: list[Tensor | None] = [None] * len(self._inputs)
+        for place, (tensor, total) in enumerate(zip(self._inputs, self._totals, strict=False)):
+            if tensor is not None and learns(tensor):
+                found[place] = torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
+        return found
 
     def add(self, queries: range) -> None:
         """What some queries add, to the same sizes of their own and to sums over all."""
@@ -180,30 +184,31 @@ class _Second:
 
         from_delta = grouped_matmul(g, v.mT)  # dP - delta
         from_delta = from_delta if kept is None else from_delta.mul_(kept)
-        delta = (weights * from_delta).sum(-1, keepdim=True)
+        delta = self._sums(weights, from_delta)
         if self._grad_lse is not None:
             delta -= self._grad_lse[:, :, rows, None]
         grad_scores = from_delta.sub_(delta) * weights
 
         terms = [(x, y) for x, y in ((of_query, k), (q, of_key)) if x is not None and y is not None]
-        by = torch.zeros_like(weights)  # A
-        if terms:
-            left, right = (torch.cat(parts, -1) for parts in zip(*terms, strict=True))
-            by = grouped_matmul(left, right.mT).mul_(scale)
+        by = None  # A
+        for left, right in terms:
+            more = grouped_matmul(left, right.mT, scale=scale)
+            by = more if by is None else by.add_(more)
+        by = torch.zeros_like(weights) if by is None else by
         slope = None if capped is None or softcap is None else 1.0 - (capped / softcap).square_()
         by = by if slope is None else by.mul_(slope)
-        of_lse = (weights * by).sum(-1, keepdim=True)  # a
+        of_lse = self._sums(weights, by)  # a
         if of_sink is not None and self._of_sink is not None:
             of_lse += of_sink * self._of_sink[:, None, None]
         bent = None if capped is None or softcap is None else by * grad_scores * capped.mul_(-2.0 / softcap**2)
 
         from_lse = by.sub_(of_lse)  # A - a
-        of_product = dropped * from_lse  # C
+        of_product = torch.mul(dropped, from_lse, out=capped)  # C
         of_weights = from_lse.mul_(from_delta).sub_(of_lse * delta)  # E
         if of_value is not None:
             more = grouped_matmul(g, of_value.mT)
             of_weights += more if kept is None else more.mul_(kept)
-        mean = (weights * of_weights).sum(-1, keepdim=True)
+        mean = self._sums(weights, of_weights)
         if of_sink is not None:
             by_sink = torch.zeros_like(delta) if self._of_sink is None else -self._of_sink[:, None, None] * delta
             mean += of_sink * by_sink
@@ -226,10 +231,23 @@ class _Second:
         if of_value is not None:
             self._add(0, rows, grouped_matmul(dropped, of_value))
 
+    def _sums(self, first: Tensor, second: Tensor) -> Tensor:
+        """Sums of products along keys."""
+        if self._room.shape != first.shape:
+            self._room = torch.empty_like(first)
+        return torch.mul(first, second, out=self._room).sum(-1, keepdim=True)
+
     def _add(self, place: int, which: slice, more: Tensor, factor: float = 1.0) -> None:
-        total = self._totals[place]
-        if total is not None:
-            (total[which] if total.dim() == 1 else total[:, :, which]).add_(more, alpha=factor)
+        """To a total, of which the first share of all is taken as it is."""
+        tensor, total = self._inputs[place], self._totals[place]
+        if tensor is None:
+            return
+        if total is None and tensor.shape == more.shape:
+            self._totals[place] = more if factor == 1.0 else more.mul_(factor)
+            return
+        if total is None:
+            total = self._totals[place] = more.new_zeros(tensor.shape)
+        (total[which] if total.dim() == 1 else total[:, :, which]).add_(more, alpha=factor)
 
     def _seen(self, queries: range) -> tuple[Tensor | None, range]:
         """What these queries may see, and the keys from the first to the last of these; None for all of them."""

@@ -45,10 +45,11 @@ MAX_SUMS = 1 << 27
 """Most numbers of gradients of keys and values that several threads add up apart, 512 MiB in float32: of one long head,
 every thread of a machine of many cores would have as many as the keys and values have."""
 
-MAX_SUMS_OF_A_THREAD = 1 << 20
-"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, where gradients are in half precision, no
-whole vectors, or lie apart: that of all heads would be new in every call. Rows "17 queries, 32 texts" and "16 heads of
-128 beside one another, causal" of features.py."""
+MAX_SUMS_OF_A_THREAD, MAX_SUMS_OF_THREADS = 1 << 20, 1 << 23
+"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, or if threads are few, its share of 32
+MiB: where gradients are in half precision, no whole vectors, or lie apart. That of all heads would be new in every
+call. Rows "17 queries, 32 texts", "64 queries, heads of 128" and "16 heads of 128 beside one another, causal" of
+features.py."""
 
 MAX_PRICE = 1.15
 """Times that a score takes beside torch's operator, up to which its strips are not compared: to cut them anew for every
@@ -429,7 +430,8 @@ def _gradients(
     order.tensors("grad_query", grads[0])
     heads = key.shape[1] if in_common[1] else 1
     of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
-    by_thread = chunks == 1 and order.is_whole and of_a_thread <= MAX_SUMS_OF_A_THREAD
+    most = max(MAX_SUMS_OF_A_THREAD, MAX_SUMS_OF_THREADS // torch.get_num_threads())
+    by_thread = chunks == 1 and order.is_whole and of_a_thread <= most
     for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2]))):
         whole = grad.shape[3] % lanes == 0 and grad.dtype is dtype and order.plan.reordering is None
         lie_apart = grad.stride(2) != grad.shape[3]
