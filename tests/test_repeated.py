@@ -42,7 +42,7 @@ from regard import (
     checked,
     repeated,
 )
-from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, tuning
+from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, ready, tuning
 from regard.kernels.strips.autograd import attach
 from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
@@ -1074,3 +1074,20 @@ def test_tensors_without_numbers_are_not_read(capfd):
         assert attention(*heads()).shape == (2, HEADS, LENGTH, SIZE)
     attention(*(tensor.to("meta") for tensor in heads()))
     assert "data pointer" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "pull", [Tensor.sum, Tensor.mean, lambda output: output.square().sum()], ids=["sum", "mean", "squares"]
+)
+def test_the_gradients_of_a_sum_are_computed_at_the_first_try(pull, monkeypatch):
+    """Its gradient is one number for all, which lies nowhere as the library reads it."""
+    outcomes, run = [], ready.Pass.run
+    monkeypatch.setattr(ready.Pass, "run", lambda *given: (outcomes.append(run(*given)), outcomes[-1])[1])
+    three = [tensor.requires_grad_() for tensor in heads()]
+    for _ in range(4):
+        outcomes.clear()
+        grads = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="native")), three)
+    assert outcomes == [binding.DONE]
+    right = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="reference")), three)
+    for one, other in zip(grads, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -15,6 +15,7 @@ from regard.kernels.second import batched_gradients, is_batched, second_gradient
 from regard.kernels.strips import ready
 from regard.kernels.strips.engines import Engine
 from regard.kernels.strips.grouping import StripPlan
+from regard.kernels.strips.order import as_read
 from regard.scores import Scoring
 
 Fixed = tuple[Engine, Scoring, Dropout | None, StripPlan]
@@ -98,7 +99,7 @@ class Computed(Strips):
         if grad_output is not None and grad_lse is None and not later:
             _, scoring, _, plan = fixed
             output, lse, query, key, value, _, *learned = saved
-            bias = plan.in_order(scoring).bias
+            bias, grad_output = plan.in_order(scoring).bias, as_read(grad_output)
             found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
             if found is not None:
                 return None, None, *found[0], None, *(None for _ in learned)

@@ -163,7 +163,7 @@ def backward(
     three = query, key, value
     if passes is None or any(map(Tensor.is_neg, (*three, output, grad_output))):
         return None
-    for told in passes:
+    for n, told in enumerate(passes):
         compiled = told.compiled
         grads = [
             torch.empty_like(tensor) if like else laid_like(tensor, tensor.shape[3])
@@ -177,6 +177,7 @@ def backward(
         of_learned = [tensor.new_zeros(tensor.shape, dtype=compiled.dtype) for tensor in wanted if tensor.requires_grad]
         outcome = told.run(tensors, sink, bias, dropout, plan.interval, of_learned)
         if outcome == DONE:
+            passes[0], passes[n] = told, passes[0]
             return grads, of_learned
         if outcome == SUSPECT:
             return None
