@@ -22,6 +22,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "documents": {"mask": Document(torch.arange(QUERIES) // 9, torch.arange(KEYS) // 9)},
     "bias with -inf": {"bias": torch.zeros(QUERIES, KEYS).masked_fill(torch.rand(QUERIES, KEYS) < 0.2, -torch.inf)},
     "sink": {"sink": torch.linspace(-1, 2, HEADS)},
+    "a sink alone for some": {
+        "mask": Dense((torch.arange(QUERIES) > 8)[:, None].expand(-1, KEYS)), "sink": torch.linspace(-1, 2, HEADS),
+    },
     "dropout": {"dropout": 0.3},
     "all": {
         "mask": Padding([0, 20]) & Dense(torch.rand(QUERIES, KEYS) < 0.3), "softcap": 3.0, "dropout": 0.2,

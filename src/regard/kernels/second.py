@@ -69,7 +69,8 @@ def second_gradients(
         KernelError: the result shall be differentiated again, and there are biases that learn.
     """
     third = torch.is_grad_enabled()
-    if not (third or transformed() or scoring.additive is not None or any(map(learns, inputs[6:]))):
+    others = scoring.additive is not None or any(map(learns, inputs[6:]))
+    if all(scoring.grid[:4]) and not (third or transformed() or others):
         return _in_parts(scoring, dropout, inputs, grads)
     warnings.warn(
         "attention: a gradient of a gradient is computed by kernel 'reference', which holds every score", stacklevel=3
@@ -168,8 +169,6 @@ class _Second:
     def add(self, queries: range) -> None:
         """What some queries add, to the same sizes of their own and to sums over all."""
         allowed, keys = self._seen(queries)
-        if not len(keys):
-            return
         rows, columns = (_between(which) for which in (queries, keys))
         q, g = zero_empty_queries(self._query[:, :, rows], allowed), self._grad_output[:, :, rows]
         k, v = zero_unseen(self._key[:, :, columns], allowed), zero_unseen(self._value[:, :, columns], allowed)
@@ -250,13 +249,14 @@ class _Second:
         (total[which] if total.dim() == 1 else total[:, :, which]).add_(more, alpha=factor)
 
     def _seen(self, queries: range) -> tuple[Tensor | None, range]:
-        """What these queries may see, and the keys from the first to the last of these; None for all of them."""
+        """What these queries may see, None for all, and the keys from the first to the last of these; one if it is
+        none, since a sink may take all weight."""
         key_len = self._scoring.grid.key_len
         allowed = self._scoring.allowed(queries, range(key_len))
         if allowed is None or allowed.shape[-1] < key_len:
             return allowed, range(key_len)
         seen = allowed.flatten(0, -2).any(0).nonzero().flatten()
-        keys = range(int(seen[0]), int(seen[-1]) + 1) if len(seen) else range(0)
+        keys = range(int(seen[0]), int(seen[-1]) + 1) if len(seen) else range(1)
         return allowed[..., keys.start : keys.stop], keys
 
     def _weights(

@@ -200,7 +200,7 @@ class _Folded(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, sink and tensors, themselves differentiable by the reference."""
+    """The gradients of query, key, value, sink and tensors, which `second_gradients` differentiates."""
 
     @staticmethod
     def forward(
