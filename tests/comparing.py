@@ -40,9 +40,10 @@ def assert_within_budget(
         actual: what is judged, in some dtype.
         exact: the truth, float64.
         plain: `reference` in the dtype of `actual`.
-        lse: of the call, where `actual` is the gradient of a query and was made of weights computed again as
-            exp(score - lse). Rounding lse multiplies all weights of a row by one factor, 1 + |lse| eps / 2 at most, and
-            with them the query's gradient; a softmax has no such error. So much, of the largest, is allowed too.
+        lse: of the call, where `actual` is the gradient of a query, or of a key or value that few queries see, and was
+            made of weights computed again as exp(score - lse). Rounding lse multiplies all weights of a row by one
+            factor, 1 + |lse| eps / 2 at most, and with them the query's gradient, and its share of others; a softmax
+            has no such error. So much, of the largest, is allowed too.
     """
     assert exact.dtype == torch.float64, f"{what}: the truth must be float64, got {exact.dtype}"
     assert actual.dtype == plain.dtype, f"{what}: dtype {actual.dtype}, expected {plain.dtype}"
