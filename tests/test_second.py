@@ -27,6 +27,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "a sink alone for some": {
         "mask": Dense((torch.arange(QUERIES) > 8)[:, None].expand(-1, KEYS)), "sink": torch.linspace(-1, 2, HEADS),
     },
+    "a sink that takes nothing": {
+        "mask": Dense((torch.arange(QUERIES) > 8)[:, None].expand(-1, KEYS)), "sink": torch.full((HEADS,), -torch.inf),
+    },
     "dropout": {"dropout": 0.3},
     "all": {
         "mask": Padding([0, 20]) & Dense(torch.rand(QUERIES, KEYS) < 0.3), "softcap": 3.0, "dropout": 0.2,

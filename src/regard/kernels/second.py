@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.dropout import Dropout
 from regard.graphs import transformed
 from regard.kernels.call import KernelError, learns
-from regard.numerics import exp, grouped_matmul, softmax, upcast, zero_empty_queries, zero_unseen
+from regard.numerics import exp, finite_lse, grouped_matmul, softmax, upcast, zero_empty_queries, zero_unseen
 from regard.reference import reference
 from regard.scores import Scoring
 
@@ -272,7 +272,7 @@ class _Second:
         if self._sink is None and (allowed is None or bool(allowed.any(-1).all())):
             return scores.softmax(-1), None, capped
         weights, lse = softmax(scores, self._sink)
-        of_sink = None if self._sink is None else exp(self._sink[:, None] - lse)[..., None]
+        of_sink = None if self._sink is None else exp(self._sink[:, None] - finite_lse(lse))[..., None]
         return weights, of_sink, capped
 
 

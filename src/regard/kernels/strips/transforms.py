@@ -43,16 +43,23 @@ def cannot(call: Call) -> str | None:
     scoring, first = call.scoring, range(1)
     if scoring.additive is not None:
         return "in torch.func it does not support additive similarity"
-    said: list[Tensor | None] = []
-    if line_of(scoring.bias)[0] is None and scoring.bias is not None and all(scoring.grid[:4]):
+    if not all(scoring.grid[:4]):
+        return None
+    said: list[Tensor] = []
+    if _is_function(scoring.bias):
         if scoring.learned():
             return "in torch.func it does not support a bias of one's own that holds tensors"
         said.append(scoring.biases(first, first, torch.float32))
-    if line_of(scoring.mask)[0] is None and scoring.mask is not None and all(scoring.grid[:4]):
-        said.append(scoring.mask.allowed(first, first))
+    if _is_function(scoring.mask):
+        said.append(scoring.mask_or_everything.allowed(first, first))
     if any(map(is_of_many, said)):
         return "torch.func.vmap transforms what a function is made of"
     return None
+
+
+def _is_function(rule: Rule | None) -> bool:
+    """Whether something is a mask or bias that is no line."""
+    return rule is not None and line_of(rule)[0] is None
 
 
 def cannot_natively(call: Call) -> str | None:
