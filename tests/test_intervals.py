@@ -278,6 +278,21 @@ def test_the_library_tells_whether_keys_are_side_by_side():
     assert (first.tolist(), end.tolist()) == ([0, 1], [5, 4])
 
 
+def test_torch_tells_the_same_where_there_is_no_library(monkeypatch):
+    cells = (
+        torch.rand(3, 40, 9, generator=torch.Generator().manual_seed(0)) < torch.tensor([0.1, 0.5, 1.0])[:, None, None]
+    )
+    told, side_by_side = intervals._hull_of(cells)
+    monkeypatch.setattr(intervals, "compiled", lambda dtype: None)
+    found, also = intervals._hull_of(cells)
+    some = cells.any(2)
+    assert torch.equal(found.first[some], told.first[some])
+    assert torch.equal(found.end[some], told.end[some])
+    assert (found.first == found.end)[~some].all()
+    assert side_by_side is also is False
+    assert intervals._hull_of(cells[2:])[1]
+
+
 # --- documents whose tokens are apart ---------------------------------------------------------------------------------
 
 

@@ -126,6 +126,37 @@ except regard.KernelError as error:
     assert math.isclose(float(found), float(off[0].split()[1]), rel_tol=1e-5)
 
 
+def test_without_it_every_row_of_the_benchmark_is_what_the_reference_computes():
+    program = """
+import sys
+sys.path.append("benchmarks")
+import torch, regard, features
+draw = torch.Generator().manual_seed(0)
+for row in features.ROWS:
+    length = row.tokens or 320
+    sizes = (row.heads, row.queries or length, row.head_dim), (row.kv_heads, length, row.head_dim)
+    tensors = [torch.randn(row.batch, *size, generator=draw) for size in (*sizes, (*sizes[1][:2], row.value_dim))]
+    given = row.make(length) | {"dropout": 0.0}
+    found, exact = (regard.attention(*tensors, **given, kernel=name) for name in ("auto", "reference"))
+    print(float((found - exact).abs().max()), row.name)
+"""
+    worst = max((float(line.split()[0]), line) for line in run(program, REGARD_NATIVE="0").splitlines())
+    assert worst[0] < 2e-5, worst[1]
+
+
+def test_without_it_strips_of_data_are_cut_only_where_that_pays():
+    program = """
+import torch, regard
+for batch, length in (32, 128), (1, 128), (1, 1024):
+    ids = torch.arange(length).expand(batch, -1) // (length // 8)
+    tensors = torch.zeros(3, batch, 8, length, 64)
+    masks = regard.Document(ids), regard.Causal() & regard.Chunk(length // 8)
+    print(*(regard.plan(*tensors, mask=mask).kernel for mask in masks))
+"""
+    printed = run(program, REGARD_NATIVE="0", REGARD_MEASURE="0")
+    assert printed.splitlines() == ["sdpa strips", "sdpa strips", "strips strips"]
+
+
 def test_a_library_of_another_version_is_left_alone(monkeypatch, tmp_path):
     class Longer(binding.CallOf):
         _fields_ = (("more", ctypes.c_int64),)

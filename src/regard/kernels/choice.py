@@ -14,7 +14,7 @@ from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
 from regard.masks import EVERYTHING
-from regard.masks.planning import hides_later_keys
+from regard.masks.planning import hides_later_keys, holds_data
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -39,6 +39,11 @@ FEW_NUMBERS = 1 << 16
 SCORES_TO_BEGIN = 1 << 14
 """Scores that a thread computes in the time that strips take to begin, and each of them again unless they lie apart, as
 packed documents. Found from 644 random calls with masks, on two threads, where MKL multiplies."""
+
+SCORES_TO_CUT_A_TEXT = 1 << 18
+"""Scores that torch's operator computes, on two threads, in the time in which Python looks at the data of a text in a
+mask, such as padding and documents, and cuts strips of it: two thirds of a millisecond. With REGARD_NATIVE=0, rows
+"documents apart, new in every call" and "8 rows of documents, causal, new in every call"."""
 
 NEARLY_ALL = 0.85
 """A share of all scores that take as long as six products where seven are computed of them."""
@@ -84,7 +89,7 @@ def _hides_most(call: Call, kernel: Kernel) -> bool:
     if not call.concrete or mask is None:
         return False
     most, to_begin = _worth_leaving_out(call) * kernel.num_scores(call), _to_begin(call)
-    if to_begin >= most or mask.structure() is None:
+    if to_begin + _to_cut(call) >= most or mask.structure() is None:
         return False
     return strips_kernel.cost(call) + to_begin * (1 + strips_kernel.one_by_one(call)) < most
 
@@ -99,6 +104,12 @@ def _worth_leaving_out(call: Call) -> float:
 
 def _to_begin(call: Call) -> int:
     return SCORES_TO_BEGIN * fused.speed(call.query.dtype) * torch.get_num_threads()
+
+
+def _to_cut(call: Call) -> int:
+    """Scores computed while strips are cut: of data anew for every batch of texts, of positions once for all."""
+    of_data = holds_data(call.scoring.mask_or_everything)
+    return SCORES_TO_CUT_A_TEXT * call.scoring.grid.batch if of_data else 0
 
 
 def _holds_little(call: Call) -> bool:

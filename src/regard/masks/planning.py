@@ -159,6 +159,11 @@ def alternatives(mask: Mask) -> list[Mask]:
     return _operands(Or, mask)
 
 
+def holds_data(mask: Mask) -> bool:
+    """Whether some of it is a tensor, as padding and ids of documents, which are others for every batch."""
+    return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
+
+
 def _operands(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
     if not isinstance(mask, kind):
         return [mask]

@@ -36,7 +36,7 @@ from regard.masks import (
     Tile,
     Window,
 )
-from regard.masks.planning import Diagonals, factors, product_of
+from regard.masks.planning import Diagonals, factors, holds_data, product_of
 from regard.shapes import Grid
 
 MAX_HULL = 1.5
@@ -149,8 +149,8 @@ def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """
     rules, found, documents = [], [], []
     for factor in factors(mask):
-        interval = _interval_of(factor, grid) if isinstance(factor, Or) or _holds_data(factor) else None
-        if interval is None and _holds_data(factor):
+        interval = _interval_of(factor, grid) if isinstance(factor, Or) or holds_data(factor) else None
+        if interval is None and holds_data(factor):
             interval = _evaluated(factor, grid)
         if interval is None:
             rules.append(factor)
@@ -200,7 +200,7 @@ def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
     known = [interval for interval in found if interval is not None and interval.words is None]
     if len(known) == len(found):
         return reduce(Interval.__and__, known).placed()
-    if compiled() is None or grid.batch * grid.query_len * grid.key_len > MAX_LOOKED_AT:
+    if grid.batch * grid.query_len * grid.key_len > MAX_LOOKED_AT:
         return None
     rows, parts = max(1, MAX_KEPT_SCORES // (grid.batch * grid.key_len)), []
     for start in range(0, grid.query_len, rows):
@@ -221,13 +221,9 @@ def library() -> Compiled:
     return found
 
 
-def _holds_data(mask: Mask) -> bool:
-    return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
-
-
 def _is_evaluated(rule: Mask) -> bool:
     """Whether its cells are, to find strips or what is hidden in them."""
-    return not rule.closed_form or _holds_data(rule)
+    return not rule.closed_form or holds_data(rule)
 
 
 def _interval_of(mask: Mask, grid: Grid) -> Interval | None:
@@ -328,6 +324,8 @@ def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
     interval, side_by_side = _hull_of(of_all_heads)
     if side_by_side and allowed.shape[1] == 1:
         return interval
+    if compiled(torch.float32) is None:
+        return None
     words = library().bits_of(allowed)
     if math.prod(grid[:4]) > tuning.SCORES_WORTH_CUTTING:
         computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
@@ -340,8 +338,15 @@ def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
 
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:
     """The smallest interval of each row of a mask, and whether all keys in it are allowed."""
+    found = compiled(torch.float32)
+    if found is None:
+        seen, keys = cells.to(torch.uint8), cells.shape[2]
+        count = seen.sum(2, dtype=torch.int32)  # a row of zeros has its maximum at the first
+        first, end = seen.argmax(2), (keys - seen.flip(2).argmax(2)).mul_(count != 0)
+        interval = Interval(first.to(torch.int32), end.to(torch.int32))
+        return interval, torch.equal(interval.end - interval.first, count)
     cells = cells.contiguous()
     first, end = torch.empty(2, *cells.shape[:2], dtype=torch.int32, device="cpu").unbind()
     rows, keys = first.numel(), cells.shape[2]
-    side_by_side = library().find_keys(cells.data_ptr(), rows, keys, keys, first.data_ptr(), end.data_ptr())
+    side_by_side = found.find_keys(cells.data_ptr(), rows, keys, keys, first.data_ptr(), end.data_ptr())
     return Interval(first, end), bool(side_by_side)
