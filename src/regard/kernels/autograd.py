@@ -1,7 +1,7 @@
 """Gradients of gradients for torch's fused operator, whose backward pass has none of its own.
 
 torch computes the gradients. Only where those are to be differentiated too (``create_graph=True``), they are replaced
-by the same numbers with a backward pass, that of the reference, so that nothing else pays for it.
+by the same numbers with a backward pass, `second.py`, so that nothing else pays for it.
 """
 
 from typing import Any
