@@ -13,7 +13,7 @@ from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
-from regard.masks import EVERYTHING
+from regard.masks import EVERYTHING, Document
 from regard.masks.planning import hides_later_keys, holds_data
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
@@ -42,8 +42,8 @@ packed documents. Found from 644 random calls with masks, on two threads, where 
 
 SCORES_TO_CUT_A_TEXT = 1 << 18
 """Scores that torch's operator computes, on two threads, in the time in which Python looks at the data of a text in a
-mask, such as padding and documents, and cuts strips of it: two thirds of a millisecond. With REGARD_NATIVE=0, rows
-"documents apart, new in every call" and "8 rows of documents, causal, new in every call"."""
+mask, such as padding, and cuts strips of it: two thirds of a millisecond. With REGARD_NATIVE=0, rows "half of the keys,
+new in every call" and "documents apart, new in every call"."""
 
 NEARLY_ALL = 0.85
 """A share of all scores that take as long as six products where seven are computed of them."""
@@ -107,9 +107,12 @@ def _to_begin(call: Call) -> int:
 
 
 def _to_cut(call: Call) -> int:
-    """Scores computed while strips are cut: of data anew for every batch of texts, of positions once for all."""
-    of_data = holds_data(call.scoring.mask_or_everything)
-    return SCORES_TO_CUT_A_TEXT * call.scoring.grid.batch if of_data else 0
+    """Scores computed while strips are cut of data. Packed documents are cut at any price: strips of them leave out
+    most scores, and the layers of a model share them."""
+    leaves = call.scoring.mask_or_everything.leaves()
+    if any(holds_data(leaf) and not (isinstance(leaf, Document) and leaf.closed_form) for leaf in leaves):
+        return SCORES_TO_CUT_A_TEXT * call.scoring.grid.batch
+    return 0
 
 
 def _holds_little(call: Call) -> bool:
