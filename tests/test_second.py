@@ -12,7 +12,7 @@ from torch import Tensor
 from comparing import assert_close
 from regard import Alibi, Causal, Dense, Document, Padding, Window, attention_with_lse
 from regard.kernels import second
-from regard.kernels.strips import binding
+from regard.kernels.strips import autograd, binding
 
 KERNELS = ("strips",) if binding.compiled(torch.float32) is None else ("native", "strips")
 SIZES = BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 37, 45, 8, 6
@@ -82,6 +82,22 @@ def test_what_is_not_wanted_is_left_out(which: tuple[int, ...]) -> None:
             strict=True,
         ):
             assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_first_gradients_are_computed_once_where_the_second_do_not_go_through_the_results(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    first = autograd.Gradients.forward
+    monkeypatch.setattr(
+        autograd.Gradients, "forward", staticmethod(lambda *given: (computed.append(len(given)), first(*given))[1])
+    )
+    three = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    output, _ = attention_with_lse(*three, kernel=kernel)
+    grads = torch.autograd.grad(output.sum(), three, create_graph=True)
+    torch.autograd.grad(sum(grad.square().sum() for grad in grads), three)
+    assert len(computed) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

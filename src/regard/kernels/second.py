@@ -162,7 +162,7 @@ class _Second:
         """The gradients of all that is wanted, each in the dtype of what it belongs to."""
         found: list[Tensor | None] = [None] * len(self._inputs)
         for place, (tensor, total) in enumerate(zip(self._inputs, self._totals, strict=False)):
-            if tensor is not None and learns(tensor):
+            if tensor is not None and self._wants(place):
                 found[place] = torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
         return found
 
@@ -211,24 +211,34 @@ class _Second:
         if of_sink is not None:
             by_sink = torch.zeros_like(delta) if self._of_sink is None else -self._of_sink[:, None, None] * delta
             mean += of_sink * by_sink
-            self._add(5, slice(None), (of_sink * (by_sink - mean)).sum((0, 2, 3)))
+            if self._wants(5):
+                self._add(5, slice(None), (of_sink * (by_sink - mean)).sum((0, 2, 3)))
         of_scores = of_weights.sub_(mean).mul_(weights)  # T, then R
         if slope is not None and bent is not None:
             of_scores.mul_(slope).add_(bent)
             grad_scores.mul_(slope)
 
         kv_heads = k.shape[1]
-        self._add(0, rows, grouped_matmul(of_product, v))
-        self._add(1, rows, of_lse.squeeze(-1))
-        self._add(2, rows, grouped_matmul(of_scores, k, scale=scale))
-        self._add(3, columns, _of_keys(of_scores, q, kv_heads), scale)
-        self._add(4, columns, _of_keys(of_product, g, kv_heads))
-        if of_query is not None:
-            self._add(3, columns, _of_keys(grad_scores, of_query, kv_heads), scale)
-        if of_key is not None:
-            self._add(2, rows, grouped_matmul(grad_scores, of_key, scale=scale))
-        if of_value is not None:
-            self._add(0, rows, grouped_matmul(dropped, of_value))
+        if self._wants(0):
+            self._add(0, rows, grouped_matmul(of_product, v))
+            if of_value is not None:
+                self._add(0, rows, grouped_matmul(dropped, of_value))
+        if self._wants(1):
+            self._add(1, rows, of_lse.squeeze(-1))
+        if self._wants(2):
+            self._add(2, rows, grouped_matmul(of_scores, k, scale=scale))
+            if of_key is not None:
+                self._add(2, rows, grouped_matmul(grad_scores, of_key, scale=scale))
+        if self._wants(3):
+            self._add(3, columns, _of_keys(of_scores, q, kv_heads), scale)
+            if of_query is not None:
+                self._add(3, columns, _of_keys(grad_scores, of_query, kv_heads), scale)
+        if self._wants(4):
+            self._add(4, columns, _of_keys(of_product, g, kv_heads))
+
+    def _wants(self, place: int) -> bool:
+        """Whether an input learns. The gradient of the output does not where a sum is differentiated."""
+        return learns(self._inputs[place])
 
     def _sums(self, first: Tensor, second: Tensor) -> Tensor:
         """Sums of products along keys."""
@@ -239,8 +249,7 @@ class _Second:
     def _add(self, place: int, which: slice, more: Tensor, factor: float = 1.0) -> None:
         """To a total, of which the first share of all is taken as it is."""
         tensor, total = self._inputs[place], self._totals[place]
-        if tensor is None:
-            return
+        assert tensor is not None  # it is wanted
         if total is None and tensor.shape == more.shape:
             self._totals[place] = more if factor == 1.0 else more.mul_(factor)
             return

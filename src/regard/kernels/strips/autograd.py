@@ -69,6 +69,8 @@ def _pulled(
     Args:
         fixed, saved: as `_keep` keeps them. What is saved may be read only once, as activation checkpointing requires.
     """
+    if grad_output is None and grad_lse is None:  # gradients of gradients do not go through the results
+        return tuple(None for _ in saved[2:])
     if grad_output is None:
         grad_output = torch.zeros_like(saved[0])
     if is_batched(grad_output, grad_lse) and not transformed():

@@ -181,6 +181,8 @@ class _Folded(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *three, sink, seed = ctx.saved_tensors[:7]
         tensors = ctx.saved_tensors[7:]
+        if grad_output is None and grad_lse is None:  # gradients of gradients do not go through the results
+            return None, *(None for _ in ctx.saved_tensors[2:])
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if is_batched(grad_output, grad_lse) and not transformed():
             with torch.enable_grad():
