@@ -164,29 +164,37 @@ def beats(call: Call, scores: float, *, by_table: bool = False) -> bool:
     Args:
         by_table: whether torch's is given a table of what is hidden and added.
     """
-    learns, dtype, queries = call.learns, call.query.dtype, call.query.shape[2]
-    in_full = -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries  # at most
-    if queries == 1:
-        scores *= tuning.ONE_QUERY
-    elif 2 * queries <= call.key.shape[2]:
-        to_begin = tuning.QUERIES_TO_BEGIN_HALVES if dtype in fused.HALF else tuning.QUERIES_TO_BEGIN
-        scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if learns else to_begin) / queries
-        if dtype not in fused.HALF and queries > tuning.QUERIES_AT_A_TIME:
-            scores *= in_full
-        in_full = 1.0
-    if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
-        scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
+    learns, dtype = call.learns, call.query.dtype
+    scores, in_full = _by_torch(call, scores, by_table)
     table, plan, of_head = has_table(call.scoring), plan_of(call), head_size(call)
     if plan.interval is not None and not plan.others:
         least = _scores(call, plan.within(None))  # is counted in less time
         if price(dtype, learns, table, of_head) * least < scores:
             return True
     own = sum(_scores(call, part) for part in plan.parts)
-    scores = min(max(scores, own), scores * in_full)  # both count the last ones in full
+    scores = min(max(scores, own), in_full)  # both count the last queries in full
     own += len(plan.others) * tuning.SCORES_PER_RESULT * call.query.shape[:3].numel()
     if price(dtype, learns, table, of_head) * own < scores:
         return True
     return by_table and not table and price(dtype, learns, False, of_head, by_table=True) * own < scores
+
+
+def _by_torch(call: Call, scores: float, by_table: bool) -> tuple[float, float]:
+    """How many scores of a call of many queries take as long as torch's function takes for so many of this one; and how
+    many if its last queries fill up what it computes at a time."""
+    queries, in_half = call.query.shape[2], call.query.dtype in fused.HALF
+    in_full = -(-queries // tuning.QUERIES_AT_A_TIME) * tuning.QUERIES_AT_A_TIME / queries
+    few = queries > 1 and 2 * queries <= call.key.shape[2]
+    if queries == 1:
+        scores *= tuning.ONE_QUERY
+    elif few:
+        to_begin = tuning.QUERIES_TO_BEGIN_HALVES if in_half else tuning.QUERIES_TO_BEGIN
+        scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if call.learns else to_begin) / queries
+        if not in_half and queries > tuning.QUERIES_AT_A_TIME:
+            scores *= in_full
+    if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
+        scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()
+    return scores, scores if few else scores * in_full
 
 
 def _products_of(dtype: torch.dtype) -> str:
