@@ -92,6 +92,19 @@ def test_a_query_that_is_computed_twice_has_two_places_in_memory(monkeypatch):
 
 
 @pytest.mark.usefixtures("without_the_library")
+def test_a_finished_table_is_torchs_own_though_nobody_can_tell_whether_it_changes():
+    with torch.inference_mode():  # no versions of tensors
+        query, key, value = torch.randn(3, BATCH, HEADS, KEYS, SIZE)
+        table = torch.randn(KEYS, KEYS, HEADS).permute(2, 0, 1)[None]
+        assert regard.plan(query, key, value, bias=table).kernel == "sdpa"
+        for _ in range(3):
+            assert_close(
+                attention(query, key, value, bias=table), attention(query, key, value, bias=table, kernel="reference")
+            )
+            table.mul_(-0.5)
+
+
+@pytest.mark.usefixtures("without_the_library")
 def test_a_step_that_does_not_fit_in_a_few_scores_is_left_to_the_other_kernels():
     assert regard.plan(*step(rows=600, keys=600), mask=Padding([10, 100, 600])).kernel != "direct"
     assert regard.plan(*step()).kernel == "sdpa"  # torch's own call has nothing around it here

@@ -23,6 +23,7 @@ from regard.kernels.fused import FLASH, HALF, SHORT
 from regard.kernels.hidden import (
     Hidden,
     Table,
+    finished_table,
     fold,
     has_nan,
     hidden_in,
@@ -370,8 +371,8 @@ def plain(scoring: Scoring) -> bool:
 
 
 def _torch_can(call: Call) -> bool:
-    """Whether torch's fused operator can do it, with a table that is made once, or for one query; without gradients
-    and a table, what follows from its log-sum-exp too (`strips`)."""
+    """Whether torch's fused operator can do it, with a table that is given or made once, or for one query; without
+    gradients and a table, what follows from its log-sum-exp too (`strips`)."""
     scoring = call.scoring
     more = scoring.softcap, call.dropout
     if any(part is not None for part in more) or call.query.shape[3] != call.value.shape[3]:
@@ -381,7 +382,9 @@ def _torch_can(call: Call) -> bool:
     if scoring.grid.query_len == 1 and not call.learns:
         return FLASH
     if scoring.bias is not None:
-        return table_key(scoring, wide(call.query.dtype)) is not None
+        dtype = call.query.dtype
+        is_given = not call.bias_learns and finished_table(scoring, dtype)
+        return is_given or table_key(scoring, wide(dtype)) is not None
     return plain(scoring) or scoring.mask_or_everything.structure() is not None
 
 

@@ -19,6 +19,7 @@ from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, pre
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
     Hidden,
+    finished_table,
     harmless,
     has_nan,
     hidden_in_call,
@@ -52,7 +53,7 @@ def cannot(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
         return "torch's dropout cannot be reproduced from a seed and indices"
-    rounds = call.query.dtype in HALF and finished_table(call) is None and not _by_flash(call)
+    rounds = call.query.dtype in HALF and not finished_table(scoring, call.query.dtype) and not _by_flash(call)
     if scoring.bias is not None and rounds:
         return f"the bias would be rounded to {call.query.dtype}"
     return None
@@ -112,7 +113,7 @@ def prepare(call: Call) -> Prepared | None:
         return lambda query, key, value, sink, bias: (attend(query, key, value), None)
     if not call.concrete or call.bias_learns:
         return None
-    if isinstance(scoring.bias, Given) and finished_table(call) is not None:
+    if isinstance(scoring.bias, Given) and finished_table(scoring, call.query.dtype):
         return _reading(call, scoring.bias.without_numbers(), attend)
     look_up = known_numbers(scoring, call.query.dtype if scoring.bias is None else _dtype_of_bias(call))
     if look_up is None:
@@ -203,19 +204,6 @@ def _dtype_of_bias(call: Call) -> torch.dtype:
     return wide(call.query.dtype) if _by_flash(call) else call.query.dtype
 
 
-def finished_table(call: Call) -> Tensor | None:
-    """The bias, if it is all that is added and torch can read it in place: a number for each query and key, in the
-    query's dtype."""
-    scoring = call.scoring
-    if not isinstance(scoring.bias, Given) or scoring.mask_or_everything is not EVERYTHING:
-        return None
-    numbers = scoring.bias.numbers
-    whole = numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len)
-    if not whole or numbers.dtype != call.query.dtype:
-        return None
-    return _as_read(numbers)
-
-
 def _as_read(numbers: Tensor) -> Tensor:
     """A table as torch's operator takes it: torch leaves that for another where a table could learn, though nothing
     does without a graph."""
@@ -226,7 +214,7 @@ def reads_a_table(call: Call) -> bool:
     """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
     if not call.concrete or call.bias_learns:
         return False
-    return call.query.shape[3] == call.value.shape[3] and finished_table(call) is not None
+    return call.query.shape[3] == call.value.shape[3] and finished_table(call.scoring, call.query.dtype)
 
 
 def keeps_a_table(call: Call) -> bool:
