@@ -324,9 +324,10 @@ def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
     interval, side_by_side = _hull_of(of_all_heads)
     if side_by_side and allowed.shape[1] == 1:
         return interval
-    if compiled(torch.float32) is None:
+    found = compiled(torch.float32)
+    if found is None:
         return None
-    words = library().bits_of(allowed)
+    words = found.bits_of(allowed)
     if math.prod(grid[:4]) > tuning.SCORES_WORTH_CUTTING:
         computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
         hull = int((interval.end - interval.first).sum())
