@@ -1,6 +1,6 @@
 """Results of one benchmark for each kind of processor: where oneDNN multiplies float32 matrices, where MKL does, on
 Intel's own or on others, and where AMX multiplies those of bfloat16, or no instruction does and torch imitates them, as
-with AVX2.
+with AVX2. Where the compiled library is not there, or turned off by REGARD_NATIVE=0, is another kind.
 
 Which of them does decides most of the choices in `regard.kernels`, so a page that shows one kind alone says little
 about the others. A run writes the file of the kind of processor that it runs on, or of a GPU.
@@ -15,8 +15,14 @@ RESULTS = Path(__file__).parent / "results"
 
 def file(benchmark: str, machine: dict[str, Any]) -> Path:
     """Where the results of this machine go: benchmarks/results/features-mkl-and-amx.json."""
-    kind = "gpu" if "gpu" in machine else machine["products"].lower().replace(" ", "-")
+    kind = "gpu" if "gpu" in machine else _products(machine).lower().replace(" ", "-")
     return RESULTS / f"{benchmark}-{kind}.json"
+
+
+def _products(machine: dict[str, Any]) -> str:
+    """By what is multiplied."""
+    products: str = machine["products"]
+    return products if machine.get("library") else f"{products} without the library"
 
 
 def every(benchmark: str) -> list[dict[str, Any]]:
@@ -33,4 +39,4 @@ def heading(machine: dict[str, Any]) -> list[str]:
     told = f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}; computed by {by}."
     if machine.get("limited"):
         told += f" Limited to {machine['limited'].upper()}: a stand-in for processors without more."
-    return ["", f"## Products by {machine['products']}", "", told]
+    return ["", f"## Products by {_products(machine)}", "", told]

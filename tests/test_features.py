@@ -90,6 +90,20 @@ def test_the_page_says_what_was_measured() -> None:
     assert "Abacus 7, 3 threads, torch 9.9" in page
 
 
+def test_what_torchs_operators_take_alone_is_a_kind_of_its_own() -> None:
+    machine = {
+        "products": "MKL on Intel",
+        "processor": "Abacus 7",
+        "threads": 3,
+        "torch": "9.9",
+        "library": "x86-64-v3",
+    }
+    assert kinds.file("features", machine).name == "features-mkl-on-intel.json"
+    assert kinds.heading(machine)[1] == "## Products by MKL on Intel"
+    assert kinds.file("features", machine | {"library": None}).name == "features-mkl-on-intel-without-the-library.json"
+    assert kinds.heading(machine | {"library": None})[1] == "## Products by MKL on Intel without the library"
+
+
 def test_the_page_is_that_of_the_committed_results() -> None:
     assert features.report(kinds.every("features")) == features.PAGE.read_text(encoding="utf-8"), (
         "run: python benchmarks/features.py --report"
