@@ -119,7 +119,7 @@ def _holds_little(call: Call) -> bool:
     """Whether torch's own function holds few numbers of query_len x key_len; those of a table are not asked for where
     the lengths alone are too many."""
     lengths = call.scoring.grid.query_len * call.scoring.grid.key_len
-    needs_no_table = direct.plain(call.scoring) or sdpa.reads_a_table(call)
+    needs_no_table = direct.plain(call.scoring) or fused.reads_a_table(call)
     return (needs_no_table or lengths <= FEW_NUMBERS) and sdpa.quadratic_numbers(call) <= FEW_NUMBERS
 
 
@@ -146,7 +146,7 @@ def _finds_a_table(call: Call) -> bool:
     """Whether what a bias and a mask add need not be written into one table in every call, for torch's operators."""
     if call.scoring.bias is None or options.is_given(call):
         return True
-    return sdpa.reads_a_table(call) or sdpa.keeps_a_table(call)
+    return fused.reads_a_table(call) or sdpa.keeps_a_table(call)
 
 
 def _suits_the_library(call: Call) -> bool:
@@ -265,7 +265,7 @@ PREFERENCES = (
     Preference(
         sdpa.KERNEL,
         "torch's own function reads a finished table of biases as it is",
-        _in_process(lambda call: sdpa.reads_a_table(call) and not strips_kernel.products_pay_alone(call)),
+        _in_process(lambda call: fused.reads_a_table(call) and not strips_kernel.products_pay_alone(call)),
     ),
     Preference(
         sdpa.KERNEL,

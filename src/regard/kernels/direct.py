@@ -19,11 +19,10 @@ from regard import processor
 from regard.biases import Bias, Given
 from regard.graphs import tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
-from regard.kernels.fused import FLASH, HALF, SHORT
+from regard.kernels.fused import FLASH, HALF, SHORT, reads_a_table
 from regard.kernels.hidden import (
     Hidden,
     Table,
-    finished_table,
     fold,
     has_nan,
     hidden_in,
@@ -382,9 +381,7 @@ def _torch_can(call: Call) -> bool:
     if scoring.grid.query_len == 1 and not call.learns:
         return FLASH
     if scoring.bias is not None:
-        dtype = call.query.dtype
-        is_given = not call.bias_learns and finished_table(scoring, dtype)
-        return is_given or table_key(scoring, wide(dtype)) is not None
+        return reads_a_table(call) or table_key(scoring, wide(call.query.dtype)) is not None
     return plain(scoring) or scoring.mask_or_everything.structure() is not None
 
 

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard import processor
+from regard.biases import Given
 from regard.graphs import concrete, tracing
 from regard.kernels.autograd import differentiable_twice
 from regard.kernels.call import Call, learns
+from regard.masks import EVERYTHING
 
 QUERIES_AT_A_TIME = ((768, 256), (192, 64), (0, 32))
 """From which query_len on the operator takes how many queries together."""
@@ -39,6 +41,23 @@ HALF = torch.bfloat16, torch.float16
 def speed(dtype: torch.dtype) -> int:
     """How many times as many scores are computed in the time that is taken by something else, such as a call."""
     return SCORES_BY_AMX if processor.AMX and dtype is torch.bfloat16 else 1
+
+
+def finished_table(call: Call) -> bool:
+    """Whether the bias is all that is added, and torch can read it in place: a number for each query and key, in the
+    query's dtype."""
+    scoring = call.scoring
+    if not isinstance(scoring.bias, Given) or scoring.mask_or_everything is not EVERYTHING:
+        return False
+    numbers = scoring.bias.numbers
+    return numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len) and numbers.dtype == call.query.dtype
+
+
+def reads_a_table(call: Call) -> bool:
+    """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
+    if not call.concrete or call.bias_learns:
+        return False
+    return call.query.shape[3] == call.value.shape[3] and finished_table(call)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **more: Any) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from regard.biases import Given
 from regard.graphs import concrete, has_numbers, tracing, whole
 from regard.kernels.known import Kept, cached_by_mask
 from regard.masks import EVERYTHING, Mask, Tile
@@ -254,15 +253,6 @@ def _hides_nothing(biases: Tensor) -> bool:
     if not concrete(biases.device):
         return False
     return biases.numel() > 0 and biases.detach().amin().item() > -math.inf  # false for NaN
-
-
-def finished_table(scoring: Scoring, dtype: torch.dtype) -> bool:
-    """Whether the bias is all that is added, and torch can read it in place: a number for each query and key, in the
-    query's dtype."""
-    if not isinstance(scoring.bias, Given) or scoring.mask_or_everything is not EVERYTHING:
-        return False
-    numbers = scoring.bias.numbers
-    return numbers.shape[2:] == (scoring.grid.query_len, scoring.grid.key_len) and numbers.dtype == dtype
 
 
 _tables: Kept[Table] = Kept(MAX_ALL_NUMBERS)

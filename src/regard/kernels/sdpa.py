@@ -15,11 +15,18 @@ from torch import Tensor
 from regard.biases import Bias, Given
 from regard.graphs import concrete, exporting, tracing, whole
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores
-from regard.kernels.fused import FLASH, HALF, causal_scores, full_attention, prepared
+from regard.kernels.fused import (
+    FLASH,
+    HALF,
+    causal_scores,
+    finished_table,
+    full_attention,
+    prepared,
+    reads_a_table,
+)
 from regard.kernels.hidden import (
     MAX_KEPT_SCORES,
     Hidden,
-    finished_table,
     harmless,
     has_nan,
     hidden_in_call,
@@ -53,7 +60,7 @@ def cannot(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention has no sink"
     if call.dropout is not None:
         return "torch's dropout cannot be reproduced from a seed and indices"
-    rounds = call.query.dtype in HALF and not finished_table(scoring, call.query.dtype) and not _by_flash(call)
+    rounds = call.query.dtype in HALF and not finished_table(call) and not _by_flash(call)
     if scoring.bias is not None and rounds:
         return f"the bias would be rounded to {call.query.dtype}"
     return None
@@ -113,7 +120,7 @@ def prepare(call: Call) -> Prepared | None:
         return lambda query, key, value, sink, bias: (attend(query, key, value), None)
     if not call.concrete or call.bias_learns:
         return None
-    if isinstance(scoring.bias, Given) and finished_table(scoring, call.query.dtype):
+    if isinstance(scoring.bias, Given) and finished_table(call):
         return _reading(call, scoring.bias.without_numbers(), attend)
     look_up = known_numbers(scoring, call.query.dtype if scoring.bias is None else _dtype_of_bias(call))
     if look_up is None:
@@ -208,13 +215,6 @@ def _as_read(numbers: Tensor) -> Tensor:
     """A table as torch's operator takes it: torch leaves that for another where a table could learn, though nothing
     does without a graph."""
     return numbers.detach() if numbers.requires_grad and not torch.is_grad_enabled() else numbers
-
-
-def reads_a_table(call: Call) -> bool:
-    """Whether the call is torch's function with a finished table, without a copy of it and without its gradient."""
-    if not call.concrete or call.bias_learns:
-        return False
-    return call.query.shape[3] == call.value.shape[3] and finished_table(call.scoring, call.query.dtype)
 
 
 def keeps_a_table(call: Call) -> bool:

@@ -162,7 +162,7 @@ class _Second:
         """The gradients of all that is wanted, each in the dtype of what it belongs to."""
         found: list[Tensor | None] = [None] * len(self._inputs)
         for place, (tensor, total) in enumerate(zip(self._inputs, self._totals, strict=False)):
-            if tensor is not None and self._wants(place):
+            if tensor is not None and learns(tensor):
                 found[place] = torch.zeros_like(tensor) if total is None else total.to(tensor.dtype)
         return found
 
