@@ -283,49 +283,92 @@ ROWS = (
     Row("full, compiled", _fixed(), most=2048, compiled=True),
     Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
     Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),
+    Row("sink, causal, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, most=2048, compiled=True),
+    Row("1 query, sink, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, queries=1, most=2048,
+        compiled=True),
 )  # fmt: skip
+
+
+MAX_DRAWN_SCORES = 1 << 26
+"""Most scores of a call that is drawn at random: the formula takes half a second for them, with gradients."""
 
 
 def drawn(number: int) -> tuple[Row, int, torch.dtype]:
     """A call that nobody thought of: sizes, dtype, mask, bias and the rest from a random number; half of all with heads
-    as a layer projects them."""
+    as a layer projects them, and some in graphs of torch.compile, or with data that are others in every call."""
     of = random.Random(number)
     draw = torch.Generator().manual_seed(number)
-    dtype = of.choice([torch.float32, torch.float32, torch.bfloat16])
-    batch, kv_heads, group = of.choice([1, 1, 2, 4]), of.choice([1, 2, 4, 8]), of.choice([1, 1, 2, 4])
-    heads, size, length = kv_heads * group, of.choice([32, 64, 64, 80, 128, 256, 512]), int(2 ** of.uniform(7, 11.5))
-    queries = of.choice([length, length, length, length // 2, 100, of.randint(1, 40)])
-    masks = {
+    dtype = of.choice([torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float16])
+    kv_heads, group, length = of.choice([1, 2, 3, 4, 8]), of.choice([1, 1, 2, 4]), int(2 ** of.uniform(7, 11.5))
+    heads, size = kv_heads * group, of.choice([32, 48, 64, 64, 64, 72, 80, 96, 128, 128, 256, 512])
+    value_dim = of.choice([size, size, size, size, of.choice([16, 64, 100, 128])])
+    queries = of.choice([length, length, length, length, length // 2, 100, of.randint(1, 40), 1])
+    most = max(1, MAX_DRAWN_SCORES // (heads * queries * length))
+    batch = of.choice([count for count in (1, 1, 2, 4, 16, 48) if count <= most])
+
+    def lengths() -> Tensor:
+        return torch.randint(length // 4, length + 1, (batch,), generator=draw)
+
+    def ids() -> Tensor:
+        ends = torch.rand(batch, 4, generator=draw).mul(length).long().sort(1).values
+        return torch.searchsorted(ends, torch.arange(length).repeat(batch, 1), right=True)
+
+    def padded_left() -> Tensor:
+        return torch.arange(length) >= length - lengths()[:, None]
+
+    cell_heads = of.choice([1, 1, heads])
+    with_data: dict[str, Callable[[], Mask]] = {
+        "padding": lambda: Padding(lengths()),
+        "padding, causal": lambda: Causal() & Padding(lengths()),
+        "padding left, causal": lambda: Causal() & Padding(padded_left()),
+        "cells": lambda: Dense(torch.rand(1, cell_heads, queries, length, generator=draw) < 0.5),
+        "cells, causal": lambda: Causal() & Dense(torch.rand(1, cell_heads, queries, length, generator=draw) < 0.9),
+        "keys at random": lambda: Causal() & Padding(torch.rand(batch, length, generator=draw) < 0.5),
+        "documents, causal": lambda: Causal() & Document(ids()),
+        "documents": lambda: Document(ids()),
+        "documents or a prefix": lambda: Document(ids()) | Prefix(length // 8),
+        "documents apart": lambda: Document(torch.randint(0, 5, (batch, length), generator=draw)),
+        "places, causal": lambda: Causal(offset=torch.randint(0, length, (batch,), generator=draw)),
+    }
+    without: dict[str, Callable[[], Mask | None]] = {
         "full": lambda: None,
         "causal": Causal,
-        "window": lambda: Causal() & Window(of.choice([50, 128, 256])),
+        "window": lambda: Causal() & Window(of.choice([20, 50, 128, 256, 500])),
+        "window both ways": lambda: Window(of.choice([50, 256])),
         "streaming": lambda: Causal() & (Window(128) | Prefix(4)),
         "prefix": lambda: Causal() | Prefix(length // 4),
-        "padding": lambda: Dense(torch.arange(length)[None] < length * 3 // 4),
-        "documents": lambda: Causal() & Document(torch.arange(length)[None] // of.choice([60, 300])),
-        "documents apart": lambda: Document(torch.randint(0, 5, (1, length), generator=draw)),
-        "cells": lambda: Dense(torch.rand(queries, length, generator=draw) < 0.5),
+        "far keys": lambda: Causal() & ~Window(length // 3),
+        "window or stride": lambda: Causal() & _sparse(length),
         "function": lambda: Where(lambda batch, head, query, key: (key <= query) & ((query - key) % 3 != 1)),
     }
-    biases = {
+    if queries < length:  # documents are those of all tokens
+        with_data = {name: make for name, make in with_data.items() if "documents" not in name}
+    biases: dict[str, Callable[[], Any]] = {
         "ALiBi": lambda: Alibi(heads),
         "T5": lambda: RelativeBias(torch.randn(32, heads, generator=draw)),
         "T5, trained": lambda: RelativeBias(torch.randn(32, heads, generator=draw).requires_grad_()),
         "dense bias": lambda: torch.randn(1, heads, queries, length, generator=draw),
+        "dense bias of each text": lambda: torch.randn(batch, 1, queries, length, generator=draw),
         "dense bias, trained": lambda: torch.randn(1, heads, queries, length, generator=draw).requires_grad_(),
         "bias of keys": lambda: torch.randn(1, heads, 1, length, generator=draw),
     }
-    if queries < length:
-        masks = {name: make for name, make in masks.items() if "documents" not in name}
-    mask, bias = of.choice(list(masks)), of.choice([None, None, None, *biases])
-    given: dict[str, Any] = {"mask": masks[mask](), "bias": None if bias is None else biases[bias]()}
+    mask, bias = of.choice([*with_data, *without]), of.choice([None, None, None, None, *biases])
+    make = (with_data | without)[mask]
+    fixed = {"mask": make(), "bias": None if bias is None else biases[bias]()}
     rest = {"softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(heads)}
-    rest = {name: value for name, value in rest.items() if of.random() < 0.2}
-    name = ", ".join([mask, *([] if bias is None else [bias]), *rest])
-    shape = f"{batch} x {heads}/{kv_heads} x {queries}/{length} x {size}"
-    row = Row(f"{number}: {name} ({shape})", _fixed(**given, **rest), heads, kv_heads, size, batch, queries)
+    fixed |= {name: value for name, value in rest.items() if of.random() < 0.12}
+    anew, compiled = mask in with_data and of.random() < 0.4, of.random() < 0.15
+    compiled = compiled and not anew
+    more = [bias, *(name for name in rest if name in fixed), anew and "new", compiled and "compiled"]
+    name = ", ".join([mask, *filter(None, more)])
+    sizes = f"{batch} x {heads}/{kv_heads} x {queries}/{length} x {size}/{value_dim}"
     learns = {"dense bias, trained": "numbers", "T5, trained": "table"}.get(bias or "")
-    return row._replace(head_dim=size, learns=learns, by_token=of.random() < 0.5), length, dtype
+    row = Row(
+        f"{number}: {name} ({sizes})", lambda _: fixed | {"mask": make()} if anew else fixed, heads, kv_heads,
+        value_dim, batch, queries, learns=learns, head_dim=size, by_token=of.random() < 0.5, anew=anew,
+        compiled=compiled,
+    )  # fmt: skip
+    return row, length, dtype
 
 
 CPU = torch.device("cpu")
@@ -360,7 +403,7 @@ def torch_ways(
 ) -> list[Callable[..., Tensor]]:
     """What can be written with torch, each of which is the best for some calls: its function, where there is one, and
     the formula, where it is as exact, gives no NaN, and has not so many scores that it is slower. What can be made
-    beforehand is not timed."""
+    beforehand is not timed: neither a finished table, nor which scores a mask allows."""
     by_function = None if row.twice else _by_function(row, given, length, dtype, device)  # its gradients have none
     if by_function is None:
         return [_formula(row, given, length, dtype, device)]
@@ -383,7 +426,7 @@ def _by_function(
     if bias is None:
         if mask is None:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-        if isinstance(mask, Causal) and queries == length:
+        if isinstance(mask, Causal) and queries == length and mask.offset is None:
             return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         if "documents" in row.name and row.name.endswith("causal") and not row.anew:  # as whoever packs them can
             lengths = _ragged(length) if "20" in row.name else [length // 8] * 8
@@ -391,10 +434,15 @@ def _by_function(
         cells = allowed(mask, row, length, device)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
     table = _table_of(row, given, length, device)
-    finished = None if row.learns else table().to(dtype)
+    finished = None if _is_made_anew(row, given) else table().to(dtype)
     return lambda q, k, v: F.scaled_dot_product_attention(
         q, k, v, attn_mask=table().to(dtype) if finished is None else finished, enable_gqa=grouped
     )
+
+
+def _is_made_anew(row: Row, given: dict[str, Any]) -> bool:
+    """Whether torch's table has to be made in every call: of what learns, or of a mask and a bias, one of them new."""
+    return row.learns is not None or (row.anew and given.get("mask") is not None and given.get("bias") is not None)
 
 
 def _table_of(row: Row, given: dict[str, Any], length: int, device: torch.device) -> Callable[[], Any]:
@@ -423,7 +471,8 @@ def _formula(
     """Two products with a softmax between them."""
     softcap, rate, sink = (given.get(name) for name in ("softcap", "dropout", "sink"))
     table = _table_of(row, given, length, device)
-    made = None if row.learns else table()
+    anew = _is_made_anew(row, given)
+    made = None if anew else table()
     finished = None if made is None else made.to(dtype)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -432,7 +481,7 @@ def _formula(
         scores = q @ k.mT * q.shape[3] ** -0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        added = table() if row.learns else finished
+        added = table() if anew else finished
         if added is not None:
             scores = scores + added.to(dtype)
         if sink is not None:

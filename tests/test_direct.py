@@ -16,6 +16,7 @@ from regard import (
     Dense,
     Document,
     Padding,
+    RelativeBias,
     Where,
     Window,
     attention,
@@ -651,3 +652,84 @@ def test_gradients_of_large_heads_without_anything_added_are_those_of_the_formul
         assert_within_budget(*three)
     for other in others:  # calls like one before
         assert all(map(torch.equal, first, other))
+
+
+IN_A_GRAPH = {
+    "sink": lambda learned: {"sink": learned[:HEADS, 0]},
+    "softcap, causal": lambda learned: {"mask": Causal(), "softcap": 2.0},
+    "sink, padding left": lambda learned: {"mask": Causal() & Padding(LEFT), "sink": learned[:HEADS, 0]},
+    "sink, window": lambda learned: {"mask": Causal() & Window(9), "sink": learned[:HEADS, 0]},
+    "a trained table": lambda learned: {"mask": Causal(), "bias": RelativeBias(learned)},
+    "a trained bias": lambda learned: {"bias": learned[None, :HEADS, :1, None] * ALL_PLACES},
+    "dropout, ALiBi": lambda learned: {"bias": Alibi(HEADS), "dropout": 0.3},
+}
+ALL_PLACES = torch.linspace(-1.0, 1.0, KEYS)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("given", IN_A_GRAPH.values(), ids=IN_A_GRAPH)
+def test_a_graph_computes_few_scores_by_operators_that_it_fuses(given, rows):
+    torch.compiler.reset()
+    nodes = []
+
+    def run(query, key, value, learned):
+        return attention_with_lse(query, key, value, **given(learned))
+
+    def backend(graph, examples):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, examples)
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        three, learned = step(rows), torch.randn(32, HEADS)
+        learned[0, 0] = seed
+        answers = []
+        for function in (compiled, run):
+            torch.manual_seed(7)  # of what is dropped
+            leaves = [tensor.clone().requires_grad_() for tensor in (*three, learned)]
+            output, lse = function(*leaves)
+            loss = output.square().sum() + lse[lse.isfinite()].sum()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            torch.manual_seed(7)
+            with torch.no_grad():
+                answers.append([output, lse, *grads, *function(*three, learned)])
+        for ours, right in zip(*answers, strict=True):
+            if right is None:
+                assert ours is None
+            else:
+                assert_close(ours, right)
+    assert nodes
+    assert not any("regard" in name for name in nodes)
+
+
+def test_what_a_mask_hides_has_no_part_in_a_graph():
+    torch.compiler.reset()
+    query, key, value = step()
+    sink, mask = torch.zeros(HEADS), Causal() & Padding(LEFT)
+    right = attention(query, key, value, mask=mask, sink=sink)
+    key, value = key.clone(), value.clone()
+    for tensor in (key, value):
+        tensor.transpose(1, 2)[~LEFT] = math.nan
+    compiled = torch.compile(
+        lambda *three: attention(*three, mask=mask, sink=sink), backend="aot_eager", fullgraph=True
+    )
+    assert_close(compiled(query, key, value), right)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_one_query_of_a_graph_sees_all_keys_of_a_cache_that_grows():
+    torch.compiler.reset()
+    sink, graphs = torch.zeros(HEADS), []
+    compiled = torch.compile(
+        lambda *three: attention(*three, mask=Causal(), sink=sink),
+        backend=lambda graph, inputs: graphs.append(graph.code) or graph,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for keys in (30, 31, 40, 57):
+        three = step(keys=keys)
+        assert_close(compiled(*three), attention(*three, sink=sink))
+    assert len(graphs) == 1
+    assert "arange" not in graphs[0]  # nothing is hidden, so nothing is compared

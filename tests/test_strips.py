@@ -4,6 +4,7 @@ import inspect
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -1406,3 +1407,29 @@ def test_a_mask_that_hides_keys_here_and_there_is_planned_with_few_questions(res
     strips = StripPlan((Causal() & rest).bind(grid), grid, options).strips
     assert len(asked) < 8000  # of some 50,000 rectangles of a strip and 32 keys
     assert sum(strip.keys * len(strip.queries) for strip in strips) < 0.53 * 8000**2
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_node_is_planned_once_for_calls_that_differ_in_their_sink(compiler, monkeypatch):
+    planned, plan_of = [], native.plan_of
+    watched = replace(compiled_strips.NATIVE, plan_of=lambda call: (planned.append(call), plan_of(call))[1])
+    monkeypatch.setitem(compiled_strips.ENGINES, "native", watched)
+    monkeypatch.setattr(compiled_strips, "NATIVE", watched)
+    monkeypatch.setattr(compiled_strips, "_nodes", {})
+    real, query = torch.arange(300)[None] < 200, torch.randn(1, 2, 300, 8)
+
+    def model(query, sink, real):
+        return attention(2 * query, query, query, mask=Causal() & Padding(real), sink=sink)
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        given = query, torch.randn(2), real.roll(step // 2)
+        found = []
+        for function in (compiled, model):
+            leaves = [tensor.clone().requires_grad_() for tensor in given[:2]]
+            output = function(*leaves, given[2])
+            found.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+        for ours, right in zip(*found, strict=True):
+            assert_close(ours, right)
+    assert len(planned) == 2  # one for each padding

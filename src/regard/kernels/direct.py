@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard import processor
 from regard.biases import Bias, Given
-from regard.graphs import tracing
+from regard.graphs import exporting
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, SHORT, reads_a_table
 from regard.kernels.hidden import (
@@ -91,8 +91,8 @@ with AVX2 and with AVX-512."""
 
 def cannot(call: Call) -> str | None:
     """Why this kernel does not support a call."""
-    if tracing():
-        return "it inspects its result, which a graph does not have yet"
+    if exporting():
+        return "it compares sizes, which an exported graph does not know"
     return None if call.scoring.additive is None else "it does not support additive similarity"
 
 

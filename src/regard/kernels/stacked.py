@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from regard import faint
-from regard.graphs import transformed
+from regard.graphs import tracing, transformed
 from regard.kernels.call import learns
 from regard.kernels.hidden import Hidden, fold
 from regard.kernels.scratch import MAX_NUMBERS, scratch
@@ -74,7 +74,7 @@ def attend(
         biases: those that learn, broadcastable to the scores.
     """
     graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
-    if graph or query.device.type != "cpu" or transformed():
+    if graph or query.device.type != "cpu" or transformed() or tracing():
         return _shaped(_in_full(fixed, query, key, value, sink, biases), fixed.scoring.grid[:3], query.dtype)
     return _piece_by_piece(fixed, query, key, value, sink)
 
@@ -87,7 +87,7 @@ def _in_full(
     q, k, v = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
     added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, q.dtype)
     graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
-    new = graph or transformed()  # which want new tensors
+    new = graph or transformed() or tracing()  # which want new tensors
     space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
     return _result(fixed, kv_heads, q, k, v, sink, added, fixed.kept, space)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard import rules
 from regard.indexing import lookup
-from regard.masks.algebra import Mask, Verdict
+from regard.masks.algebra import EVERYTHING, Mask, Verdict
 from regard.shapes import Grid, Offset, check_per_batch, check_whole, known_true
 
 
@@ -62,6 +62,13 @@ class Band(Positioned):
     def __init__(self, before: int | None, after: int | None, offset: Offset = None) -> None:
         super().__init__(offset)
         self.before, self.after = _reach("before", before), _reach("after", after)
+
+    def bind(self, grid: Grid) -> Mask:
+        # one query sees all keys up to its own, which is the last: for any number of them, as in a graph
+        sees_its_own = self.offset is None and self.before is None and self.after is not None and self.after >= 0
+        if sees_its_own and type(self).rule is Band.rule and grid.query_len == 1:
+            return EVERYTHING
+        return super().bind(grid)
 
     def rule(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = self.position(batch, query)

@@ -7,7 +7,7 @@ and data may be others in every call; the gradients are of strips that are plann
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, library
@@ -158,11 +158,16 @@ def _mask(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], last: in
     if found is not None and all(map(torch.equal, found[0], tensors)):
         return found[1]
     with torch.inference_mode(False):
-        if not all(tensor.is_cpu and tensor.nbytes <= MAX_HELD_BYTES for tensor in tensors):
+        if not _are_copied(tensors):
             return cast(Mask, settled(_unbound(deserialise(line, tensors, numbers), last)))
         copies = [tensor.clone() for tensor in tensors]
         mask: Mask = _unbound(deserialise(line, copies, numbers), last)
     return keep(_masks, alike, (copies, mask), MAX_RULES)[1]
+
+
+def _are_copied(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are small enough for a mask of copies to be kept."""
+    return all(tensor.is_cpu and tensor.nbytes <= MAX_HELD_BYTES for tensor in tensors)
 
 
 def _bias(line: str | None, tensors: Sequence[Tensor], numbers: Sequence[int], last: int) -> Bias | Tensor | None:
@@ -181,8 +186,17 @@ def _unbound(rule: Rule, last: int) -> Any:
     return type(rule)(**{**arguments, **changed}) if changed else rule
 
 
-_nodes: dict[Hashable, tuple[Engine, Scoring, StripPlan]] = {}
-"""Nodes without tensors in their mask or bias, by all that they follow from."""
+class _Node(NamedTuple):
+    """What a node computes, but for its tensors. mask: that of `_mask`, by which it is known."""
+
+    mask: Mask
+    engine: Engine
+    scoring: Scoring
+    plan: StripPlan
+
+
+_nodes: dict[Hashable, _Node] = {}
+"""Nodes without tensors in their bias, by all that they follow from."""
 
 
 def _of_node(
@@ -191,27 +205,28 @@ def _of_node(
     scale: float, softcap: float | None, rate: float, by: str,
 ) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
     """Engine, scoring and strips of a node, from its arguments."""
-    alike: Hashable = None
-    if sink is None and not mask_tensors and not bias_tensors and query.is_cpu:
-        numbers = *mask_numbers, None, *bias_numbers
-        alike = query.shape, key.shape, value.shape, query.dtype, mask, bias, numbers, scale, softcap, rate, by
+    batch, heads, query_len, _ = query.shape
+    hidden, alike = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len), None
+    if not bias_tensors and query.is_cpu and _are_copied(mask_tensors):
+        added = bias, *bias_numbers
+        alike = (
+            *(query.shape, key.shape, value.shape, query.dtype),
+            *(id(hidden), added, sink is None, scale, softcap, rate, by),
+        )
         found = _nodes.get(alike)
         if found is not None:
-            return found
-    batch, heads, query_len, _ = query.shape
+            return found.engine, found.scoring.with_sink(sink), found.plan
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
-    added: Bias | None = None
-    if bias is not None:
-        added = deserialise(bias, bias_tensors, bias_numbers).bind(grid)
-    hidden = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len)
-    scoring = Scoring(grid, scale, softcap, added, hidden.bind(grid), sink, None)
+    bound: Bias | None = None if bias is None else deserialise(bias, bias_tensors, bias_numbers).bind(grid)
+    scoring = Scoring(grid, scale, softcap, bound, hidden.bind(grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(ENGINES[by], call)
     plan = engine.plan_of(call)
     if alike is None or not plan.is_kept:
         return engine, scoring, plan
     plan = by_form(plan, query, value, scoring) if engine is NATIVE else plan.of_form(None)
-    return keep(_nodes, alike, (engine, scoring, plan), MAX_NODES)
+    keep(_nodes, alike, _Node(hidden, engine, scoring.with_sink(None), plan), MAX_NODES)
+    return engine, scoring, plan
 
 
 def _like_strips(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
