@@ -284,6 +284,8 @@ ROWS = (
     Row("causal, compiled", _fixed(mask=Causal()), most=2048, compiled=True),
     Row("window 256, compiled", _fixed(mask=Causal() & Window(256)), most=2048, compiled=True),
     Row("sink, causal, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, most=2048, compiled=True),
+    Row("1 query, padded left, compiled", lambda n: {"mask": Causal() & Padding(torch.arange(n)[None] >= n // 4)},
+        queries=1, most=2048, compiled=True),
     Row("1 query, sink, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, queries=1, most=2048,
         compiled=True),
 )  # fmt: skip

@@ -1433,3 +1433,26 @@ def test_a_node_is_planned_once_for_calls_that_differ_in_their_sink(compiler, mo
         for ours, right in zip(*found, strict=True):
             assert_close(ours, right)
     assert len(planned) == 2  # one for each padding
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("mask", "keys", "is_node"),
+    [
+        (Causal(), 2000, False),
+        (Causal(offset=torch.tensor([1000])), 2000, True),
+        (Causal(offset=torch.tensor([50])), 100, False),
+    ],
+    ids=["nothing hidden", "half of the cache", "few keys"],
+)
+def test_a_graph_leaves_to_a_node_what_it_would_copy_to_hide(compiler, monkeypatch, mask, keys, is_node):
+    monkeypatch.setattr(native, "price", lambda *of: 0.9)
+    query, (key, value) = torch.randn(1, 4, 1, 64), torch.randn(2, 1, 4, keys, 64)
+    graphs = []
+    compiled = torch.compile(
+        lambda *three: attention(*three, mask=mask),
+        backend=lambda graph, inputs: graphs.append(graph.code) or graph,
+        fullgraph=True,
+    )
+    assert_close(compiled(query, key, value), attention(query, key, value, mask=mask))
+    assert ("regard.strips" in graphs[0]) is is_node

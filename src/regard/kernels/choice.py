@@ -72,6 +72,10 @@ library begins, where torch's own function cannot compute the call; with gradien
 to 128 queries with a sink, a softcap, dropout or a bias that learns, on two threads; rows "sink, causal, compiled" and
 "1 query, sink, compiled" of features.py."""
 
+NUMBERS_COPIED = 32
+"""Numbers of keys and values that a graph copies in the time of a score of 64 features. From calls of 1 to 128 queries
+in a cache that is padded or not full; row "1 query, padded left, compiled" of features.py."""
+
 MAX_SCORES_ON_A_GPU = 1 << 27
 """Scores that a GPU computes and holds at once, 512 MiB in float32, where its programs do not support a call."""
 
@@ -155,14 +159,23 @@ def _finds_a_table(call: Call) -> bool:
     return fused.reads_a_table(call) or sdpa.keeps_a_table(call)
 
 
+def _to_zero(call: Call) -> int:
+    """Scores that torch's own function computes in the time in which a graph copies keys and values, with zeros where
+    they are hidden from all queries. A graph for gradients copies those, too, but few queries have them sooner from
+    operators than from a node."""
+    if call.learns or direct.plain(call.scoring) or call.scoring.mask_or_everything is EVERYTHING:
+        return 0
+    return (call.key.numel() + call.value.numel()) // NUMBERS_COPIED
+
+
 def _suits_the_library(call: Call) -> bool:
     """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
     if tracing():
         share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
-        least = native.scores_for_a_node(*_kind(call), share)
-        return all_scores(call) >= least and strips_kernel.is_one_node(call)
+        saved, to_begin = native.saved_by_a_node(*_kind(call), share)
+        return all_scores(call) * saved + _to_zero(call) >= to_begin and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators

@@ -262,17 +262,17 @@ def pays(dtype: torch.dtype, learns: bool, table: bool, of_head: int) -> bool:
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
-def scores_for_a_node(dtype: torch.dtype, learns: bool, table: bool, of_head: int, share: float) -> float:
-    """Fewest scores of torch's own function that take as long as a node in a graph of torch.compile, which computes
-    this share of them. table, of_head: as of `price`."""
-    saved = 1 - share * price(dtype, learns, table, of_head)
+def saved_by_a_node(dtype: torch.dtype, learns: bool, table: bool, of_head: int, share: float) -> tuple[float, float]:
+    """What part of the scores of torch's own function a node in a graph of torch.compile saves, which computes this
+    share of them; and how many it has to save to make up for the time in which it begins. table, of_head: as of
+    `price`."""
     to_begin = tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
     if learns and dtype in fused.HALF:  # torch's own function takes nearly as long to begin
         to_begin //= 8
-    return to_begin * torch.get_num_threads() / saved if saved > 0 else math.inf
+    return 1 - share * price(dtype, learns, table, of_head), to_begin * torch.get_num_threads()
 
 
-scores_for_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
+saved_by_a_node._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _two_ways(
