@@ -142,6 +142,11 @@ def _cells_anew(length: int) -> dict[str, Any]:
     return {"mask": Dense(cells | torch.eye(length, dtype=torch.bool))}
 
 
+def _cells_and_bias_anew(length: int) -> dict[str, Any]:
+    """The same, and a number for each cell."""
+    return _cells_anew(length) | {"bias": torch.randn(1, 1, length, length, generator=_TEXTS)}
+
+
 def _blocks_anew(length: int) -> dict[str, Any]:
     """16 by 16 blocks, a quarter of them at random and those on the diagonal, others each time."""
     blocks = torch.rand(16, 16, generator=_TEXTS).lt(0.25).fill_diagonal_(True)
@@ -271,6 +276,7 @@ ROWS = (
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
     Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
     Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
+    Row("random mask and bias, new in every call", _cells_and_bias_anew, most=2048, anew=True),
     Row("blocks at random, new in every call", _blocks_anew, most=2048, anew=True),
     Row("documents apart, new in every call", _apart_anew, most=2048, anew=True),
     Row("1 query, 8 texts at places of their own, new in every call", _places_anew, batch=8, queries=1, anew=True),

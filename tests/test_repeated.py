@@ -1091,3 +1091,48 @@ def test_the_gradients_of_a_sum_are_computed_at_the_first_try(pull, monkeypatch)
     right = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="reference")), three)
     for one, other in zip(grads, right, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+TABLES = {
+    "of heads": lambda queries, keys, draw: torch.randn(1, HEADS, queries, keys, generator=draw),
+    "of texts, by key": lambda queries, keys, draw: torch.randn(2, 1, keys, queries, generator=draw).mT,
+    "of keys": lambda queries, keys, draw: torch.randn(2, HEADS, 1, keys, generator=draw),
+    "with -inf": lambda queries, keys, draw: torch.randn(1, 1, queries, keys, generator=draw).sub(0.5).log(),
+    "in half precision": lambda queries, keys, draw: torch.randn(1, HEADS, queries, keys, generator=draw).bfloat16(),
+}
+WITH_A_TABLE = {
+    "padding": lambda queries, keys, step: Padding(real_keys(keys, step)),
+    "lengths, causal": lambda queries, keys, step: Causal() & lengths(keys, step),
+    "documents": lambda queries, keys, step: texts(keys, step),
+    "cells": lambda queries, keys, step: Dense(
+        torch.rand(1, 1, queries, keys, generator=torch.Generator().manual_seed(step)) < 0.6
+    ),
+    "places": lambda queries, keys, step: Causal(offset=torch.tensor([step, keys - queries])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("kind", WITH_A_TABLE)
+def test_data_may_be_others_beside_a_tensor_that_is_added(kind, table, dtype, found):
+    for queries, keys in ((24, 24), (5, 24), (1, 24)):
+        if kind == "documents" and queries < keys:
+            continue
+        for step in range(1, 7):
+            three, draw = read(queries, keys, dtype, 0), torch.Generator().manual_seed(step)
+            three = [part + step / 10 for part in three]
+            bias = TABLES[table](queries, keys, draw).nan_to_num(nan=-torch.inf)
+            given = {"mask": WITH_A_TABLE[kind](queries, keys, step), "bias": bias}
+            with torch.set_grad_enabled(step % 2 == 0):
+                output, lse = attention_with_lse(*three, **given, kernel="native")
+            is_found = found[-1]
+            assert all(map(torch.equal, (output, lse), anew(three, **given, kernel="native")))
+            expected = attention(*three, **given, kernel="reference")
+            error = 2e-5 if dtype is torch.float32 else 2e-2
+            torch.testing.assert_close(output, expected, atol=error, rtol=error)
+            assert is_found or step < 4, (queries, keys)
+    query, key, value = read(24, 24, dtype, 0)
+    bias = torch.zeros(1, HEADS, 24, 24, requires_grad=True)
+    for step in range(3):  # what learns has gradients
+        output = attention(query, key, value, mask=WITH_A_TABLE[kind](24, 24, step), bias=bias, kernel="native")
+        assert output.requires_grad

@@ -24,6 +24,7 @@ from regard import checked
 from regard.biases import Bias
 from regard.kernels import Call, choose
 from regard.kernels.call import learns
+from regard.kernels.fused import HALF
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import of_all_distances
@@ -83,31 +84,36 @@ _DATA = frozenset({torch.bool, torch.int64})
 def note(given: tuple[Any, ...]) -> None:
     """Notes a call that the library computed, for any lengths of the same magnitudes, and offsets: if each query sees a
     band of the keys that is counted from its own, but for padding, documents and cells, and nothing is added to its
-    scores but what follows from how far a key is from the last query's, which is the last."""
+    scores but what follows from how far a key is from the last query's, which is the last; or a tensor, for calls of
+    the same lengths whose data are others."""
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
-    if library is None or isinstance(bias, Tensor) or given[DROPOUT]:
+    if library is None or given[DROPOUT]:
         return
     offset = None if mask is None else _offset_of(mask)
     diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask, offset)
     scores = math.prod((*given[QUERY].shape[:3], given[KEY].shape[2]))
     if len({*map(type, others)}) < len(others) or not all(_may_be_another(other, scores) for other in others):
         return
-    if bias is not None and not counts_from_the_last(bias):
-        return
     learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
-    has_data = bool(others) or offset is not None
+    has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
+    if has_table and (learned or not has_data or not _is_read_as_it_is(bias, library)):
+        return
+    if not (bias is None or has_table or counts_from_the_last(bias)):
+        return
     if not _has_a_way(given, learned, library) or not _has_its_turn():
         return
-    calls = _of_any_lengths(given, None if mask is None else product_of(p for p in factors(mask) if p not in others))
+    without_data = None if mask is None else product_of(part for part in factors(mask) if part not in others)
+    calls = [check_call("attention", *given[:NAME])] if has_table else _of_any_lengths(given, without_data)
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return
     told = told_of_one(calls[0], diagonals)
-    told.tile.spare = spare = 2 * library.lanes if given[QUERY].shape[2] > 1 else 0
+    spare = 2 * library.lanes if given[QUERY].shape[2] > 1 and not has_table else 0
+    told.tile.spare = spare
     told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
-    row = None if bias is None else _row_of(bias, given[QUERY], given[KEY].shape[2], spare)
+    row = None if bias is None or has_table else _row_of(bias, given[QUERY], given[KEY].shape[2], spare)
 
     def way(made: RepeatedOf) -> list[object]:
-        made.one, made.told = ctypes.addressof(told), sink is not None
+        made.one, made.told = ctypes.addressof(told), (sink is not None) + has_table
         made.row = None if row is None else id(row)
         results = note_results(made, library, told.has_exact, _new_lse if told.has_lse else None)
         return [told, row, *results, *(_learning(made, given, has_data) if learned else ())]
@@ -130,7 +136,8 @@ def _offset_of(mask: Mask) -> Offset:
 def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled) -> bool:
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
-    if torch.is_grad_enabled() and (learns(sink) or (bias is not None and any(map(learns, bias.learned())))):
+    of_bias = (bias,) if bias is None or isinstance(bias, Tensor) else bias.learned()
+    if torch.is_grad_enabled() and any(map(learns, (sink, *of_bias))):
         return False
     if learned and sink is not None:
         return False
@@ -141,6 +148,11 @@ def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled)
     if query.shape[2] > 1 and max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
     return sink is None or is_read_as_it_is(sink, library)
+
+
+def _is_read_as_it_is(bias: Tensor, library: binding.Compiled) -> bool:
+    """Whether the library reads a tensor that is added to scores where it is."""
+    return bias.dim() == 4 and (bias.dtype is library.dtype or bias.dtype in HALF)
 
 
 def _may_be_another(mask: Mask, scores: int) -> bool:
