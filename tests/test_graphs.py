@@ -362,3 +362,15 @@ def test_the_bounds_of_packed_texts_are_refused_in_words_where_a_graph_leaves():
     tokens = EXAMPLE[0][:1]
     with pytest.raises(ValueError, match=r"cu_seq_lens_k cannot be exported.*position_ids"):
         torch.export.export(Packed("Llama, grouped heads"), (tokens, torch.tensor([0, 5, 13])))
+
+
+@TRACING
+def test_a_graph_that_leaves_is_for_other_numbers_of_queries_than_the_one_it_was_traced_with():
+    def run(query, key):
+        return regard.attention(query, key, key, mask=Causal())
+
+    draw = torch.Generator().manual_seed(0)
+    one, three, keys = (torch.randn(1, 2, length, 8, generator=draw) for length in (1, 3, 7))
+    traced = torch.jit.trace(run, (one, keys), check_trace=False)
+    assert_close(traced(one, keys), run(one, keys))
+    assert_close(traced(three, keys), run(three, keys))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from regard import rules
+from regard.graphs import exporting
 from regard.indexing import lookup
 from regard.masks.algebra import EVERYTHING, Mask, Verdict
 from regard.shapes import Grid, Offset, check_per_batch, check_whole, known_true
@@ -64,9 +65,10 @@ class Band(Positioned):
         self.before, self.after = _reach("before", before), _reach("after", after)
 
     def bind(self, grid: Grid) -> Mask:
-        # one query sees all keys up to its own, which is the last: for any number of them, as in a graph
+        # one query sees all keys up to its own, which is the last: for any number of them, as in a graph; but one that
+        # leaves is for other numbers of queries, too
         sees_its_own = self.offset is None and self.before is None and self.after is not None and self.after >= 0
-        if sees_its_own and type(self).rule is Band.rule and grid.query_len == 1:
+        if sees_its_own and type(self).rule is Band.rule and not exporting() and grid.query_len == 1:
             return EVERYTHING
         return super().bind(grid)
 
