@@ -1136,3 +1136,27 @@ def test_data_may_be_others_beside_a_tensor_that_is_added(kind, table, dtype, fo
     for step in range(3):  # what learns has gradients
         output = attention(query, key, value, mask=WITH_A_TABLE[kind](24, 24, step), bias=bias, kernel="native")
         assert output.requires_grad
+
+
+@pytest.mark.parametrize("table", ["of heads", "of keys"])
+@pytest.mark.parametrize("queries", [1, 24])
+def test_a_tensor_of_other_lengths_is_refused_whatever_came_before(queries, table, found):
+    draw = torch.Generator().manual_seed(0)
+    bias = TABLES[table](queries, 24, draw)
+    for step in range(4):
+        attention(*read(queries, 24, torch.float32, 0), mask=Padding(real_keys(24, step)), bias=bias, kernel="native")
+    assert found[-1]
+    for keys in (25, 23):
+        three = read(queries if queries == 1 else keys, keys, torch.float32, 0)
+        with pytest.raises(ShapeError, match="bias"):
+            attention(*three, mask=Padding(real_keys(keys, 1)), bias=bias, kernel="native")
+    scale = torch.full((1, HEADS, 1, 1), 0.5)  # one number for all fits any lengths
+    for step, keys in enumerate((24, 24, 25, 23)):
+        three = read(queries, keys, torch.float32, 0)
+        given = {"mask": Padding(real_keys(keys, step)), "bias": scale}
+        torch.testing.assert_close(
+            attention(*three, **given, kernel="native"),
+            attention(*three, **given, kernel="reference"),
+            atol=2e-5,
+            rtol=2e-5,
+        )

@@ -24,10 +24,9 @@ from regard import checked
 from regard.biases import Bias
 from regard.kernels import Call, choose
 from regard.kernels.call import learns
-from regard.kernels.fused import HALF
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
-from regard.kernels.strips.added import of_all_distances
+from regard.kernels.strips.added import is_read, of_all_distances
 from regard.kernels.strips.autograd import Fixed, OfThree
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
@@ -96,9 +95,9 @@ def note(given: tuple[Any, ...]) -> None:
         return
     learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
     has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
-    if has_table and (learned or not has_data or not _is_read_as_it_is(bias, library)):
+    if has_table and (learned or not has_data or bias.dim() != 4 or not is_read(bias, library.dtype)):
         return
-    if not (bias is None or has_table or counts_from_the_last(bias)):
+    if isinstance(bias, Bias) and not counts_from_the_last(bias):
         return
     if not _has_a_way(given, learned, library) or not _has_its_turn():
         return
@@ -107,10 +106,9 @@ def note(given: tuple[Any, ...]) -> None:
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return
     told = told_of_one(calls[0], diagonals)
-    spare = 2 * library.lanes if given[QUERY].shape[2] > 1 and not has_table else 0
-    told.tile.spare = spare
+    told.tile.spare = spare = 2 * library.lanes if given[QUERY].shape[2] > 1 and not has_table else 0
     told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
-    row = None if bias is None or has_table else _row_of(bias, given[QUERY], given[KEY].shape[2], spare)
+    row = _row_of(bias, given[QUERY], given[KEY].shape[2], spare) if isinstance(bias, Bias) else None
 
     def way(made: RepeatedOf) -> list[object]:
         made.one, made.told = ctypes.addressof(told), (sink is not None) + has_table
@@ -148,11 +146,6 @@ def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled)
     if query.shape[2] > 1 and max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
     return sink is None or is_read_as_it_is(sink, library)
-
-
-def _is_read_as_it_is(bias: Tensor, library: binding.Compiled) -> bool:
-    """Whether the library reads a tensor that is added to scores where it is."""
-    return bias.dim() == 4 and (bias.dtype is library.dtype or bias.dtype in HALF)
 
 
 def _may_be_another(mask: Mask, scores: int) -> bool:

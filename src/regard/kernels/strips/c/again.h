@@ -194,6 +194,9 @@ static int place(struct tensor *to, const struct dl_tensor *t)
     return t->strides[3] == 1 || t->shape[3] == 1;
 }
 
+/* whether there is a number for each, or one for all */
+INLINE int fits(i64 numbers, i64 size) { return numbers == 1 || numbers == size; }
+
 /* within: where the first keys that are seen are, where the ends, and how far apart those of batch indices and of queries
    are; NULL: all. seen: which of these, or NULL.
    t: query, key, value, output, then the exact output, lse and sink, and then what is added to the scores, if it is. */
@@ -225,7 +228,7 @@ static i64 one(
     if (n < count) { /* where one number serves all, it is read again and again */
         const struct dl_tensor *b = t + n;
         i64 apart[4];
-        if (b->axes != 4) return UNLIKE;
+        if (b->axes != 4 || !fits(b->shape[2], queries) || !fits(b->shape[3], keys)) return UNLIKE;
         for (int axis = 0; axis < 4; axis++) apart[axis] = b->shape[axis] > 1 ? b->strides[axis] : 0;
         o.span.tiles = 1;
         o.tile.numbers = b->data + b->offset + first * apart[3] * (b->bits / 8);
