@@ -441,36 +441,34 @@ def _by_function(
             return lambda q, k, v: _one_by_one(q, k, v, lengths)
         cells = allowed(mask, row, length, device)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=cells, enable_gqa=grouped)
-    table = _table_of(row, given, length, device)
-    finished = None if _is_made_anew(row, given) else table().to(dtype)
-    return lambda q, k, v: F.scaled_dot_product_attention(
-        q, k, v, attn_mask=table().to(dtype) if finished is None else finished, enable_gqa=grouped
-    )
+    table = _table_of(row, given, length, dtype, device)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=table(), enable_gqa=grouped)
 
 
-def _is_made_anew(row: Row, given: dict[str, Any]) -> bool:
-    """Whether torch's table has to be made in every call: of what learns, or of a mask and a bias, one of them new."""
-    return row.learns is not None or (row.anew and given.get("mask") is not None and given.get("bias") is not None)
-
-
-def _table_of(row: Row, given: dict[str, Any], length: int, device: torch.device) -> Callable[[], Any]:
-    """A function that makes what mask and bias add to the scores; None if nothing."""
+def _table_of(
+    row: Row, given: dict[str, Any], length: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor | None]:
+    """A function of what mask and bias add to the scores, None if nothing: made in every call of what learns, or of a
+    mask and a bias, one of them new; otherwise beforehand."""
     mask, bias, queries = given.get("mask"), given.get("bias"), row.queries or length
     cells = None if mask is None else allowed(mask, row, length, device)
 
-    def table() -> Tensor | None:
+    def made() -> Tensor | None:
         numbers = None
         if isinstance(bias, Tensor):
             numbers = bias
         elif bias is not None:
             numbers = bias.bind(Grid(1, row.heads, queries, length, device)).values(range(queries), range(length))
         if cells is None:
-            return numbers
+            return None if numbers is None else numbers.to(dtype)
         if numbers is None:
-            return torch.zeros(cells.shape, device=device).masked_fill(~cells, -math.inf)
-        return numbers.masked_fill(~cells, -math.inf)
+            return torch.zeros(cells.shape, dtype=dtype, device=device).masked_fill(~cells, -math.inf)
+        return numbers.masked_fill(~cells, -math.inf).to(dtype)
 
-    return table
+    if row.learns is not None or (row.anew and mask is not None and bias is not None):
+        return made
+    finished = made()
+    return lambda: finished
 
 
 def _formula(
@@ -478,10 +476,7 @@ def _formula(
 ) -> Callable[..., Tensor]:
     """Two products with a softmax between them."""
     softcap, rate, sink = (given.get(name) for name in ("softcap", "dropout", "sink"))
-    table = _table_of(row, given, length, device)
-    anew = _is_made_anew(row, given)
-    made = None if anew else table()
-    finished = None if made is None else made.to(dtype)
+    table = _table_of(row, given, length, dtype, device)
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if row.heads != row.kv_heads:
@@ -489,9 +484,9 @@ def _formula(
         scores = q @ k.mT * q.shape[3] ** -0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        added = table() if anew else finished
+        added = table()
         if added is not None:
-            scores = scores + added.to(dtype)
+            scores = scores + added
         if sink is not None:
             scores = torch.cat([scores, sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
         weights = scores.softmax(-1)

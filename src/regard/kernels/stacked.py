@@ -73,8 +73,7 @@ def attend(
     Args:
         biases: those that learn, broadcastable to the scores.
     """
-    graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
-    if graph or query.device.type != "cpu" or transformed() or tracing():
+    if _wants_new_tensors(query, key, value, sink, biases) or query.device.type != "cpu":
         return _shaped(_in_full(fixed, query, key, value, sink, biases), fixed.scoring.grid[:3], query.dtype)
     return _piece_by_piece(fixed, query, key, value, sink)
 
@@ -86,10 +85,15 @@ def _in_full(
     scoring, kv_heads = fixed.scoring, key.shape[1]
     q, k, v = (_stacked(tensor, kv_heads) for tensor in (query, key, value))
     added = fixed.added if biases is None else added_by(fixed.hidden, biases, scoring, kv_heads, q.dtype)
-    graph = torch.is_grad_enabled() and any(map(learns, (query, key, value, sink, biases)))
-    new = graph or transformed() or tracing()  # which want new tensors
+    new = _wants_new_tensors(query, key, value, sink, biases)
     space = None if new else scratch(q, q.dtype, (*q.shape[:2], k.shape[1]))[0]
     return _result(fixed, kv_heads, q, k, v, sink, added, fixed.kept, space)
+
+
+def _wants_new_tensors(*given: Tensor | None) -> bool:
+    """Whether operators are recorded, for gradients of these, a transform or a graph: none may write over what another
+    one made."""
+    return (torch.is_grad_enabled() and any(map(learns, given))) or transformed() or tracing()
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -208,11 +208,8 @@ def _of_node(
     batch, heads, query_len, _ = query.shape
     hidden, alike = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len), None
     if not bias_tensors and query.is_cpu and _are_copied(mask_tensors):
-        added = bias, *bias_numbers
-        alike = (
-            *(query.shape, key.shape, value.shape, query.dtype),
-            *(id(hidden), added, sink is None, scale, softcap, rate, by),
-        )
+        like, added = (query.shape, key.shape, value.shape, query.dtype), (bias, *bias_numbers)
+        alike = like, id(hidden), added, sink is None, scale, softcap, rate, by
         found = _nodes.get(alike)
         if found is not None:
             return found.engine, found.scoring.with_sink(sink), found.plan
