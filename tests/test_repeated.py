@@ -325,7 +325,7 @@ def test_gradients_are_right_again_and_again(found):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes"])
+@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes", "a bias tensor"])
 @pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
 def test_what_learns_is_computed_at_once_too(kind, dtype, monkeypatch):
     """With lse, with gradients through both, and with gradients of gradients. In float64 by Python's code."""
@@ -355,7 +355,7 @@ def test_what_learns_is_computed_at_once_too(kind, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes"])
+@pytest.mark.parametrize("kind", ["nothing", "window", "either", "slopes", "a bias tensor"])
 @pytest.mark.parametrize("learns", list(itertools.product([True, False], repeat=3))[:-1])
 def test_its_gradients_are_computed_at_once_too(kind, dtype, learns, monkeypatch):
     def grads(number, kernel, inputs):
@@ -1160,3 +1160,132 @@ def test_a_tensor_of_other_lengths_is_refused_whatever_came_before(queries, tabl
             atol=2e-5,
             rtol=2e-5,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("kind", WITH_A_TABLE)
+@pytest.mark.parametrize("which", ["query, key and value", "all", "the tensor"])
+def test_data_may_be_others_beside_a_tensor_where_something_learns(which, kind, table, dtype, found):
+    """Gradients are those of the data and of the tensor of their call."""
+    for queries, keys in ((24, 24), (5, 24), (1, 24)):
+        if kind == "documents" and queries < keys:
+            continue
+        for step in range(1, 6):
+            draw = torch.Generator().manual_seed(step)
+            bias = TABLES[table](queries, keys, draw).nan_to_num(nan=-torch.inf)
+            mask = WITH_A_TABLE[kind](queries, keys, step)
+            tensors = [part + step / 10 for part in read(queries, keys, dtype, 0)]
+            leaves = [
+                part.requires_grad_(which != "the tensor") for part in tensors
+            ] + [bias.requires_grad_(which != "query, key and value")]  # fmt: skip
+            asked = [leaf for leaf in leaves if leaf.requires_grad]
+            *three, added = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            expected = attention(*three, mask=mask, bias=added, kernel="reference")
+            wanted = torch.autograd.grad(expected.sin().sum(), [d for d in (*three, added) if d.requires_grad])
+            output = attention(*leaves[:3], mask=mask, bias=bias, kernel="native")
+            assert found[-1] or step < 4, (queries, keys)
+            write_into(mask)
+            for one, other in zip(torch.autograd.grad(output.sin().sum(), asked), wanted, strict=True):
+                error = 2e-5 if one.dtype is dtype is torch.float32 else 4e-2  # a gradient has its tensor's dtype
+                torch.testing.assert_close(one.double(), other, atol=error, rtol=error)
+
+
+def test_a_tensor_beside_new_data_that_is_written_into_before_its_gradients_is_refused(found):
+    bias = torch.zeros(1, HEADS, 24, 24)
+    for step in range(4):
+        leaves = [part.requires_grad_() for part in read(24, 24, torch.float32, step)]
+        output = attention(*leaves, mask=Padding(real_keys(24, step)), bias=bias, kernel="native")
+    assert found[-1]
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_tensor_beside_new_data_is_not_kept(found):
+    gone = []
+    for step in range(6):
+        leaves = [part.requires_grad_() for part in read(24, 24, torch.float32, step)]
+        bias = torch.zeros(1, HEADS, 24, 24)
+        gone.append(weakref.ref(bias))
+        output = attention(*leaves, mask=Padding(real_keys(24, step)), bias=bias, kernel="native")
+        output.sum().backward()
+    del bias, output
+    assert found[-1]
+    assert not any(bias() is not None for bias in gone)
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+@pytest.mark.parametrize("learns", [False, True])
+def test_gradients_of_gradients_beside_a_tensor_and_new_data_are_right(learns, found):
+    for step in range(4):
+        bias = torch.randn(1, HEADS, 24, 24, generator=torch.Generator().manual_seed(step)).requires_grad_(learns)
+        leaves = [*(part.requires_grad_() for part in read(24, 24, torch.float32, step)), *([bias] if learns else [])]
+        seconds = []
+        for kernel in ("native", "reference"):
+            query = leaves[0] + bias.mean(2, keepdim=True).mT  # which depends on what is added, too
+            output = attention(query, *leaves[1:3], mask=Padding(real_keys(24, step)), bias=bias, kernel=kernel)
+            firsts = torch.autograd.grad(output.sin().sum(), leaves, create_graph=True)
+            seconds.append(torch.autograd.grad(sum(first.square().sum() for first in firsts), leaves))
+        for one, other in zip(*seconds, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert any(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("value_dim", [1, 8, 24])
+def test_values_may_have_other_features_than_keys(value_dim, by_token, learns, dtype, found):
+    """For one query of any number of keys, for data that are new, and for one call again and again."""
+
+    def laid(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2) if by_token else tensor
+
+    masks = {
+        "one query": (1, lambda keys, step: None),
+        "new data": (24, lambda keys, step: Padding(real_keys(keys, step))),
+        "any lengths": (None, lambda keys, step: Causal()),
+        "the same": (24, lambda keys, step: Window(5)),
+    }
+    for kind, (queries, mask) in masks.items():
+        for step, keys in enumerate((24, 24, 24, 24) if kind == "the same" else (24, 24, 17, 31)):
+            query, key, _ = read(queries or keys, keys, dtype, step)
+            value = torch.randn(*key.shape[:3], value_dim, generator=torch.Generator().manual_seed(step)).to(dtype)
+            if kind == "new data" and keys != 24:
+                query = read(keys, keys, dtype, step)[0]
+            three = [laid(part).requires_grad_(learns) for part in (query, key, value)]
+            given = {"mask": mask(keys, step)}
+            doubles = [part.detach().double().requires_grad_(learns) for part in three]
+            expected = attention(*doubles, **given, kernel="reference")
+            output, lse = attention_with_lse(*three, **given, kernel="native")
+            error = 2e-5 if dtype is torch.float32 else 4e-2
+            torch.testing.assert_close(output.double(), expected, atol=error, rtol=error)
+            assert lse.shape == query.shape[:3]
+            is_found = found[-1]
+            laid_anew, _ = anew(three, **given, kernel="native")
+            assert output.stride() == laid_anew.stride()
+            if learns:
+                wanted = torch.autograd.grad(expected.sin().sum(), doubles)
+                for one, other in zip(torch.autograd.grad(output.sin().sum(), three), wanted, strict=True):
+                    torch.testing.assert_close(one.double(), other, atol=error, rtol=error)
+        assert is_found, kind
+
+
+@pytest.mark.parametrize("shape", [(1, HEADS, LENGTH, LENGTH), (2, 1, 1, LENGTH), (LENGTH, LENGTH), (LENGTH,)])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_tensor_that_is_added_is_read_and_learns_at_once(learns, shape, monkeypatch):
+    """Another in each call under the same mask."""
+    draw = torch.Generator().manual_seed(0)
+    for number in range(6):
+        leaves = [tensor.requires_grad_() for tensor in heads(number)]
+        leaves.append(torch.randn(shape, generator=draw).requires_grad_(learns))
+        grads = []
+        for kernel in ("reference", "native"):
+            if number == 5 and kernel == "native":  # the general ways are not taken any more
+                monkeypatch.setattr(Planned, "__call__", None)
+                monkeypatch.setattr(autograd, "_pulled", None)
+            output = attention(*leaves[:3], mask=Window(5), bias=leaves[3], kernel=kernel)
+            grads.append(torch.autograd.grad(output.sin().sum(), [leaf for leaf in leaves if leaf.requires_grad]))
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -27,7 +27,7 @@ from regard.kernels.call import learns
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import is_read, of_all_distances
-from regard.kernels.strips.autograd import Fixed, OfThree
+from regard.kernels.strips.autograd import Fixed, OfTensors, beside, without_table
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.grouping import StripPlan
@@ -93,9 +93,10 @@ def note(given: tuple[Any, ...]) -> None:
     scores = math.prod((*given[QUERY].shape[:3], given[KEY].shape[2]))
     if len({*map(type, others)}) < len(others) or not all(_may_be_another(other, scores) for other in others):
         return
-    learned = torch.is_grad_enabled() and any(map(learns, given[: VALUE + 1]))
     has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
-    if has_table and (learned or not has_data or bias.dim() != 4 or not is_read(bias, library.dtype)):
+    learning = (*given[: VALUE + 1], bias) if has_table else given[: VALUE + 1]
+    learned = torch.is_grad_enabled() and any(map(learns, learning))
+    if has_table and (not has_data or bias.dim() != 4 or not is_read(bias, library.dtype)):
         return
     if isinstance(bias, Bias) and not counts_from_the_last(bias):
         return
@@ -113,7 +114,8 @@ def note(given: tuple[Any, ...]) -> None:
     def way(made: RepeatedOf) -> list[object]:
         made.one, made.told = ctypes.addressof(told), (sink is not None) + has_table
         made.row = None if row is None else id(row)
-        results = note_results(made, library, told.has_exact, _new_lse if told.has_lse else None)
+        laid = given[QUERY].shape[3] == given[VALUE].shape[3]
+        results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
         return [told, row, *results, *(_learning(made, given, has_data) if learned else ())]
 
     note_as(library, given, way, any_data=has_data)
@@ -134,14 +136,14 @@ def _offset_of(mask: Mask) -> Offset:
 def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled) -> bool:
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
-    of_bias = (bias,) if bias is None or isinstance(bias, Tensor) else bias.learned()
+    of_bias = () if bias is None or isinstance(bias, Tensor) else bias.learned()
     if torch.is_grad_enabled() and any(map(learns, (sink, *of_bias))):
         return False
     if learned and sink is not None:
         return False
     if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
         return False
-    if not key.stride(3) == value.stride(3) == 1 or query.shape[3] != value.shape[3] or not key.shape[2]:
+    if not key.stride(3) == value.stride(3) == 1 or not key.shape[2] or not value.shape[3]:
         return False
     if query.shape[2] > 1 and max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
@@ -204,9 +206,10 @@ def _of_length(tensor: Tensor, length: int) -> Tensor:
 
 def _learning(made: RepeatedOf, given: tuple[Any, ...], has_data: bool) -> list[object]:
     """As `note_gradients`."""
-    bias = None if given[BIAS] is None else settled(given[BIAS])
     rule = None if given[MASK] is None else _rule_of(given[MASK])
-    fixed = _Fixed((rule, bias, *given[BIAS + 1 : NAME]))
+    bias = settled(given[BIAS]) if isinstance(given[BIAS], Bias) else None
+    made.keeps_bias = isinstance(given[BIAS], Tensor)
+    fixed = _Fixed(rule, bias, given[BIAS + 1 : NAME], has_table=bool(made.keeps_bias))
     learned = () if bias is None else bias.learned()
     return note_gradients(made, fixed, learned, fixed.with_data if has_data else None)
 
@@ -221,17 +224,26 @@ def _new_lse(query: Tensor) -> Tensor:
 
 
 class _OfLengths:
-    """What is fixed of calls that learn, found out for each length when gradients are asked for."""
+    """What is fixed of calls that learn, found out for each length when gradients are asked for.
 
-    def __init__(self) -> None:
+    Args:
+        has_table: whether a tensor is added to scores, which is the first of those that are saved beside query, key and
+            value; nothing else keeps it.
+    """
+
+    def __init__(self, *, has_table: bool) -> None:
+        self.has_table = has_table
         self._known: dict[tuple[int, int], Fixed] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        lengths = query.shape[2], key.shape[2]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
+        lengths, table = (query.shape[2], key.shape[2]), saved[0] if self.has_table else None
         found = self._known.get(lengths)
-        return keep(self._known, lengths, self._of(query, key, value), MAX_PLANS) if found is None else found
+        if found is None:
+            found = self._of(query, key, value, table)
+            found = keep(self._known, lengths, found if table is None else without_table(found), MAX_PLANS)
+        return found if table is None else beside(found, table)
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
         raise NotImplementedError
 
 
@@ -239,20 +251,21 @@ class _Fixed(_OfLengths):
     """The same of calls under one mask.
 
     Args:
-        rest: the arguments of `check_call` after query, key and value.
+        rule: the mask. bias: if it is no tensor. rest: the arguments of `check_call` after it.
     """
 
-    def __init__(self, rest: tuple[Any, ...]) -> None:
-        super().__init__()
-        self._rest = rest
+    def __init__(self, rule: Mask | None, bias: Bias | None, rest: tuple[Any, ...], *, has_table: bool) -> None:
+        super().__init__(has_table=has_table)
+        self._rule, self._bias, self._rest = rule, bias, rest
         self._within: dict[Hashable, StripPlan] = {}
-        self._last: tuple[bytes, OfThree] | None = None
+        self._last: tuple[bytes, OfTensors] | None = None
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        call = check_call("attention", query, key, value, *self._rest)
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
+        bias = self._bias if table is None else table
+        call = check_call("attention", query, key, value, self._rule, bias, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
 
-    def with_data(self, kept: bytes) -> OfThree:
+    def with_data(self, kept: bytes) -> OfTensors:
         """The same under a mask of these bands that holds data; if it is the one of the call before, what that had.
 
         Args:
@@ -263,9 +276,9 @@ class _Fixed(_OfLengths):
             last = self._last = kept, _UnderData(self, kept)
         return last[1]
 
-    def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
+    def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
         """What is fixed of a call of which each query is limited to an interval of keys."""
-        engine, scoring, dropout, plan = self(query, key, value)
+        engine, scoring, dropout, plan = self(query, key, value, *(() if table is None else (table,)))
         way = query.shape[2], key.shape[2], interval.words is None
         known = self._within.get(way)
         if known is None:
@@ -283,8 +296,8 @@ class _UnderData(_OfLengths):
     """
 
     def __init__(self, fixed: _Fixed, kept: bytes) -> None:
-        super().__init__()
+        super().__init__(has_table=fixed.has_table)
         self._fixed, self._kept = fixed, kept
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor) -> Fixed:
-        return self._fixed.within(intervals_from(self._kept), query, key, value)
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
+        return self._fixed.within(intervals_from(self._kept), query, key, value, table)

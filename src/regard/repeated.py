@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels.strips import binding
-from regard.kernels.strips.autograd import Fixed, OfThree, attach
+from regard.kernels.strips.autograd import Fixed, OfTensors, attach, beside
 from regard.kernels.strips.binding import DATA, EXACT, LSE, NUMBERS, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
-from regard.kernels.strips.order import sink_as_read
+from regard.kernels.strips.order import laid_like, sink_as_read
 from regard.kernels.strips.ready import Pass
 from regard.rules import Rule
 from regard.versions import is_few
@@ -78,9 +78,8 @@ def note(given: tuple[Any, ...], form: Form, known: Checked) -> None:
             made.pass_, made.told = told.at, isinstance(given[SINK], Tensor) + told.has_given
             new_lse = partial(Tensor.new_empty, size=given[QUERY].shape[:3], dtype=library.dtype)
             wants_lse = planned.learns or planned.wants_lse
-            held = note_results(made, library, told.has_exact, new_lse if wants_lse else None)
-            fixed = planned.engine, planned.scoring, planned.dropout, planned.plan
-            held += note_gradients(made, fixed, planned.scoring.learned()) if planned.learns else ()
+            held = note_results(made, given, library, told.like[0], told.has_exact, new_lse if wants_lse else None)
+            held += _learning(made, planned) if planned.learns else ()
         made.run = id(known.run)
         return [told, known.run, *held]
 
@@ -113,7 +112,7 @@ def note_as(
     tensors = (NotedOf * len(notes.tensors))(*notes.tensors)
     made.step, made.steps = ctypes.addressof(steps), len(steps)
     made.noted, made.count = ctypes.addressof(tensors), len(tensors)
-    made.make[OUTPUT], made.threads = id(torch.empty_like), id(torch.get_num_threads)
+    made.threads = id(torch.get_num_threads)
     checked.noted = (ctypes.addressof(made), (*held, steps, tensors), *checked.noted)[: 2 * MAX_CALLS]
 
 
@@ -136,17 +135,36 @@ def _planned(known: Checked) -> Planned | None:
 
 
 def note_results(
-    made: RepeatedOf, library: binding.Compiled, has_exact: bool, new_lse: Callable[[Tensor], Tensor] | None
-) -> list[object]:
-    """Notes how the results beside the output are made, of a query: the output unrounded, and lse; returns what has to
-    be kept for that."""
-    new_exact = partial(torch.empty_like, dtype=library.dtype) if has_exact else None
-    made.make[EXACT], made.make[LSE] = (None if new is None else id(new) for new in (new_exact, new_lse))
-    return [new_exact, new_lse]
+    made: RepeatedOf, given: tuple[Any, ...], library: binding.Compiled, laid: bool, has_exact: bool,
+    new_lse: Callable[[Tensor], Tensor] | None,
+) -> list[object]:  # fmt: skip
+    """Notes how the results are made, of a query: the output, the output unrounded, and lse; returns what has to be
+    kept for that.
+
+    Args:
+        laid: whether the output is laid like the query by torch.
+    """
+    new = torch.empty_like if laid else partial(laid_like, size=given[VALUE].shape[3])
+    results = new, partial(new, dtype=library.dtype) if has_exact else None, new_lse
+    for place, make in zip((OUTPUT, EXACT, LSE), results, strict=True):
+        made.make[place] = None if make is None else id(make)
+    return [*results]
+
+
+def _learning(made: RepeatedOf, planned: Planned) -> list[object]:
+    """As `note_gradients`."""
+    fixed: Fixed | OfTensors = planned.engine, planned.scoring, planned.dropout, planned.plan
+    if planned.given is not None:
+        template = planned.engine, planned.scoring.with_bias(planned.given), planned.dropout, planned.plan
+        made.keeps_bias, fixed = True, lambda query, key, value, table: beside(template, table)
+    return note_gradients(made, fixed, planned.scoring.learned())
 
 
 def note_gradients(
-    made: RepeatedOf, fixed: Fixed | OfThree, learned: Sequence[Tensor], fix: Callable[[bytes], OfThree] | None = None
+    made: RepeatedOf,
+    fixed: Fixed | OfTensors,
+    learned: Sequence[Tensor],
+    fix: Callable[[bytes], OfTensors] | None = None,
 ) -> list[object]:
     """Notes what becomes of the results of a call that learns; returns what has to be kept for that.
 

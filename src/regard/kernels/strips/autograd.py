@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.biases import Given
 from regard.dropout import Dropout
 from regard.graphs import transformed
 from regard.kernels.second import batched_gradients, is_batched, second_gradients
@@ -21,8 +22,22 @@ from regard.scores import Scoring
 Fixed = tuple[Engine, Scoring, Dropout | None, StripPlan]
 """What is fixed of a call, but for its tensors."""
 
-OfThree = Callable[[Tensor, Tensor, Tensor], Fixed]
-"""The same, of query, key and value."""
+OfTensors = Callable[..., Fixed]
+"""The same, of query, key and value, and of what is saved beside them."""
+
+
+def without_table(fixed: Fixed) -> Fixed:
+    """The same for `beside`, of a call whose bias is a tensor, without keeping its memory alive."""
+    engine, scoring, dropout, plan = fixed
+    assert isinstance(scoring.bias, Given)
+    return engine, scoring.with_bias(scoring.bias.without_numbers()), dropout, plan
+
+
+def beside(fixed: Fixed, table: Tensor) -> Fixed:
+    """The same of a call with another bias tensor."""
+    engine, scoring, dropout, plan = fixed
+    assert isinstance(scoring.bias, Given)
+    return engine, scoring.with_bias(scoring.bias.of(table)), dropout, plan
 
 
 def _forward(
@@ -82,11 +97,11 @@ def _pulled(
 
 
 class Computed(Strips):
-    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink. Nothing
-    but query, key and value learns, of which a function may find out what is fixed."""
+    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink. Of
+    its tensors a function may find out what is fixed."""
 
     @staticmethod
-    def forward(ctx: Any, fixed: Fixed | OfThree, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, fixed: Fixed | OfTensors, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
         output, lse, kept = results
         ctx.fixed = fixed
         ctx.save_for_backward(kept, lse, *inputs)
@@ -95,16 +110,19 @@ class Computed(Strips):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        fixed: Fixed = ctx.fixed(*saved[2:5]) if callable(ctx.fixed) else ctx.fixed
+        saved, fixed = ctx.saved_tensors, ctx.fixed
+        if callable(fixed):
+            with torch.enable_grad():  # a view of what learns does so, too
+                fixed = fixed(*saved[2:5], *saved[6:])
+            saved = *saved[:6], *fixed[1].learned()  # on which query, key and value do not depend
         later = torch.is_grad_enabled() or transformed() or is_batched(grad_output, grad_lse)
         if grad_output is not None and grad_lse is None and not later:
-            _, scoring, _, plan = fixed
+            scoring, plan = fixed[1], fixed[3]
             output, lse, query, key, value, _, *learned = saved
             bias, grad_output = plan.in_order(scoring).bias, as_read(grad_output)
             found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
             if found is not None:
-                return None, None, *found[0], None, *(None for _ in learned)
+                return None, None, *found[0], None, *ready.of_each(learned, found[1])
         return None, None, *_pulled(fixed, saved, grad_output, grad_lse)
 
 

@@ -192,7 +192,7 @@ class RepeatedOf(ctypes.Structure):
         *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
         ("make", _address * len(RESULTS)),
         *((name, _address) for name in ("threads", "attach", "fixed", "fix", "rest")),
-        *((name, _i64) for name in ("steps", "count", "told")),
+        *((name, _i64) for name in ("steps", "count", "told", "keeps_bias")),
     )
 
 

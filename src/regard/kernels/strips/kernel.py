@@ -223,7 +223,7 @@ class Planned:
         """That of the last such call, if the library can be told all of it at once."""
         if not self.learns:
             return ready.last_forward(self.plan, sink, self.wants_lse, learns=False)
-        others = sink is not None or self.plan.others or self.dropout is not None or self.given is not None
+        others = sink is not None or self.plan.others or self.dropout is not None
         if others or any(map(learns, self.scoring.learned())):
             return None
         return ready.last_forward(self.plan, None, wants_lse=True, learns=True)

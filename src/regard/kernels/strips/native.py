@@ -416,9 +416,7 @@ def backward(
     if sink is not None:
         delta = row_products(grad_output, output)
         grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    grads, of_learned = found[0], iter(found[1])
-    rest = (next(of_learned).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
-    return (*grads, grad_sink, *rest)
+    return (*found[0], grad_sink, *ready.of_each(learned, found[1]))
 
 
 def _gradients(

@@ -7,7 +7,7 @@ what the library was told.
 """
 
 import ctypes
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ def forward(
 def last_forward(plan: StripPlan, sink: Tensor | None, wants_lse: bool, learns: bool) -> Pass | None:
     """The last forward pass without dropout, if it needs nothing but its tensors, but for what the gradients need."""
     passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, wants_lse, learns, False), [])
-    return passes[0] if passes and passes[0].like[0] and passes[0].has_exact <= learns else None
+    return passes[0] if passes and passes[0].has_exact <= learns else None
 
 
 def backward(
@@ -182,6 +182,12 @@ def backward(
         if outcome == SUSPECT:
             return None
     return None
+
+
+def of_each(learned: Sequence[Tensor], grads: Iterable[Tensor]) -> Iterator[Tensor | None]:
+    """The gradients of those tensors that want one, each in its own dtype, and None for the others."""
+    found = iter(grads)
+    return (next(found).to(tensor.dtype) if tensor.requires_grad else None for tensor in learned)
 
 
 def remember_forward(

@@ -41,8 +41,9 @@ struct noted {
    key, value, sink and bias. The tensors that are told to them after the results are the first `told` of those noted.
 
    Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
-   rounded), query, key, value and what is in the tuple `rest`, and returns output and lse. Where `fix` is not NULL, it is
-   called with what `kept_intervals` made of the data, and returns what is fixed of this call.
+   rounded), query, key, value, what is in the tuple `rest`, and the bias if `keeps_bias`, and returns output and lse.
+   Where `fix` is not NULL, it is called with what `kept_intervals` made of the data, and returns what is fixed of this
+   call.
 
    Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
    NULL, or what is added to scores by the distance of a key from a query: for one query, from the farthest key before it
@@ -54,7 +55,7 @@ struct repeated {
     const struct again *pass;
     const struct one *one;
     void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *fix, *rest;
-    i64 steps, count, told;
+    i64 steps, count, told, keeps_bias;
 };
 
 INLINE i64 magnitude(i64 n) { return n > 0 ? 64 - __builtin_clzll(n) : 0; }
@@ -194,14 +195,15 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     }
     void *exact = result[EXACT] ? result[EXACT] : kept(result[OUTPUT]);
     void *results[] = {result[OUTPUT], result[LSE], exact};
-    i64 rest = python.length(r->rest);
-    void *taken[5 + rest];
+    i64 rest = python.length(r->rest), count = 5 + rest + (r->keeps_bias != 0);
+    void *taken[count];
     taken[0] = !r->fix ? kept(r->fixed) : intervals ? called(r->fix, tuple_of(1, &intervals)) : NULL;
     taken[1] = tuple_of(3, results);
     if (!taken[0]) return python.drop(taken[1]), NULL;
     for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
     for (i64 i = 0; i < rest; i++) taken[5 + i] = kept(python.item(r->rest, i));
-    return called(r->attach, tuple_of(5 + rest, taken));
+    if (r->keeps_bias) taken[count - 1] = kept(python.item(given, BIAS));
+    return called(r->attach, tuple_of(count, taken));
 }
 
 /* The same, into `found`; returns whether it was computed, and nothing hidden may have had a part. */
