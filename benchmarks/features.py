@@ -276,6 +276,8 @@ ROWS = (
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
     Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
     Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
+    Row("random mask, 1 head, new in every call", _cells_anew, heads=1, kv_heads=1, most=2048, anew=True),
+    Row("random mask, value_dim 32, new in every call", _cells_anew, value_dim=32, most=2048, anew=True),
     Row("random mask and bias, new in every call", _cells_and_bias_anew, most=2048, anew=True),
     Row("blocks at random, new in every call", _blocks_anew, most=2048, anew=True),
     Row("documents apart, new in every call", _apart_anew, most=2048, anew=True),

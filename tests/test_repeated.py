@@ -765,6 +765,9 @@ ANY_LENGTHS = {
     "cells of heads": lambda queries, keys, step: {
         "mask": Dense(at_random(HEADS, queries, keys, step=step)) & lengths(keys, step),
     },
+    "cells of each head and text": lambda queries, keys, step: {
+        "mask": Dense(at_random(2, HEADS, queries, keys, step=step)) & Causal(),
+    },
     "cells of heads for all queries": lambda queries, keys, step: {
         "mask": Dense(at_random(1, HEADS, 1, keys, step=step)),
     },
@@ -988,8 +991,8 @@ def test_an_offset_of_what_learns_is_that_of_its_call():
 
 WITH_DATA = [
     "padding", "one padding of all", "lengths", "another offset", "the same offset twice", "offsets", "holes", "cells",
-    "cells of texts", "cells of heads for all queries", "keys of texts", "cells and holes", "of two sides",
-    "of two sides, cells and keys", "offsets of a window, and padding", *SQUARES,
+    "cells of texts", "cells of each head and text", "cells of heads for all queries", "keys of texts",
+    "cells and holes", "of two sides", "of two sides, cells and keys", "offsets of a window, and padding", *SQUARES,
 ]  # fmt: skip
 
 

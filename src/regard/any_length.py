@@ -68,9 +68,6 @@ MAX_TEXTS = 256
 MAX_SCORES = 1 << 20
 """Scores of calls with a mask of cells: MOST_SCORES of c/data.h."""
 
-FEWEST_ALIKE = 2
-"""Scores for each cell of a mask that is read in every call: of fewer, reading cells takes too long."""
-
 MAX_PLANS = 8
 """Lengths of which the plans of gradients are kept, of one call that is noted."""
 
@@ -155,7 +152,7 @@ def _may_be_another(mask: Mask, scores: int) -> bool:
     if type(mask) is Padding:
         return len(mask.keys) <= MAX_TEXTS and mask.keys.dtype in _DATA
     if type(mask) is Dense:
-        return scores <= MAX_SCORES and mask.mask.numel() <= scores // FEWEST_ALIKE
+        return scores <= MAX_SCORES
     if type(mask) is not Document or not mask.query_ids.dtype is mask.key_ids.dtype is torch.int64:
         return False
     return mask.closed_form or scores <= tuning.SCORES_WORTH_SORTING_DOCUMENTS
