@@ -126,6 +126,12 @@ def _packed(length: int) -> dict[str, Any]:
     return {"mask": Causal() & Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))}
 
 
+def _packed_or_prefix(length: int) -> dict[str, Any]:
+    """The same, both ways, and tokens that all queries see."""
+    documents = _packed(length)["mask"].right
+    return {"mask": documents | Prefix(length // 8)}
+
+
 def _keys(length: int, share: float) -> Mask:
     """So many of the keys at random."""
     return Padding(torch.rand(1, length, generator=torch.Generator().manual_seed(0)) < share)
@@ -274,6 +280,7 @@ ROWS = (
     ),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
     Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
+    Row("8 rows of documents or a prefix, new in every call", _packed_or_prefix, batch=8, most=2048, anew=True),
     Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
     Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
     Row("random mask, 1 head, new in every call", _cells_anew, heads=1, kv_heads=1, most=2048, anew=True),

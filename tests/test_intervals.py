@@ -27,7 +27,7 @@ from regard import (
 )  # fmt: skip
 from regard.kernels.strips import intervals, native, tuning
 from regard.kernels.strips.binding import compiled
-from regard.kernels.strips.intervals import Between, Interval, Within, by_interval, side_by_side
+from regard.kernels.strips.intervals import Between, Interval, Within, by_interval, library, side_by_side
 from regard.kernels.strips.reordering import reordering
 from regard.masks import EVERYTHING
 from regard.masks.planning import EVERY_DIAGONAL, factors
@@ -112,23 +112,51 @@ APART[..., [0, -1]] = True
 
 @pytest.mark.parametrize(
     "mask",
+    [Padding([1, 1]) | Padding(APART[:, 0, 0]), ~Dense(APART.repeat(2, 1, 1, 1))],
+    ids=["either", "not"],
+)
+def test_strips_are_cut_where_too_many_cells_would_be_looked_at(mask, monkeypatch):
+    monkeypatch.setattr(intervals, "MAX_CELLS", 53)
+    grid = Grid(2, 2, 3, 9)
+    bound = mask.bind(grid)
+    rule, interval = by_interval(bound, grid)
+    assert interval is None
+    assert rule == bound
+
+
+@pytest.mark.parametrize(
+    "mask",
     [
         Padding(APART[:, 0, 0]),
         Dense(APART),
         Dense(APART.repeat(2, 1, 1, 1)),
         Dense(APART.repeat(1, 2, 1, 1)),
         Padding([1, 1]) | Padding(APART[:, 0, 0]),
-        Where(lambda batch, head, query, key: key <= query),
     ],
-    ids=["keys", "cells", "cells of texts", "cells of heads", "either", "function"],
+    ids=["keys", "cells", "cells of texts", "cells of heads", "either"],
 )
-def test_strips_leave_out_what_is_far_apart_if_it_is_much(mask, monkeypatch):
-    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
+def test_keys_may_lie_apart(mask):
     grid = Grid(2, 2, 3, 9)
-    bound = mask.bind(grid)
-    rule, interval = by_interval(bound, grid)
-    assert interval is None
-    assert rule == bound
+    rule, interval = by_interval(mask.bind(grid), grid)
+    assert rule is EVERYTHING
+    both = cells(interval, grid), mask.bind(grid).allowed(range(3), range(9))
+    assert torch.equal(*(seen.expand(2, 2, 3, 9) for seen in both))
+
+
+def test_what_the_library_computes_is_about_what_is_counted():
+    length = 512
+    blocks = torch.eye(4, dtype=torch.bool).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    first, end = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), length, dtype=torch.int32)
+    for seen, share in (
+        (torch.ones(length, length, dtype=torch.bool), 1),
+        (blocks, 1 / 4),
+        (blocks.flip(0) | blocks, 1 / 2),
+        (blocks & (torch.arange(length) % 128 >= 96), 1 / 16),
+        (torch.zeros(length, length, dtype=torch.bool), 0),
+    ):
+        words = library().bits_of(seen[None, None])
+        assert Interval(first, end, words).share_computed() == pytest.approx(share)
+    assert Interval(first, end).share_computed() == 1
 
 
 @pytest.mark.parametrize(
@@ -154,8 +182,7 @@ def test_all_others_are_looked_at_if_they_are_small(mask):
     assert torch.equal(as_mask.expand(2, 2, 3, 3), both[1].expand(2, 2, 3, 3))
 
 
-def test_few_keys_that_are_hidden_between_are_hidden_one_by_one(monkeypatch):
-    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
+def test_keys_that_are_hidden_between_are_hidden_one_by_one():
     grid = Grid(2, 1, 4, 8)
     places = torch.arange(8)
     few = torch.stack([(places > 1) & (places != 4), places != 5])
@@ -164,7 +191,6 @@ def test_few_keys_that_are_hidden_between_are_hidden_one_by_one(monkeypatch):
     assert interval.first.tolist() == [[2], [0]]
     assert interval.end.tolist() == [[8], [8]]
     assert torch.equal(told_in(interval, grid)[:, 0], few[:, None].expand(2, 4, 8))
-    assert by_interval(Padding((places % 4 == 1).expand(2, 8)).bind(grid), grid)[1] is None  # most of them
     both = by_interval((Padding(few) & Padding(few.flip(1))).bind(grid), grid)[1]
     assert torch.equal(told_in(both, grid)[:, 0], (few & few.flip(1))[:, None].expand(2, 4, 8))
 

@@ -44,7 +44,7 @@ from regard.biases import Given, as_bias
 from regard.checked import forget
 from regard.dropout import Dropout
 from regard.kernels import KERNELS, KernelError, choose, fused
-from regard.kernels.strips import binding, native, tuning, work
+from regard.kernels.strips import binding, native, work
 from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order, form_of, library_for
 from regard.reference import reference
@@ -843,19 +843,49 @@ def test_a_band_is_one_strip_with_the_keys_that_some_query_sees(before, after, o
 
 
 def apart(batch, length):
-    """A mask whose cells are at random in blocks that lie apart, so that strips are cut by looking at it."""
+    """A mask whose cells are at random in blocks that lie apart, as a function, so that strips are cut by looking at
+    it."""
     draw = torch.Generator().manual_seed(1)
     blocks = torch.arange(length) // 64
     near = (blocks[:, None] - blocks) % 4 == 0
-    return near & (torch.rand(batch, 1, length, length, generator=draw) < 0.5)
+    cells = near & (torch.rand(batch, length, length, generator=draw) < 0.5)
+    return Where(lambda batch, head, query, key: cells[batch, query, key])
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_keys_that_queries_side_by_side_do_not_see_are_not_computed(heads, dtype, monkeypatch):
+    """They hold NaN, which would be seen in the results of a pass that takes no care of it."""
+    query_len, key_len, calls = 70, 500, []
+    draw = torch.Generator().manual_seed(1)
+    cells = torch.rand(1, heads, query_len, key_len, generator=draw) < 0.5
+    cells[..., 37:450] = False
+    cells[:, :, 40:] &= torch.arange(key_len) < 37  # of the last queries, on one side alone
+    query, key, value = (
+        torch.randn(2, heads, length, 16, generator=draw).to(dtype) for length in (query_len, key_len, key_len)
+    )
+    for tensor in (key, value):
+        tensor[:, :, 37:450] = torch.nan
+    for way in ("forward", "backward"):
+        real = getattr(library_for(dtype), way)
+        monkeypatch.setattr(library_for(dtype), way, lambda order, real=real: calls.append(order) or real(order))
+    three = [tensor.requires_grad_() for tensor in (query, key, value)]
+    found = attention(*three, mask=Dense(cells), kernel="native")
+    grads = torch.autograd.grad(found.double().square().sum(), three)
+    assert len(calls) == 2  # each way once
+    doubles = [tensor.detach().double().nan_to_num(0.0).requires_grad_() for tensor in three]
+    exact = attention(*doubles, mask=Dense(cells), kernel="reference")
+    expected = torch.autograd.grad(exact.square().sum(), doubles)
+    error = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    for one, other in zip((found, *grads), (exact, *expected), strict=True):
+        assert_close(one.double(), other, tolerance=error)
 
 
 @needs_library
 def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
-    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 100)
-    mask = Dense(apart(1, 300))
-    call, calls = checked(mask, shape=(1, 2, 300, 8)), []
+    call, calls = checked(apart(1, 300), shape=(1, 2, 300, 8)), []
     real = binding.compiled(torch.float32).forward
     monkeypatch.setattr(
         binding.compiled(torch.float32), "forward", lambda order: calls.append(order[AT["strips"]]) or real(order)
@@ -874,10 +904,8 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype, batch, monkeypatch):
-    monkeypatch.setattr(tuning, "SCORES_WORTH_CUTTING", 0)
     draw = torch.Generator().manual_seed(1)
     inputs = torch.randn(3, batch, 2, 300, 16, generator=draw).to(dtype)
-    allowed = apart(batch, 300)
     numbers, found, calls = torch.randn(1, 1, 300, 300, generator=draw), [], []
     real = binding.compiled(torch.float32).backward
     monkeypatch.setattr(
@@ -886,7 +914,7 @@ def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype
     for most in (100, work.MAX_KEPT_SCORES):
         monkeypatch.setattr(work, "MAX_KEPT_SCORES", most)
         four = [part.clone().requires_grad_() for part in (*inputs, numbers)]
-        output = attention(*four[:3], mask=Dense(allowed.clone()), bias=four[3], kernel="native")
+        output = attention(*four[:3], mask=apart(batch, 300), bias=four[3], kernel="native")
         found.append(torch.autograd.grad(output.float().square().sum(), four))
     assert calls[0] == calls[-1] == 0
     assert sum(calls) == len(calls) - 2 > 0

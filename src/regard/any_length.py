@@ -65,7 +65,7 @@ MAX_LENGTH = (1 << 12) - 1
 MAX_TEXTS = 256
 """Most texts that are padded: MOST_TEXTS of c/data.h."""
 
-MAX_SCORES = 1 << 20
+MAX_SCORES = 1 << 24
 """Scores of calls with a mask of cells: MOST_SCORES of c/data.h."""
 
 MAX_PLANS = 8

@@ -236,11 +236,12 @@ class StripPlan:
     def cells(self, lanes: int) -> float:
         """Cells that the compiled library computes, of all batch indices, for vectors of so many numbers."""
         batch = self._grid.batch
-        return sum(
+        cells = sum(
             self._cells_of(strip, span, seen or EVERY_DIAGONAL, lanes) * (batch if strip.batch_index is None else 1)
             for strip in self.strips
             for span, seen in zip(strip.spans, self.diagonals(strip), strict=True)
         )
+        return cells if self.interval is None else cells * self.interval.share_computed()
 
     def _cells_of(self, strip: Strip, span: range, diagonals: Diagonals, lanes: int) -> float:
         """Those of a span of a strip; the mean of all batch indices, if there are several."""

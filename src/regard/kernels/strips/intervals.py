@@ -5,7 +5,8 @@ given the intervals, and strips follow from the rest of the mask, which is about
 
     Causal() & Padding([2, 3])      strips of Causal(), and the keys [0, 2) and [0, 3) for all queries of a text
 
-Keys that are hidden between the first and the last are told in words (`Compiled.bits_of`), unless most of them are.
+Keys that are hidden between the first and the last are told in words (`Compiled.bits_of`), by which the library leaves
+out those that several queries side by side do not see.
 """
 
 import math
@@ -14,12 +15,11 @@ from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.indexing import lookup
 from regard.kernels.hidden import MAX_KEPT_SCORES
 from regard.kernels.known import cached_by_mask
-from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import QUERIES_OF_A_WORD, Compiled, compiled
 from regard.masks import (
     And,
@@ -39,14 +39,17 @@ from regard.masks import (
 from regard.masks.planning import Diagonals, factors, holds_data, product_of
 from regard.shapes import Grid
 
-MAX_HULL = 1.5
-"""Keys of an interval for each that strips would compute: where there are more, strips leave them out. The law of
-features.py for the price of a score."""
+MAX_CELLS = 1 << 23
+"""Most cells of a mask that is no tensor of them, but is evaluated: a few hundredths of a second, and 1 MiB in words.
+Row "8 rows of documents or a prefix, new in every call" of features.py."""
 
 MAX_LOOKED_AT = 1 << 24
 """Most cells of a mask that are looked at to find out whether keys are side by side: some hundredths of a second, once
 for all texts of the same lengths."""
 
+
+KEYS_AT_A_TIME = 128
+"""KEYS of c/vectors.h."""
 
 NUMBERS_OF_SIZES = 6
 """SIZES of c/data.h."""
@@ -91,6 +94,18 @@ class Interval(NamedTuple):
         if index is None or len(self.first) == 1:
             return self
         return Interval(self.first[index : index + 1], self.end[index : index + 1])
+
+    def share_computed(self) -> float:
+        """About what part of these keys the library computes: of so many at a time, those from the first that any query
+        of a word sees to the last."""
+        if self.words is None:
+            return 1.0
+        seen = (self.words != 0).any(1)
+        seen = nn.functional.pad(seen, (0, -seen.shape[2] % KEYS_AT_A_TIME)).unflatten(2, (-1, KEYS_AT_A_TIME))
+        seen = seen.to(torch.uint8)
+        computed = (KEYS_AT_A_TIME - seen.argmax(3) - seen.flip(3).argmax(3)).mul_(seen.amax(3)).sum(2).double().mean()
+        keys = (self.end - self.first).double().mean()
+        return min(1.0, float(computed / keys.clamp(min=1)))
 
     def cells_on(self, diagonals: Diagonals, queries: range, keys: range, together: int) -> int:
         """As `regard.masks.planning.cells_on`: cells computed of a rectangle, of all batch indices there are here; its
@@ -277,19 +292,19 @@ def _of_prefix(mask: Prefix, grid: Grid) -> Interval:
 
 
 def _of_padding(mask: Padding, grid: Grid) -> Interval | None:
-    return _of_cells(mask.keys[:, None, None], grid) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
+    return _of_cells(mask.keys[:, None, None]) if mask.keys.dtype == torch.bool else _first_keys(mask.keys, grid)
 
 
 def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
-    return _of_cells(mask.mask.expand(-1, -1, -1, grid.key_len), grid)
+    return _of_cells(mask.mask.expand(-1, -1, -1, grid.key_len))
 
 
 def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
-    """By looking at every cell, if there are few."""
-    if grid.batch * grid.query_len * grid.key_len > MAX_KEPT_SCORES or isinstance(mask, Dense):
+    """By looking at every cell, if they are not too many."""
+    if grid.batch * grid.query_len * grid.key_len > MAX_CELLS:
         return None
     cells = mask.allowed(range(grid.query_len), range(grid.key_len))
-    return _of_cells(cells.expand(-1, -1, -1, grid.key_len), grid)
+    return _of_cells(cells.expand(-1, -1, -1, grid.key_len))
 
 
 def _of_documents(mask: Document, grid: Grid) -> Interval | None:
@@ -317,24 +332,15 @@ def _first_keys(lengths: Tensor, grid: Grid) -> Interval:
     return Interval(torch.zeros_like(end), end)
 
 
-def _of_cells(allowed: Tensor, grid: Grid) -> Interval | None:
-    """The keys that queries see: bool [batch or 1, heads or 1, query_len or 1, key_len]. None if strips would leave
-    much out of these intervals."""
+def _of_cells(allowed: Tensor) -> Interval | None:
+    """The keys that queries see: bool [batch or 1, heads or 1, query_len or 1, key_len]. None where they lie apart and
+    there is no library to be told which."""
     of_all_heads = allowed[:, 0] if allowed.shape[1] == 1 else allowed.any(1)
     interval, side_by_side = _hull_of(of_all_heads)
     if side_by_side and allowed.shape[1] == 1:
         return interval
     found = compiled(torch.float32)
-    if found is None:
-        return None
-    words = found.bits_of(allowed)
-    if math.prod(grid[:4]) > tuning.SCORES_WORTH_CUTTING:
-        computed = int((words != 0).any(1).sum()) * allowed.shape[2] / words.shape[2]
-        hull = int((interval.end - interval.first).sum())
-        in_vain = (hull - computed) * grid.heads * grid.query_len / allowed.shape[2]
-        if hull > MAX_HULL * computed and in_vain > tuning.SCORES_WORTH_CUTTING:
-            return None
-    return interval._replace(words=words)
+    return None if found is None else interval._replace(words=found.bits_of(allowed))
 
 
 def _hull_of(cells: Tensor) -> tuple[Interval, bool]:

@@ -34,10 +34,6 @@ SCORES_WORTH_SORTING_DOCUMENTS = 1 << 18
 """Most scores of a call whose documents lie apart for which the compiled library leaves tokens where they are.
 MOST_UNSORTED of c/data.h. Row "documents apart, new in every call" of features.py."""
 
-SCORES_WORTH_CUTTING = 1 << 20
-"""Fewest scores of all heads between those that a mask of cells allows, for which strips are cut to leave them out. Row
-"blocks at random, new in every call" of features.py."""
-
 MIN_QUERIES_PER_RESIDUE = 8
 """Fewest queries of a strided mask that share their keys and are worth separate strips. Row "strided"."""
 

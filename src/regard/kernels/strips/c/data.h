@@ -19,7 +19,7 @@ struct data {
 };
 
 #define MOST_TEXTS 256          /* that are padded */
-#define MOST_SCORES (1 << 20)   /* of a call with cells: of more, strips may leave some out */
+#define MOST_SCORES (1 << 24)   /* of a call with cells: beside computing more, finding out which takes no time */
 #define MOST_UNSORTED (1 << 18) /* of one with documents apart: of more, tokens are sorted */
 #define KEYS_FOR_A_GAP 8        /* if at least one key of so many, and so many scores, are hidden from all queries ... */
 #define MOST_HIDDEN (1 << 20)   /* ... between others, keys are sorted */

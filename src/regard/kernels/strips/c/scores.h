@@ -94,6 +94,8 @@ struct place {
     int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
     int32_t first_key[UNITS * UNIT], end_key[UNITS * UNIT]; /* of each query, if the call has them, and of a vector: */
     i64 least_first[2 * UNITS], most_first[2 * UNITS], least_end[2 * UNITS], most_end[2 * UNITS];
+    const int32_t *word[2 * UNITS]; /* where the words of `seen` are, of each vector of which they are the same; or NULL */
+    int32_t bits[2 * UNITS];        /* and which bits of them are its own */
     i64 first_query, last_query;
 };
 
@@ -350,6 +352,22 @@ INLINE i64 end_seen(const struct place *p, const struct span *s, i64 v)
     return least(s->count, least(p->highest[v] + s->high + 1, keys_before(p, s, p->most_end[v])));
 }
 
+INLINE int is_seen_by(const struct place *p, const struct span *s, i64 v, i64 at)
+{
+    return (p->word[v][p->call->seen.key * key_of(p, s, at)] & p->bits[v]) != 0;
+}
+
+/* The first of n keys from `first` on that any query of a vector sees, and the one after the last; equal if there is none.
+   Row "blocks at random, new in every call" of features.py. */
+static void seen_of_vector(const struct place *p, const struct span *s, i64 v, i64 first, i64 n, i64 *begin, i64 *end)
+{
+    *begin = most(first, first_seen(p, s, v));
+    *end = most(*begin, least(first + n, end_seen(p, s, v)));
+    if (!p->word[v]) return;
+    while (*begin < *end && !is_seen_by(p, s, v, *begin)) ++*begin;
+    while (*begin < *end && !is_seen_by(p, s, v, *end - 1)) --*end;
+}
+
 /* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
 struct part {
     i64 row, rows, from, n;
@@ -362,8 +380,8 @@ static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 f
 {
     i64 row = unit * UNIT, rows = least(UNIT, p->rows - row), begin[2], end[2];
     for (int v = 0; v < 2; v++) {
-        begin[v] = most(first, first_seen(p, s, 2 * unit + v));
-        end[v] = rows > v * LANES ? most(begin[v], least(first + n, end_seen(p, s, 2 * unit + v))) : begin[v];
+        seen_of_vector(p, s, 2 * unit + v, first, n, begin + v, end + v);
+        if (rows <= v * LANES) end[v] = begin[v];
     }
     i64 at[4] = {least(begin[0], begin[1]), most(begin[0], begin[1]), least(end[0], end[1]), most(end[0], end[1])};
     if (at[1] > at[2]) { /* no key is seen by both */
