@@ -112,21 +112,6 @@ INLINE i64 blocks_of(const struct call *c, const struct strip *s)
     return (rows_in(c, s) - rest + c->units * UNIT - 1) / (c->units * UNIT) + (rest > 0);
 }
 
-/* The words that all queries of a vector have, if they do. */
-static void find_words(struct place *p, i64 v)
-{
-    p->word[v] = NULL, p->bits[v] = 0;
-    for (i64 r = v * LANES; p->call->seen.words && r < (v + 1) * LANES; r++) {
-        int32_t bit;
-        const int32_t *word = word_of(p, &p->call->seen, r, p->query[r], &bit);
-        if (r % LANES && word != p->word[v]) {
-            p->word[v] = NULL;
-            return;
-        }
-        p->word[v] = word, p->bits[v] |= bit;
-    }
-}
-
 /* The keys that the queries of a place see, by the call. */
 static void find_keys(struct place *p)
 {
@@ -142,7 +127,6 @@ static void find_keys(struct place *p)
             p->least_end[v] = begins ? end : least(p->least_end[v], end);
             p->most_end[v] = begins ? end : most(p->most_end[v], end);
         }
-        find_words(p, v);
     }
 }
 

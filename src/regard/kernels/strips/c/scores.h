@@ -94,8 +94,6 @@ struct place {
     int32_t lowest[2 * UNITS], highest[2 * UNITS]; /* of the indices of each vector */
     int32_t first_key[UNITS * UNIT], end_key[UNITS * UNIT]; /* of each query, if the call has them, and of a vector: */
     i64 least_first[2 * UNITS], most_first[2 * UNITS], least_end[2 * UNITS], most_end[2 * UNITS];
-    const int32_t *word[2 * UNITS]; /* where the words of `seen` are, of each vector of which they are the same; or NULL */
-    int32_t bits[2 * UNITS];        /* and which bits of them are its own */
     i64 first_query, last_query;
 };
 
@@ -352,20 +350,48 @@ INLINE i64 end_seen(const struct place *p, const struct span *s, i64 v)
     return least(s->count, least(p->highest[v] + s->high + 1, keys_before(p, s, p->most_end[v])));
 }
 
-INLINE int is_seen_by(const struct place *p, const struct span *s, i64 v, i64 at)
+INLINE struct mask mask_of(const struct tile *t)
 {
-    return (p->word[v][p->call->seen.key * key_of(p, s, at)] & p->bits[v]) != 0;
+    return (struct mask){t->numbers, t->batch, t->head, t->query, t->key};
+}
+
+/* where the words of a query's head are, and which bit is its own */
+INLINE const int32_t *word_of(const struct place *p, const struct mask *m, i64 r, i64 query, int32_t *bit)
+{
+    *bit = (int32_t)((uint32_t)1 << query % QUERIES_OF_A_WORD);
+    return m->words + p->batch * m->batch + p->head[r] * m->head + query / QUERIES_OF_A_WORD * m->query;
+}
+
+/* Keys before and after those that any query of a vector sees by a mask are left out, if all have the same words. queries:
+   by which these are; first: of the words of key 0 of the span, which are `apart` apart. */
+static void leave_unseen(
+    const struct place *p, const struct mask *m, const int32_t *queries, i64 v, i64 first, i64 apart, i64 *begin,
+    i64 *end)
+{
+    const int32_t *word = NULL;
+    int32_t bit, bits = 0;
+    for (i64 r = v * LANES; r < (v + 1) * LANES; r++, bits |= bit) {
+        const int32_t *own = word_of(p, m, r, queries[r], &bit) + first;
+        if (word && own != word) return;
+        word = own;
+    }
+    while (*begin < *end && !(word[*begin * apart] & bits)) ++*begin;
+    while (*begin < *end && !(word[(*end - 1) * apart] & bits)) --*end;
 }
 
 /* The first of n keys from `first` on that any query of a vector sees, and the one after the last; equal if there is none.
-   Row "blocks at random, new in every call" of features.py. */
+   Rows "blocks at random, new in every call" and "function as mask" of features.py. */
 static void seen_of_vector(const struct place *p, const struct span *s, i64 v, i64 first, i64 n, i64 *begin, i64 *end)
 {
+    const struct mask *seen = &p->call->seen;
     *begin = most(first, first_seen(p, s, v));
     *end = most(*begin, least(first + n, end_seen(p, s, v)));
-    if (!p->word[v]) return;
-    while (*begin < *end && !is_seen_by(p, s, v, *begin)) ++*begin;
-    while (*begin < *end && !is_seen_by(p, s, v, *end - 1)) --*end;
+    if (seen->words) leave_unseen(p, seen, p->query, v, seen->key * key_of(p, s, 0), seen->key * s->step, begin, end);
+    for (const struct tile *t = p->call->tile + s->tile; t < p->call->tile + s->tile + s->tiles; t++) {
+        if (t->dtype != BITS) continue;
+        struct mask mask = mask_of(t);
+        leave_unseen(p, &mask, p->index, v, 0, t->key, begin, end);
+    }
 }
 
 /* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
@@ -530,18 +556,6 @@ INLINE vec pick_apart(const struct picks *p, const void *numbers, i64 at, const 
 INLINE void hide(signed_bits where, real *score)
 {
     store(score, pick(__builtin_convertvector(where, ints), all(NONE), load(score)));
-}
-
-INLINE struct mask mask_of(const struct tile *t)
-{
-    return (struct mask){t->numbers, t->batch, t->head, t->query, t->key};
-}
-
-/* where the words of a query's head are, and which bit is its own */
-INLINE const int32_t *word_of(const struct place *p, const struct mask *m, i64 r, i64 query, int32_t *bit)
-{
-    *bit = (int32_t)((uint32_t)1 << query % QUERIES_OF_A_WORD);
-    return m->words + p->batch * m->batch + p->head[r] * m->head + query / QUERIES_OF_A_WORD * m->query;
 }
 
 /* Hides from a vector of queries those of n keys whose bits are 0. queries: by which the words are; first: of the keys'
