@@ -1,6 +1,7 @@
 """What all tests share: one thread (tiny tensors gain nothing from more), nothing measured, one seed per test, one
 hypothesis profile."""
 
+import gc
 import os
 
 import pytest
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What was imported is there to the end: `gc.collect`, which tests of memory call, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
