@@ -1,6 +1,7 @@
 """Masks that hold data of texts, as an interval of keys for every query: the same cells, from strips that stay."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from regard import (
     Window,
     attention,
 )  # fmt: skip
-from regard.kernels.strips import intervals, native, tuning
+from regard.kernels.strips import binding, intervals, native, tuning
 from regard.kernels.strips.binding import compiled
 from regard.kernels.strips.intervals import Between, Interval, Within, by_interval, library, side_by_side
 from regard.kernels.strips.reordering import reordering
@@ -116,7 +117,7 @@ APART[..., [0, -1]] = True
     ids=["either", "not"],
 )
 def test_strips_are_cut_where_too_many_cells_would_be_looked_at(mask, monkeypatch):
-    monkeypatch.setattr(intervals, "MAX_CELLS", 53)
+    monkeypatch.setattr(intervals, "MAX_CELLS", 53)  # of two texts there are 54
     grid = Grid(2, 2, 3, 9)
     bound = mask.bind(grid)
     rule, interval = by_interval(bound, grid)
@@ -157,6 +158,8 @@ def test_what_the_library_computes_is_about_what_is_counted():
         words = library().bits_of(seen[None, None])
         assert Interval(first, end, words).share_computed() == pytest.approx(share)
     assert Interval(first, end).share_computed() == 1
+    header = (Path(binding.__file__).parent / "c" / "vectors.h").read_text(encoding="utf-8")
+    assert f"#define KEYS {intervals.KEYS_AT_A_TIME} " in header
 
 
 @pytest.mark.parametrize(

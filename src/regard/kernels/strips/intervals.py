@@ -47,7 +47,6 @@ MAX_LOOKED_AT = 1 << 24
 """Most cells of a mask that are looked at to find out whether keys are side by side: some hundredths of a second, once
 for all texts of the same lengths."""
 
-
 KEYS_AT_A_TIME = 128
 """KEYS of c/vectors.h."""
 
@@ -301,7 +300,8 @@ def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
 
 def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
     """By looking at every cell, if they are not too many."""
-    if grid.batch * grid.query_len * grid.key_len > MAX_CELLS:
+    texts, heads, *_ = mask.allowed(range(min(1, grid.query_len)), range(min(1, grid.key_len))).shape  # that differ
+    if texts * heads * grid.query_len * grid.key_len > MAX_CELLS:
         return None
     cells = mask.allowed(range(grid.query_len), range(grid.key_len))
     return _of_cells(cells.expand(-1, -1, -1, grid.key_len))
