@@ -111,7 +111,9 @@ class Computed(Strips):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, fixed = ctx.saved_tensors, ctx.fixed
-        if callable(fixed):
+        if callable(fixed) and len(saved) == 6:
+            fixed = fixed(*saved[2:5])
+        elif callable(fixed):
             with torch.enable_grad():  # a view of what learns does so, too
                 fixed = fixed(*saved[2:5], *saved[6:])
             saved = *saved[:6], *fixed[1].learned()  # on which query, key and value do not depend
@@ -122,7 +124,7 @@ class Computed(Strips):
             bias, grad_output = plan.in_order(scoring).bias, as_read(grad_output)
             found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
             if found is not None:
-                return None, None, *found[0], None, *ready.of_each(learned, found[1])
+                return None, None, *found[0], None, *(ready.of_each(learned, found[1]) if learned else ())
         return None, None, *_pulled(fixed, saved, grad_output, grad_lse)
 
 
