@@ -120,16 +120,10 @@ def _padded(length: int) -> dict[str, Any]:
     return {"mask": Causal() & Padding(lengths[torch.randperm(32, generator=_TEXTS)])}
 
 
-def _packed(length: int) -> dict[str, Any]:
+def _documents_anew(length: int) -> Mask:
     """8 rows of four documents, of other lengths each time."""
     ends = torch.rand(8, 3, generator=_TEXTS).mul(length).long().sort(1).values
-    return {"mask": Causal() & Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))}
-
-
-def _packed_or_prefix(length: int) -> dict[str, Any]:
-    """The same, both ways, and tokens that all queries see."""
-    documents = _packed(length)["mask"].right
-    return {"mask": documents | Prefix(length // 8)}
+    return Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))
 
 
 def _keys(length: int, share: float) -> Mask:
@@ -279,8 +273,10 @@ ROWS = (
         value_dim=128, most=2048, by_token=True,
     ),
     Row("32 texts padded, causal, new in every call", _padded, batch=32, most=512, anew=True),
-    Row("8 rows of documents, causal, new in every call", _packed, batch=8, most=2048, anew=True),
-    Row("8 rows of documents or a prefix, new in every call", _packed_or_prefix, batch=8, most=2048, anew=True),
+    Row("8 rows of documents, causal, new in every call",
+        lambda n: {"mask": Causal() & _documents_anew(n)}, batch=8, most=2048, anew=True),
+    Row("8 rows of documents or a prefix, new in every call",
+        lambda n: {"mask": _documents_anew(n) | Prefix(n // 8)}, batch=8, most=2048, anew=True),
     Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
     Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
     Row("random mask, 1 head, new in every call", _cells_anew, heads=1, kv_heads=1, most=2048, anew=True),

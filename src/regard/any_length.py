@@ -233,14 +233,14 @@ class _OfLengths:
         self._known: dict[tuple[int, int], Fixed] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
-        lengths, table = (query.shape[2], key.shape[2]), saved[0] if self.has_table else None
+        lengths, table = (query.shape[2], key.shape[2]), saved[:1] if self.has_table else ()
         found = self._known.get(lengths)
         if found is None:
-            found = self._of(query, key, value, table)
-            found = keep(self._known, lengths, found if table is None else without_table(found), MAX_PLANS)
-        return found if table is None else beside(found, table)
+            found = self._of(query, key, value, *table)
+            found = keep(self._known, lengths, without_table(found) if table else found, MAX_PLANS)
+        return beside(found, *table) if table else found
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
         raise NotImplementedError
 
 
@@ -257,8 +257,8 @@ class _Fixed(_OfLengths):
         self._within: dict[Hashable, StripPlan] = {}
         self._last: tuple[bytes, OfTensors] | None = None
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
-        bias = self._bias if table is None else table
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
+        bias = table[0] if table else self._bias
         call = check_call("attention", query, key, value, self._rule, bias, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
 
@@ -273,9 +273,9 @@ class _Fixed(_OfLengths):
             last = self._last = kept, _UnderData(self, kept)
         return last[1]
 
-    def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
+    def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
         """What is fixed of a call of which each query is limited to an interval of keys."""
-        engine, scoring, dropout, plan = self(query, key, value, *(() if table is None else (table,)))
+        engine, scoring, dropout, plan = self(query, key, value, *table)
         way = query.shape[2], key.shape[2], interval.words is None
         known = self._within.get(way)
         if known is None:
@@ -296,5 +296,5 @@ class _UnderData(_OfLengths):
         super().__init__(has_table=fixed.has_table)
         self._fixed, self._kept = fixed, kept
 
-    def _of(self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Fixed:
-        return self._fixed.within(intervals_from(self._kept), query, key, value, table)
+    def _of(self, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
+        return self._fixed.within(intervals_from(self._kept), query, key, value, *table)

@@ -153,11 +153,12 @@ def note_results(
 
 def _learning(made: RepeatedOf, planned: Planned) -> list[object]:
     """As `note_gradients`."""
-    fixed: Fixed | OfTensors = planned.engine, planned.scoring, planned.dropout, planned.plan
-    if planned.given is not None:
-        template = planned.engine, planned.scoring.with_bias(planned.given), planned.dropout, planned.plan
-        made.keeps_bias, fixed = True, lambda query, key, value, table: beside(template, table)
-    return note_gradients(made, fixed, planned.scoring.learned())
+    scoring, given = planned.scoring, planned.given
+    fixed = planned.engine, scoring if given is None else scoring.with_bias(given), planned.dropout, planned.plan
+    if given is None:
+        return note_gradients(made, fixed, scoring.learned())
+    made.keeps_bias = True
+    return note_gradients(made, lambda query, key, value, table: beside(fixed, table), scoring.learned())
 
 
 def note_gradients(

@@ -124,7 +124,7 @@ class Computed(Strips):
             bias, grad_output = plan.in_order(scoring).bias, as_read(grad_output)
             found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
             if found is not None:
-                return None, None, *found[0], None, *(ready.of_each(learned, found[1]) if learned else ())
+                return None, None, *found[0], None, *ready.of_each(learned, found[1])
         return None, None, *_pulled(fixed, saved, grad_output, grad_lse)
 
 

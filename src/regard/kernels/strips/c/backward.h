@@ -135,7 +135,7 @@ static void begin_all(const struct place *p, struct room *m, const struct span *
     i64 apart = p->call->units * UNIT;
     for (i64 v = 0; v * LANES < p->rows; v++) {
         seen_of_vector(p, s, v, first, n, m->from + v, m->end + v);
-        m->from[v] = least(n, m->from[v] - first), m->end[v] = most(m->from[v], least(n, m->end[v] - first));
+        m->from[v] -= first, m->end[v] -= first;
         for (i64 j = 0; j < n; j++) {
             if (m->from[v] <= j && j < m->end[v]) continue;
             store(m->all_scores + j * apart + v * LANES, all(0));

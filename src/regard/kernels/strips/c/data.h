@@ -90,7 +90,7 @@ static int place_cells(struct cells *to, const struct dl_tensor *t, const struct
     if (t->shape[3] != keys || t->strides[3] != 1) return 0;
     i64 texts = query->shape[0], apart[3];
     for (int axis = 0; axis < 3; axis++) {
-        if (t->shape[axis] != 1 && t->shape[axis] != query->shape[axis]) return 0;
+        if (!fits(t->shape[axis], query->shape[axis])) return 0;
         apart[axis] = t->shape[axis] > 1 ? t->strides[axis] : 0;
     }
     if (texts > 1 && t->shape[0] == 1 && (t->shape[1] == texts || t->shape[2] == texts)) return 0;

@@ -362,21 +362,32 @@ INLINE const int32_t *word_of(const struct place *p, const struct mask *m, i64 r
     return m->words + p->batch * m->batch + p->head[r] * m->head + query / QUERIES_OF_A_WORD * m->query;
 }
 
+/* The words of a vector of queries from `row` on, and the bit of each; returns whether all have the same words. queries: by
+   which these are; first: which of them is wanted. */
+INLINE int find_words(
+    const struct place *p, const struct mask *m, const int32_t *queries, i64 row, i64 first, const int32_t **word,
+    int32_t *bit)
+{
+    int alike = 1;
+    for (int i = 0; i < LANES; i++) {
+        word[i] = word_of(p, m, row + i, queries[row + i], bit + i) + first;
+        alike &= word[i] == word[0];
+    }
+    return alike;
+}
+
 /* Keys before and after those that any query of a vector sees by a mask are left out, if all have the same words. queries:
    by which these are; first: of the words of key 0 of the span, which are `apart` apart. */
 static void leave_unseen(
     const struct place *p, const struct mask *m, const int32_t *queries, i64 v, i64 first, i64 apart, i64 *begin,
     i64 *end)
 {
-    const int32_t *word = NULL;
-    int32_t bit, bits = 0;
-    for (i64 r = v * LANES; r < (v + 1) * LANES; r++, bits |= bit) {
-        const int32_t *own = word_of(p, m, r, queries[r], &bit) + first;
-        if (word && own != word) return;
-        word = own;
-    }
-    while (*begin < *end && !(word[*begin * apart] & bits)) ++*begin;
-    while (*begin < *end && !(word[(*end - 1) * apart] & bits)) --*end;
+    const int32_t *word[LANES];
+    int32_t bit[LANES], bits = 0;
+    if (!find_words(p, m, queries, v * LANES, first, word, bit)) return;
+    for (int i = 0; i < LANES; i++) bits |= bit[i];
+    while (*begin < *end && !(word[0][*begin * apart] & bits)) ++*begin;
+    while (*begin < *end && !(word[0][(*end - 1) * apart] & bits)) --*end;
 }
 
 /* The first of n keys from `first` on that any query of a vector sees, and the one after the last; equal if there is none.
@@ -384,7 +395,7 @@ static void leave_unseen(
 static void seen_of_vector(const struct place *p, const struct span *s, i64 v, i64 first, i64 n, i64 *begin, i64 *end)
 {
     const struct mask *seen = &p->call->seen;
-    *begin = most(first, first_seen(p, s, v));
+    *begin = least(first + n, most(first, first_seen(p, s, v)));
     *end = most(*begin, least(first + n, end_seen(p, s, v)));
     if (seen->words) leave_unseen(p, seen, p->query, v, seen->key * key_of(p, s, 0), seen->key * s->step, begin, end);
     for (const struct tile *t = p->call->tile + s->tile; t < p->call->tile + s->tile + s->tiles; t++) {
@@ -566,11 +577,7 @@ static void hide_by_bits(
 {
     const int32_t *word[LANES];
     int32_t bit[LANES] __attribute__((aligned(64)));
-    int alike = 1;
-    for (int i = 0; i < LANES; i++) {
-        word[i] = word_of(p, m, row + i, queries[row + i], bit + i) + first;
-        alike &= word[i] == word[0];
-    }
+    int alike = find_words(p, m, queries, row, first, word, bit);
     signed_bits of_lanes = load_bits(bit);
     for (i64 j = 0; j < n; j++) {
         signed_bits found = (signed_bits){0} + word[0][j * apart];
