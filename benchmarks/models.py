@@ -12,6 +12,7 @@ clock: run it where nothing else runs.
 """
 
 import argparse
+import copy
 import fnmatch
 import json
 import statistics
@@ -42,7 +43,7 @@ class Row(NamedTuple):
         model: a class of transformers, or the word before "ForCausalLM" of its name. settings: its configuration.
         does: "generates" NEW tokens after PROMPT, "reads" or "learns" (forward and backward, with dropout).
         rows, length: of the input; padded: "left" or "right", up to half of a row. decoder: length of its input, if it
-            has one of its own. cache: `cache_implementation`.
+            has one of its own. cache: `cache_implementation`. compiled: by torch.compile.
         names: who takes part.
     """
 
@@ -55,6 +56,7 @@ class Row(NamedTuple):
     padded: str | None = None
     decoder: int = 0
     cache: str | None = None
+    compiled: bool = False
     names: tuple[str, ...] = NAMES
 
 
@@ -90,6 +92,7 @@ ROWS = (
     Row("Llama generates, static cache", "Llama", LLAMA, "generates", cache="static"),
     Row("Llama generates, 4 rows padded left, static cache", "Llama", LLAMA, "generates", 4, padded="left",
         cache="static"),
+    Row("Llama generates, static cache, compiled", "Llama", LLAMA, "generates", cache="static", compiled=True),
     Row("T5 writes 32 after 64", "T5ForConditionalGeneration", T5, "generates"),
     Row("T5 writes 32 after 64, 8 rows padded right", "T5ForConditionalGeneration", T5, "generates", 8, padded="right"),
     Row("Gemma 2 generates", "Gemma2", GEMMA2, "generates", names=NO_SDPA),
@@ -97,6 +100,8 @@ ROWS = (
     Row("DeepSeek V3.2, 64 keys selected, generates", "DeepseekV32", DEEPSEEK, "generates"),
     Row("BERT reads a text of 32", "BertModel", BERT, length=32),
     Row("BERT reads 8 rows of 32 padded right", "BertModel", BERT, rows=8, length=32, padded="right"),
+    Row("BERT reads 8 rows of 32 padded right, compiled", "BertModel", BERT, rows=8, length=32, padded="right",
+        compiled=True),
     Row("T5 reads 8 rows of 32, writes 16", "T5ForConditionalGeneration", T5, rows=8, length=32, decoder=16),
     Row("GPT-2 reads 1,024", "GPT2LMHeadModel", GPT2, length=1024),
     Row("Llama reads 1,024", "Llama", LLAMA, length=1024),
@@ -113,6 +118,7 @@ ROWS = (
     Row("T5 learns, 8 rows of 32 and 16", "T5ForConditionalGeneration", T5, "learns", 8, 32, decoder=16),
     Row("GPT-2 learns, 4 rows of 512", "GPT2LMHeadModel", GPT2, "learns", 4, 512),
     Row("Llama learns, 4 rows of 512", "Llama", LLAMA, "learns", 4, 512),
+    Row("Llama learns, 4 rows of 128, compiled", "Llama", LLAMA, "learns", 4, 128, compiled=True),
     Row("BERT learns, 4 rows of 512", "BertForMaskedLM", BERT, "learns", 4, 512),
     Row("T5 learns, 4 rows of 512 and 128", "T5ForConditionalGeneration", T5, "learns", 4, 512, decoder=128),
 )  # fmt: skip
@@ -151,21 +157,25 @@ def task(row: Row, dtype: torch.dtype, layers: int, length: int, new: int) -> Ca
 
     With `surely` true, nothing is left to chance: a training step is without dropout.
     """
-    model, given = make(row, layers).to(dtype).eval(), batch(row, length, min(row.decoder, length))
+    models = [made := make(row, layers).to(dtype), *(copy.deepcopy(made) for _ in row.names[1:] if row.compiled)]
+    of_name = dict(zip(row.names, models, strict=True)) if row.compiled else dict.fromkeys(row.names, made)
+    for model in models if row.compiled else ():
+        model.forward = torch.compile(model.forward)
+    given = batch(row, length, min(row.decoder, length))
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
 
     @torch.inference_mode()
-    def read() -> Tensor:
+    def read(model: Any) -> Tensor:
         read = model(**given)
         states = read.last_hidden_state if hasattr(read, "last_hidden_state") else read.logits
         return states[given["attention_mask"] == 1] if row.padded else states
 
     @torch.inference_mode()
-    def generate() -> Tensor:
+    def generate(model: Any) -> Tensor:
         options = {"max_new_tokens": new, "min_new_tokens": new, "cache_implementation": row.cache}
         return model.generate(**given, do_sample=False, **options)
 
-    def learn() -> Tensor:
+    def learn(model: Any) -> Tensor:
         model.zero_grad()
         if row.decoder:
             labels = given["decoder_input_ids"]
@@ -176,9 +186,10 @@ def task(row: Row, dtype: torch.dtype, layers: int, length: int, new: int) -> Ca
         return loss.detach()
 
     def run(name: str, surely: bool = False) -> Tensor:
+        model = of_name[name]
         model.set_attn_implementation(name)
         model.train(row.does == "learns" and not surely)
-        return {"generates": generate, "reads": read, "learns": learn}[row.does]()
+        return {"generates": generate, "reads": read, "learns": learn}[row.does](model)
 
     return run
 
@@ -189,6 +200,10 @@ def measure(
     """Times of all, after a turn in which they have to agree."""
     run = task(row, dtype, layers, length or row.length, new)
     ours, *theirs = (run(name, surely=True) for name in row.names)
+    for name in (
+        row.names if row.compiled else ()
+    ):  # once more as it is timed: with dropout another graph, and generated
+        run(name)
     for other in theirs:
         # a rounding may select another key, and in half precision another expert
         exact, selects = dtype == torch.float32, "index_topk" in row.settings

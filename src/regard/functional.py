@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from regard import any_length, checked, hints, repeated
+from regard import any_length, checked, hints, repeated, untraced
 from regard.biases import Bias
 from regard.checked import Form, form_of, recall, remember
 from regard.graphs import tracing
@@ -138,8 +138,12 @@ compiled.attention_with_lse = attention_with_lse
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
     """Output and lse of a call that is like an earlier one, or None; and the form by which it is known, if any."""
+    if is_dynamo_compiling():
+        results = untraced.attend(*given)
+        if results is not None:
+            return results, None
     # tensors without memory of their own, as torch.export and torch.func have them: to find out takes torch long
-    if not (is_dynamo_compiling() or is_transforming()):
+    elif not is_transforming():
         results = repeated.repeat(given, checked.noted)
         if results is not None:
             return results, None

@@ -38,8 +38,11 @@ def tracing() -> bool:
 def _watched() -> bool:
     """Whether a mode stands in for every operator, to write it down (`make_fx`) or to compute its shape alone
     (`FakeTensorMode`); not those that only count or print."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-        return False
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0 and stands_in()
+
+
+def stands_in() -> bool:
+    """Whether a mode does so, that of a compiler that traces what Dynamo does not, too."""
     return any(torch._C._get_dispatch_mode(kind) is not None for kind in _STANDING_IN)
 
 

@@ -210,7 +210,7 @@ def settle_products() -> None:
     """Products of bfloat16 numbers by the instructions that take the least time here, of those that there are."""
     library = library_for(torch.bfloat16)
     best, *others = PRODUCTS[PRODUCTS.index(library.products) :: -1]
-    of_ours, _ = _two_ways(torch.bfloat16, learns=True)
+    of_ours, _ = measured.alone(lambda: _two_ways(torch.bfloat16, learns=True))
 
     def by(products: str) -> None:
         library.set_products(products)
@@ -250,8 +250,10 @@ def price(dtype: torch.dtype, learns: bool, table: bool, of_head: int, *, by_tab
     tables = ", a table" if table else ", a table for torch" if by_table else ""
     wide_heads = f", heads of {of_head}" if of_head > min(HEAD_SIZES) else ""
     kinds = f"{', gradients' * learns}{tables}, {products} products{wide_heads}"
-    ways = _two_ways(dtype, learns, of_head, here=table, there=table or by_table)
-    return measured.alone(lambda: measured.ratio(f"native / fused, {dtype}{kinds}", *ways))
+    name = f"native / fused, {dtype}{kinds}"
+    return measured.alone(
+        lambda: measured.ratio(name, *_two_ways(dtype, learns, of_head, here=table, there=table or by_table))
+    )
 
 
 def pays(dtype: torch.dtype, learns: bool, table: bool, of_head: int) -> bool:
