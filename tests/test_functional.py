@@ -641,10 +641,10 @@ def test_a_plan_never_needs_more_than_it_computes():
 
 def test_a_scale_that_changes_from_call_to_call_stays_one_graph():
     torch.compiler.reset()
-    compiled = torch.compile(
-        lambda query, scale: attention(query, query, query, scale=scale, mask=Causal()), backend="eager", fullgraph=True
-    )
-    query = torch.randn(1, 2, 5, 8)
+
+    def run(query, scale):
+        return attention(query, query, query, scale=scale, mask=Causal(), kernel="sdpa")
+
+    compiled, query = torch.compile(run, backend="eager", fullgraph=True), torch.randn(1, 2, 5, 8)
     for scale in (0.5, 0.25, 0.125):  # from the second on, the compiler takes it for any number
-        expected = attention(query, query, query, scale=scale, mask=Causal(), kernel="sdpa")
-        assert torch.equal(compiled(query, scale), expected)
+        assert torch.equal(compiled(query, scale), run(query, scale))

@@ -310,7 +310,8 @@ def kind_called(name: str) -> "type[Rule]":
 
 
 def serialise(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
-    """A mask as a line of JSON; its tensors are appended to the list. None for a mask with a function.
+    """A mask as a line of JSON; its tensors are appended to the list. None for a mask with a function, and for one of
+    one's own that was taken out of a batch: its rule may ask which batch index it is.
 
     With `numbers`, integers are appended there instead of being written: in a graph for any length they are symbolic.
 
@@ -318,13 +319,10 @@ def serialise(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = Non
     >>> serialise(Causal() & ~Window(3), [])
     '["And",["Causal",null],["Not",["Window",3,null]]]'
     """
-    line = f'["{rule.kind}"'
-    for value in rule.arguments().values():
-        written = _serialised(value, tensors, numbers)
-        if written is None:
-            return None
-        line = f"{line},{written}"
-    return f"{line}]"
+    written = [_serialised(value, tensors, numbers) for value in rule.arguments().values()]
+    if None in written or (rule._first_batch and ":" in rule.kind):
+        return None
+    return f'["{rule.kind}"{"".join(f",{part}" for part in written)}]'
 
 
 def _serialised(value: Any, tensors: list[Tensor], numbers: list[int] | None) -> str | None:

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from regard.biases import Bias
-from regard.graphs import exporting, stands_in, transformed
+from regard.graphs import exporting, stands_in
 from regard.kernels import KernelError, choose
 from regard.kernels.strips.compiled import line_of
 from regard.masks import Mask
@@ -33,7 +34,7 @@ def attend(
     kernel: str,
 ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
     """Output and lse of a call that Dynamo is tracing; None if it has to trace the call itself, or to refuse it."""
-    if additive is not None or generator is not None or transformed() or not _stays_here():
+    if additive is not None or generator is not None or forward_ad._current_level >= 0 or not _stays_here():
         return None
     if not isinstance(mask, Mask | None) or not isinstance(bias, Bias | Tensor | None):
         return None
@@ -52,13 +53,9 @@ def attend(
 
 
 def _line_of(rule: Rule | None) -> Line | None:
-    """None if there is none, or it does not say all: of one that was taken out of a batch, not which it was."""
+    """None if there is none."""
     found = line_of(rule)
-    return None if rule is not None and (found[0] is None or _was_taken_out(rule)) else found
-
-
-def _was_taken_out(rule: Rule) -> bool:
-    return rule._first_batch != 0 or any(map(_was_taken_out, rule.parts()))
+    return None if rule is not None and found[0] is None else found
 
 
 def _are_fixed(numbers: Iterable[float]) -> bool:
@@ -68,9 +65,9 @@ def _are_fixed(numbers: Iterable[float]) -> bool:
 
 
 def _stays_here() -> bool:
-    """Whether the graph is for this process. If so, Dynamo is told not to trace `_attention`: this runs while it traces
-    what comes before, and it takes the answer as it is."""
-    if exporting():
+    """Whether the graph is for this process and its tensors are those of the call. If so, Dynamo is told not to trace
+    `_attention`: this runs while it traces what comes before, and it takes the answer as it is."""
+    if exporting() or torch._C._are_functorch_transforms_active():
         return False
     torch.compiler.allow_in_graph(_attention)
     return True

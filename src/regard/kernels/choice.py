@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from regard.graphs import exporting, tracing, transformed
-from regard.kernels import direct, fused, sdpa, strips
+from regard.kernels import direct, fused, sdpa, stacked, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
@@ -72,9 +72,11 @@ library begins, where torch's own function cannot compute the call; with gradien
 to 128 queries with a sink, a softcap, dropout or a bias that learns, on two threads; rows "sink, causal, compiled" and
 "1 query, sink, compiled" of features.py."""
 
-NUMBERS_COPIED = 32
-"""Numbers of keys and values that a graph copies in the time of a score of 64 features. From calls of 1 to 128 queries
-in a cache that is padded or not full; row "1 query, padded left, compiled" of features.py."""
+SCORES_ADDED_UP = 1 << 13
+"""Scores of few queries that a graph computes on a thread, by sums of products, in the time in which a node does it;
+with gradients four times as many. From calls of 1 to 8 queries of 8 or 32 heads, of which 1 to 8 share keys and values,
+with a sink or padding: 4,096 to 131,072 scores, in float32 and bfloat16; rows "1 query, sink, compiled" and "1 query,
+padded left, compiled" of features.py."""
 
 MAX_SCORES_ON_A_GPU = 1 << 27
 """Scores that a GPU computes and holds at once, 512 MiB in float32, where its programs do not support a call."""
@@ -159,23 +161,16 @@ def _finds_a_table(call: Call) -> bool:
     return fused.reads_a_table(call) or sdpa.keeps_a_table(call)
 
 
-def _to_zero(call: Call) -> int:
-    """Scores that torch's own function computes in the time in which a graph copies keys and values, with zeros where
-    they are hidden from all queries. A graph for gradients copies those, too, but few queries have them sooner from
-    operators than from a node."""
-    if call.learns or direct.plain(call.scoring) or call.scoring.mask_or_everything is EVERYTHING:
-        return 0
-    return (call.key.numel() + call.value.numel()) // NUMBERS_COPIED
-
-
 def _suits_the_library(call: Call) -> bool:
     """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
+    if _adds_up(call) and not call.learns:  # more scores than sums are good for
+        return strips_kernel.is_one_node(call)
     if tracing():
         share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
         saved, to_begin = native.saved_by_a_node(*_kind(call), share)
-        return all_scores(call) * saved + _to_zero(call) >= to_begin and strips_kernel.is_one_node(call)
+        return all_scores(call) * saved >= to_begin and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
@@ -198,12 +193,22 @@ def _suits_the_library_in_a_graph(call: Call) -> bool:
     return not by_torch or _library_pays(call)
 
 
-def _most_scores_in_a_graph(learns: bool) -> int:
-    """Most that operators in a graph compute before a node begins."""
-    return SCORES_IN_A_GRAPH * torch.get_num_threads() * (4 if learns else 1)
+def _most_scores_in_a_graph(of_a_thread: int, learns: bool) -> int:
+    """Most that operators in a graph compute before a node has."""
+    return of_a_thread * torch.get_num_threads() * (4 if learns else 1)
 
 
 _most_scores_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the answer is as it is
+
+
+def _adds_up(call: Call) -> bool:
+    """Whether a graph computes the products of few queries by itself."""
+    return tracing() and stacked.adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
+
+
+def _suits_sums(call: Call) -> bool:
+    """Whether that takes less time than a node."""
+    return _adds_up(call) and all_scores(call) <= _most_scores_in_a_graph(SCORES_ADDED_UP, call.learns)
 
 
 def _suits_all_at_once(call: Call) -> bool:
@@ -275,6 +280,11 @@ PREFERENCES = (
         _in_process(_multiplies_faster),
     ),
     Preference(
+        direct.KERNEL,
+        "a graph fuses the sums of few queries with all that is done to keys and values",
+        _in_process(_suits_sums),
+    ),
+    Preference(
         strips.NATIVE_KERNEL,
         "the compiled library computes what the mask allows, and little else, in less time",
         _in_process(_suits_the_library),
@@ -328,7 +338,9 @@ PREFERENCES = (
     Preference(
         direct.KERNEL,
         "so few scores take less time by operators, which a graph fuses, than a node in it takes to begin",
-        _in_process(lambda call: tracing() and all_scores(call) <= _most_scores_in_a_graph(call.learns)),
+        _in_process(
+            lambda call: tracing() and all_scores(call) <= _most_scores_in_a_graph(SCORES_IN_A_GRAPH, call.learns)
+        ),
     ),
     Preference(strips.NATIVE_KERNEL, _SKIPS, _suits_the_library_in_a_graph),
     Preference(strips.KERNEL, _SKIPS, lambda call: True),

@@ -31,6 +31,10 @@ from regard.matmul import baddbmm, bmm
 from regard.numerics import in_one_dtype, wide
 from regard.scores import Scoring
 
+FEW_ROWS = 8
+"""Most queries, of all heads that share one of keys and values, of which a graph adds up products by itself: that it
+fuses with what hides keys and values and what widens them, of which operators for products want copies."""
+
 
 class Fixed(NamedTuple):
     """What a call is given beside the tensors that may learn.
@@ -144,6 +148,37 @@ def _piece(
     return _shaped(_result(fixed, kv_heads, *stacks, sink, added, kept, space), (batch, heads, rows), value.dtype)
 
 
+def _outputs(weights: Tensor, value: Tensor, adds_up: bool) -> Tensor:
+    """Sums of values, weighted."""
+    if adds_up:
+        return (weights[..., None] * value.to(weights.dtype)[:, None]).sum(-2)
+    return bmm(*in_one_dtype(weights, value))
+
+
+def _of_rows(sink: Tensor, scores: Tensor, kv_heads: int, fixed: Fixed) -> Tensor:
+    """The logit of each row of a stack of scores: [stack, rows, 1]."""
+    heads, rows = fixed.scoring.grid[1:3]
+    of_all = sink.to(scores.dtype)[:, None].expand(len(scores) // kv_heads, heads, rows)
+    return of_all.reshape(*scores.shape[:2], 1)
+
+
+def _beside_a_sink(scores: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of keys beside one more of these scores, and lse: a graph fuses this with the scores."""
+    top = torch.maximum(scores.amax(-1, keepdim=True), logit).detach()  # which cancels
+    powers = torch.exp(scores - top)
+    total = powers.sum(-1, keepdim=True) + torch.exp(logit - top)
+    return powers / total, top + torch.log(total)
+
+
+def adds_up_in_a_graph(query: Tensor, heads_in_one: int = 1) -> bool:
+    """Whether a graph adds up products of so few queries by itself.
+
+    Args:
+        query: [*, rows, head_dim]. heads_in_one: how many heads share one of keys and values, if not stacked in rows.
+    """
+    return query.device.type == "cpu" and query.shape[-2] * heads_in_one <= FEW_ROWS
+
+
 def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
     """The part of some batch indices of numbers in the layout of `fold`."""
     if numbers is None or len(numbers) in (1, kv_heads):  # the same for all of them
@@ -167,7 +202,11 @@ def _result(
             added = added.repeat(len(query) // kv_heads, 1, 1)
         else:
             added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
-    if softcap is None and added is not None:
+    adds_up = tracing() and adds_up_in_a_graph(query)
+    if adds_up:
+        scores = (query[:, :, None] * key[:, None]).sum(-1) * factor
+        scores = scores if added is None or softcap is not None else scores + added
+    elif softcap is None and added is not None:
         scores = baddbmm(added, query, key.mT, alpha=factor, out=space)
     elif space is not None:  # without another pass over the scores
         scores = baddbmm(space, query, key.mT, beta=0.0, alpha=factor, out=space)
@@ -178,19 +217,22 @@ def _result(
         scores = torch.mul(capped, 2.0 * softcap, out=space)
         scores = torch.sub(scores, softcap, out=space)
         scores = scores if added is None else torch.add(scores, added, out=space)
+    if adds_up and sink is not None and scores.shape[2]:
+        logit = _of_rows(sink, scores, kv_heads, fixed)
+        weights, lse = _beside_a_sink(scores, logit)
+        return Result(_outputs(weights if kept is None else weights * kept, value, adds_up), lse, weights, None, capped)
     top = scores.amax(-1, keepdim=True) if (sink is not None or fixed.wants_lse) and scores.shape[2] else None
     weights = torch.softmax(scores, -1, out=None if space is None or fixed.keeps else scores)
     if space is not None and scoring.bias is not None:
         weights = faint.without_faint(weights)
-    output = bmm(*in_one_dtype(weights if kept is None else weights * kept, value))
+    output = _outputs(weights if kept is None else weights * kept, value, adds_up)
     if sink is None and not fixed.wants_lse:
         return Result(output, None, weights, None, capped)
     # the largest weight is exp(top - lse); torch.logsumexp takes four times as long
     lse = scores.sum(-1, keepdim=True).sub(math.inf) if top is None else top - weights.amax(-1, keepdim=True).log()
     if sink is None:
         return Result(output, lse, weights, None, capped)
-    heads, rows = scoring.grid[1:3]
-    logit = sink.to(lse.dtype)[:, None].expand(len(lse) // kv_heads, heads, rows).reshape(lse.shape)
+    logit = _of_rows(sink, scores, kv_heads, fixed)
     share = torch.sigmoid(lse - logit)
     return Result(output * share, torch.logaddexp(lse, logit) if fixed.wants_lse else None, weights, share, capped)
 
