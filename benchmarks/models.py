@@ -214,9 +214,7 @@ def measure(
     """Times of all, after a turn in which they have to agree."""
     run = task(row, dtype, layers, length or row.length, new)
     ours, *theirs = (run(name, surely=True) for name in row.names)
-    for name in (
-        row.names if row.compiled else ()
-    ):  # once more as it is timed: with dropout another graph, and generated
+    for name in row.names if row.compiled else ():  # once more as it is timed: a step with dropout is another graph
         run(name)
     for other in theirs:
         # a rounding may select another key, and in half precision another expert

@@ -105,6 +105,25 @@ def test_a_mask_taken_out_of_a_batch_is_that_of_its_text(three):
     assert_close(compiled(*one), attention(*three, mask=ByText(3))[1:])
 
 
+def test_a_mask_of_a_class_that_was_defined_anew_is_that_of_its_own_class(three):
+    def defined(remainder):
+        class Every(Mask):
+            def __init__(self, n):
+                self.n = n
+
+            def rule(self, batch, head, query, key):
+                return key % self.n == remainder
+
+        return Every(3)
+
+    older, newer = defined(1), defined(2)
+    assert older.kind == newer.kind
+    for mask in (older, newer):
+        compiled = torch.compile(lambda *three, m=mask: attention(*three, mask=m), backend="aot_eager", fullgraph=True)
+        assert_close(compiled(*three), attention(*three, mask=mask))
+        torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -311,7 +311,7 @@ def kind_called(name: str) -> "type[Rule]":
 
 def serialise(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = None) -> str | None:
     """A mask as a line of JSON; its tensors are appended to the list. None for a mask with a function, and for one of
-    one's own that was taken out of a batch: its rule may ask which batch index it is.
+    one's own that was taken out of a batch, where its rule may ask which it is, or of a class that is no longer known.
 
     With `numbers`, integers are appended there instead of being written: in a graph for any length they are symbolic.
 
@@ -320,7 +320,7 @@ def serialise(rule: Rule, tensors: list[Tensor], numbers: list[int] | None = Non
     '["And",["Causal",null],["Not",["Window",3,null]]]'
     """
     written = [_serialised(value, tensors, numbers) for value in rule.arguments().values()]
-    if None in written or (rule._first_batch and ":" in rule.kind):
+    if None in written or (":" in rule.kind and (rule._first_batch or RULE_KINDS[rule.kind] is not type(rule))):
         return None
     return f'["{rule.kind}"{"".join(f",{part}" for part in written)}]'
 
