@@ -169,12 +169,12 @@ def task(row: Row, dtype: torch.dtype, layers: int, length: int, new: int) -> Ca
 
     With `surely` true, nothing is left to chance: a training step is without dropout.
     """
-    models = [made := make(row, layers).to(dtype), *(copy.deepcopy(made) for _ in row.names[1:] if row.compiled)]
-    of_name = dict(zip(row.names, models, strict=True)) if row.compiled else dict.fromkeys(row.names, made)
+    made = make(row, layers).to(dtype)
+    of_name = {name: copy.deepcopy(made) if row.compiled else made for name in row.names}
     if row.compiled:
         torch._dynamo.reset()
-    for model in models if row.compiled else ():
-        model.forward = torch.compile(apart(model.forward))
+        for model in of_name.values():
+            model.forward = torch.compile(apart(model.forward))
     given = batch(row, length, min(row.decoder, length))
     given = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
 

@@ -642,9 +642,11 @@ def test_a_plan_never_needs_more_than_it_computes():
 def test_a_scale_that_changes_from_call_to_call_stays_one_graph():
     torch.compiler.reset()
 
-    def run(query, scale):
-        return attention(query, query, query, scale=scale, mask=Causal(), kernel="sdpa")
+    def run(query, scale, kernel="sdpa"):
+        return attention(query, query, query, scale=scale, mask=Causal(), kernel=kernel)
 
     compiled, query = torch.compile(run, backend="eager", fullgraph=True), torch.randn(1, 2, 5, 8)
     for scale in (0.5, 0.25, 0.125):  # from the second on, the compiler takes it for any number
-        assert torch.equal(compiled(query, scale), run(query, scale))
+        expected = run(query, scale)
+        assert torch.equal(compiled(query, scale), expected)
+        torch.testing.assert_close(compiled(query, scale, "auto"), expected)

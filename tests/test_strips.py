@@ -1443,8 +1443,9 @@ def test_a_node_is_planned_once_for_calls_that_differ_in_their_sink(compiler, mo
         (Causal(), 5000, True),
         (Causal(offset=torch.tensor([1000])), 2000, False),
         (Causal(offset=torch.tensor([1000])), 5000, True),
+        (Causal(offset=torch.tensor([50])), 100, False),
     ],
-    ids=["nothing hidden", "nothing hidden of many keys", "half of the cache", "most of a large one"],
+    ids=["nothing hidden", "nothing hidden of many keys", "half of the cache", "most of a large one", "few keys"],
 )
 def test_a_graph_adds_up_the_products_of_one_query_and_leaves_more_scores_to_a_node(compiler, mask, keys, is_node):
     query, (key, value) = torch.randn(1, 4, 1, 64), torch.randn(2, 1, 4, keys, 64)

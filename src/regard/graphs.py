@@ -42,7 +42,7 @@ def _watched() -> bool:
 
 
 def stands_in() -> bool:
-    """Whether a mode does so, that of a compiler that traces what Dynamo does not, too."""
+    """Whether tensors have no numbers, by such a mode: that of a compiler, too, which traces what Dynamo does not."""
     return any(torch._C._get_dispatch_mode(kind) is not None for kind in _STANDING_IN)
 
 

@@ -148,8 +148,9 @@ def _piece(
     return _shaped(_result(fixed, kv_heads, *stacks, sink, added, kept, space), (batch, heads, rows), value.dtype)
 
 
-def _outputs(weights: Tensor, value: Tensor, adds_up: bool) -> Tensor:
-    """Sums of values, weighted."""
+def _outputs(weights: Tensor, kept: Tensor | None, value: Tensor, adds_up: bool) -> Tensor:
+    """Sums of values, weighted by what dropout keeps."""
+    weights = weights if kept is None else weights * kept
     if adds_up:
         return (weights[..., None] * value.to(weights.dtype)[:, None]).sum(-2)
     return bmm(*in_one_dtype(weights, value))
@@ -218,14 +219,13 @@ def _result(
         scores = torch.sub(scores, softcap, out=space)
         scores = scores if added is None else torch.add(scores, added, out=space)
     if adds_up and sink is not None and scores.shape[2]:
-        logit = _of_rows(sink, scores, kv_heads, fixed)
-        weights, lse = _beside_a_sink(scores, logit)
-        return Result(_outputs(weights if kept is None else weights * kept, value, adds_up), lse, weights, None, capped)
+        weights, lse = _beside_a_sink(scores, _of_rows(sink, scores, kv_heads, fixed))
+        return Result(_outputs(weights, kept, value, adds_up), lse, weights, None, capped)
     top = scores.amax(-1, keepdim=True) if (sink is not None or fixed.wants_lse) and scores.shape[2] else None
     weights = torch.softmax(scores, -1, out=None if space is None or fixed.keeps else scores)
     if space is not None and scoring.bias is not None:
         weights = faint.without_faint(weights)
-    output = _outputs(weights if kept is None else weights * kept, value, adds_up)
+    output = _outputs(weights, kept, value, adds_up)
     if sink is None and not fixed.wants_lse:
         return Result(output, None, weights, None, capped)
     # the largest weight is exp(top - lse); torch.logsumexp takes four times as long
