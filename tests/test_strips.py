@@ -1436,6 +1436,36 @@ def test_a_node_is_planned_once_for_calls_that_differ_in_their_sink(compiler, mo
 
 
 @needs_library
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["slopes", "a frozen table", "a tensor", "a tensor that learns", "two"])
+def test_a_node_with_a_bias_is_planned_and_told_once(compiler, monkeypatch, kind, dtype):
+    made, order = [], native.Order
+    monkeypatch.setattr(compiled_strips, "_nodes", {})
+    monkeypatch.setattr(native, "Order", lambda *given: (made.append(given), order(*given))[1])
+    table = torch.randn(32, 2)
+
+    def model(query, numbers, real):
+        rules = {"slopes": Alibi(2), "a frozen table": RelativeBias(table), "two": Alibi(2) + Given(numbers)}
+        mask, bias = Causal() & Padding(real), rules.get(kind, numbers)
+        return attention(2 * query, query, query, mask=mask, bias=bias, kernel="native")
+
+    real, learns = torch.arange(150)[None] < 100, kind == "a tensor that learns"
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        query, numbers = torch.randn(1, 2, 150, 16).to(dtype), torch.randn(1, 2, 150, 150)
+        found = []
+        for function in (model, compiled):
+            made.clear()
+            leaves = [query.clone().requires_grad_(), numbers.clone().requires_grad_(learns)]
+            output = function(*leaves, real)
+            found.append([output, *torch.autograd.grad(output.square().sum(), leaves[: 1 + learns])])
+        assert not made or step < 2
+        for right, ours in zip(*found, strict=True):
+            assert_close(ours, right)
+
+
+@needs_library
 @pytest.mark.parametrize(
     ("mask", "keys", "is_node"),
     [

@@ -19,7 +19,7 @@ from regard.kernels.fused import HALF
 from regard.kernels.known import keep
 from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import by_form
+from regard.kernels.strips.order import by_form, likeness_of
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import wide
 from regard.rules import Positioned, Rule, deserialise, serialise, settled
@@ -187,7 +187,7 @@ def _unbound(rule: Rule, last: int) -> Any:
 
 
 class _Node(NamedTuple):
-    """What a node computes, but for its tensors. mask: that of `_mask`, by which it is known."""
+    """What a node computes, but for its tensors and its bias. mask: that of `_mask`, by which it is known."""
 
     mask: Mask
     engine: Engine
@@ -196,7 +196,7 @@ class _Node(NamedTuple):
 
 
 _nodes: dict[Hashable, _Node] = {}
-"""Nodes without tensors in their bias, by all that they follow from."""
+"""Nodes by all that they follow from: of a bias tensor, how it lies in memory."""
 
 
 def _of_node(
@@ -206,15 +206,16 @@ def _of_node(
 ) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
     """Engine, scoring and strips of a node, from its arguments."""
     batch, heads, query_len, _ = query.shape
+    grid = Grid(batch, heads, query_len, key.shape[2], query.device)
     hidden, alike = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len), None
-    if not bias_tensors and query.is_cpu and _are_copied(mask_tensors):
-        like, added = (query.shape, key.shape, value.shape, query.dtype), (bias, *bias_numbers)
-        alike = like, id(hidden), added, sink is None, scale, softcap, rate, by
+    bound: Bias | None = None if bias is None else deserialise(bias, bias_tensors, bias_numbers).bind(grid)
+    added = likeness_of(bound, wide(query.dtype))
+    if added is not None and query.is_cpu and _are_copied(mask_tensors):
+        like, learning = (query.shape, key.shape, value.shape, query.dtype), tuple(map(learns, bias_tensors))
+        alike = like, id(hidden), added, learning, sink is None, scale, softcap, rate, by
         found = _nodes.get(alike)
         if found is not None:
-            return found.engine, found.scoring.with_sink(sink), found.plan
-    grid = Grid(batch, heads, query_len, key.shape[2], query.device)
-    bound: Bias | None = None if bias is None else deserialise(bias, bias_tensors, bias_numbers).bind(grid)
+            return found.engine, found.scoring.with_bias(bound).with_sink(sink), found.plan
     scoring = Scoring(grid, scale, softcap, bound, hidden.bind(grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
     engine = able(ENGINES[by], call)
@@ -222,7 +223,7 @@ def _of_node(
     if alike is None or not plan.is_kept:
         return engine, scoring, plan
     plan = by_form(plan, query, value, scoring) if engine is NATIVE else plan.of_form(None)
-    keep(_nodes, alike, _Node(hidden, engine, scoring.with_sink(None), plan), MAX_NODES)
+    keep(_nodes, alike, _Node(hidden, engine, scoring.with_bias(None).with_sink(None), plan), MAX_NODES)
     return engine, scoring, plan
 
 

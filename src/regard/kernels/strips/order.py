@@ -240,13 +240,11 @@ def form_of(query: Tensor, value: Tensor, scoring: Scoring, plan: StripPlan) -> 
     if not plan.is_kept:
         return None
     bias, dtype, by_place = scoring.bias, wide(query.dtype), False
-    added: tuple[Hashable, ...] = ()
-    if bias is not None:
-        if (of_sorted := read_by_place(bias, dtype)) is not None:
-            by_place, bias = True, of_sorted.bias
-        added = tuple(_likeness(term, dtype) for term in bias.terms())
-        if None in added:
-            return None
+    if bias is not None and (of_sorted := read_by_place(bias, dtype)) is not None:
+        by_place, bias = True, of_sorted.bias
+    added = likeness_of(bias, dtype)
+    if added is None:
+        return None
     return query.shape, value.shape, query.dtype, scoring.scale, scoring.softcap, by_place, added
 
 
@@ -255,9 +253,15 @@ def by_form(plan: StripPlan, query: Tensor, value: Tensor, scoring: Scoring) -> 
     return plan.of_form(form_of(query, value, plan.in_order(scoring), plan))
 
 
+def likeness_of(bias: Bias | None, dtype: torch.dtype) -> tuple[Hashable, ...] | None:
+    """What is equal for two biases only if the library is told the same of them, but for where their tensors begin;
+    None if not known."""
+    added = () if bias is None else tuple(_likeness(term, dtype) for term in bias.terms())
+    return None if None in added else added
+
+
 def _likeness(bias: Bias, dtype: torch.dtype) -> Hashable | None:
-    """What is equal for two biases only if the library is told the same of them, but for where a tensor begins; None if
-    not known."""
+    """The same of one term."""
     if isinstance(bias, Given):
         numbers = bias.numbers
         return (numbers.dtype, numbers.shape, numbers.stride()) if is_read(numbers, dtype) else None
