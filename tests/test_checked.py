@@ -17,7 +17,7 @@ from regard.biases import Alibi, Bias, RelativeBias
 from regard.functional import attention, attention_with_lse
 from regard.kernels import hidden
 from regard.kernels.strips import binding
-from regard.masks import Band, Causal, Dense, Document, Mask, Padding, Where, Window
+from regard.masks import Band, Causal, Dense, Document, Mask, Padding, Strided, Where, Window
 from regard.shapes import Grid, LayoutWarning, ShapeError
 
 MASKS = [
@@ -50,6 +50,15 @@ def test_a_call_like_the_one_before_is_checked_once_and_computed_anew(checks, ma
         assert_close(attention(*given, mask=mask, **parts), expected.output)
         assert_close(attention_with_lse(*given, mask=mask, **parts).lse, expected.lse)
     assert len(checks) == 3
+
+
+@pytest.mark.parametrize("mask", [Causal() & Window(8), Causal() & (Window(8) | Strided(2000))], ids=repr)
+def test_a_call_of_many_scores_of_which_few_are_computed_is_checked_once(checks, mask):
+    three = torch.randn(3, 1, 1, 12_000, 4)
+    first = attention(*three, mask=mask)
+    for _ in range(2):
+        assert torch.equal(attention(*three, mask=mask), first)
+    assert len(checks) == 1
 
 
 LAID = {

@@ -30,7 +30,7 @@ from regard.masks import (
     Where,
     Window,
 )
-from regard.masks.planning import common_keys, diagonals_of, visible
+from regard.masks.planning import cells_on, common_keys, diagonals_of, visible
 from regard.rules import deserialise, serialise
 from regard.shapes import Grid, ShapeError
 
@@ -702,6 +702,18 @@ def test_the_keys_that_one_query_sees_in_a_band_are_those_of_its_cells():
             seen = common_keys(band, range(query, query + 1), stop, start)
             assert seen is not None
             assert list(seen) == [key for key in range(start, stop) if cells[query, key]]
+
+
+@settings(max_examples=300)
+@given(
+    st.none() | st.integers(-40, 40), st.none() | st.integers(-40, 40), st.integers(1, 12), st.integers(0, 30),
+    st.sampled_from([1, 2, 3, 8]),
+)  # fmt: skip
+def test_queries_that_are_computed_together_skip_the_keys_that_none_of_them_sees(low, high, times, columns, together):
+    apart = torch.arange(columns) - torch.arange(times * together)[:, None]
+    after_first, before_last = apart >= (-100 if low is None else low), apart <= (100 if high is None else high)
+    computed = (after_first[::together] & before_last[together - 1 :: together]).sum() * together
+    assert cells_on((low, high), range(times * together), range(columns), together) == computed
 
 
 @settings(max_examples=150)

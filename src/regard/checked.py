@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.biases import Bias, Given
 from regard.dropout import Dropout
 from regard.graphs import as_it_stands
-from regard.kernels import Call, Kernel, Prepared, all_scores
+from regard.kernels import Call, Kernel, Prepared
 from regard.kernels.known import keep
 from regard.kernels.strips import binding
 from regard.masks import Mask
@@ -29,9 +29,6 @@ Form = tuple[Hashable, ...]
 
 MAX_FORMS = 16
 """Forms in the cache: those of a model whose layers differ, at a few lengths."""
-
-MAX_SCORES = 1 << 27
-"""Scores of a call, up to which it is cached; beside computing a larger one, validating it costs nothing."""
 
 NEW: Any = object()
 """In place of a call whose form is not in a cache."""
@@ -212,7 +209,7 @@ def remember(form: Form, call: Call, kernel: Kernel, given: Bias | Tensor | None
             serialise(rule, held)
     if call.query.device.type == "cpu":
         held = [tensor for tensor in held if tensor.untyped_storage().nbytes() > MAX_HELD_BYTES]
-    if held or all_scores(call) > MAX_SCORES or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
+    if held or call.scoring.grid.heads > MAX_HEADS:  # large, or one that warns
         return None
     if bias is not None:
         if known(bias) is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.checked import MAX_SCORES, NEW, Checked, Form, InPlace, form_of, kinds_of, recall, remember
+from regard.checked import NEW, Checked, Form, InPlace, form_of, kinds_of, recall, remember
 from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy, writes
 from regard.indexing import indices
 from regard.kernels import choose
@@ -147,10 +147,10 @@ class LazyMask(Lazy):
         bias: Tensor | None,
     ) -> Checked | None:
         """The call of the first layer of a form, made ready for all of them; None if its kernel keeps the bias."""
-        (batch, heads, query_len), key_len = query.shape[:3], key.shape[2]
-        self._check_lengths(batch, query_len, key_len)
+        batch, _, query_len, _ = query.shape
+        self._check_lengths(batch, query_len, key.shape[2])
         alike = query.dtype == key.dtype == value.dtype and batch == key.shape[0] == value.shape[0]
-        if not alike or query.device != self._made_for[3] or batch * heads * query_len * key_len > MAX_SCORES:
+        if not alike or query.device != self._made_for[3]:
             return None
         given = query, key, value, self.mask, bias, scale, softcap, sink, None, 0.0, None, False
         form = form_of(*given, "auto") if self._real is None else None  # else it is another mask in each step

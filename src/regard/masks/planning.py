@@ -243,13 +243,23 @@ def cells_on(diagonals: Diagonals, queries: range, keys: range, together: int) -
     alone = rows <= together // 2 or rest == 0 or (of_two <= together // 4 and rows > 2 * together)
     if low is None and high is None:
         return (rows if alone else rows - rest + together) * columns
-    cells = 0
-    for first in range(0, rows, together):
-        last = min(first + together, rows) - 1
-        start = 0 if low is None else min(max(0, first + low), columns)
-        stop = columns if high is None else max(start, min(columns, last + high + 1))
-        cells += (min(together, rows - first) if alone else together) * (stop - start)
+    whole = rows // together
+    starts = 0 if low is None else _clamped(whole, together, low, columns)
+    stops = whole * columns if high is None else _clamped(whole, together, together + high, columns)
+    cells = together * max(0, stops - starts)
+    if rest:
+        start = 0 if low is None else _clamped(1, together, whole * together + low, columns)
+        stop = columns if high is None else _clamped(1, together, rows + high, columns)
+        cells += (rest if alone else together) * max(0, stop - start)
     return cells
+
+
+def _clamped(count: int, step: int, first: int, most: int) -> int:
+    """The sum of so many numbers that follow each other in steps, from the first on, each between 0 and the most."""
+    below = min(count, max(0, -(first // step)))  # 0, or the first of those above it
+    above = min(count, max(below, -((first - most) // step)))
+    between = above - below
+    return between * first + step * (below + above - 1) * between // 2 + (count - above) * most
 
 
 def product_of(masks: Iterable[Mask]) -> Mask:

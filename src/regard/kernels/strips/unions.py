@@ -31,6 +31,7 @@ def plan_union(mask: Mask, grid: Grid, by: PlanOptions) -> StripPlan:
     return first.beside(others)
 
 
+@cached_by_mask(maxsize=8)
 def parts_by_residue(mask: Mask, grid: Grid) -> list[Mask]:
     """Masks that together allow what a bound mask does, no cell twice, with strided ones by themselves; the mask alone
     if it is no such union, or if so few keys would be left out that merging takes longer."""
