@@ -304,12 +304,12 @@ def saves_a_product(call: Call) -> bool:
     if not (call.concrete and call.learns) or call.bias_learns:
         return False
     scores, shortest = all_scores(call), min(grid[2:4])
-    few_keys = grid.key_len <= 4 * size and scores <= MAX_SCORES_OF_LARGE_HEADS
+    few = grid.query_len * grid.key_len <= 2 * (grid.query_len + grid.key_len) * size
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
     if _is_plain(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
     enough = shortest * size >= fewest[0] and scores * size >= fewest[1]
-    if not (few_keys and enough):
+    if not (few and enough and scores <= MAX_SCORES_OF_LARGE_HEADS):
         return False
     reads = isinstance(scoring.bias, Given) and scoring.mask_or_everything is EVERYTHING
     finds = scoring.bias is None or reads or table_key(scoring, torch.float32) is not None
