@@ -598,6 +598,14 @@ def test_large_heads_do_not_compute_what_a_mask_hides_for_the_sake_of_their_weig
     assert "large heads" not in kernel(regard.Causal())
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "expected"), [(100, 8000, True), (500, 3000, True), (600, 3000, False), (600, 2000, True)]
+)
+def test_the_weights_of_large_heads_are_kept_where_queries_or_keys_are_few(queries, keys, expected):
+    leaves = [torch.zeros(1, 1, length, 512, requires_grad=True) for length in (queries, keys, keys)]
+    assert ("large heads" in regard.plan(*leaves).why) == expected
+
+
 @pytest.mark.parametrize(("size", "heads", "expected"), [(256, 2, True), (256, 5, False), (512, 5, True)])
 def test_larger_heads_keep_their_weights_where_a_bias_is_written_anew_in_every_call(size, heads, expected):
     leaves = [torch.zeros(1, heads, 700, size, requires_grad=True) for _ in range(3)]

@@ -295,8 +295,8 @@ def pays(call: Call) -> bool:
 def saves_a_product(call: Call) -> bool:
     """Whether heads are so large that to keep all weights for the gradients takes less time than to compute scores
     again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. They
-    take no more memory than queries, keys, values and outputs. Rows "full, 1 head of 512" and "100 queries, 1 head of
-    512" of features.py."""
+    take at most twice the memory of queries, keys, values and outputs. Rows "full, 1 head of 512" and "100 queries,
+    1 head of 512" of features.py."""
     scoring, grid, size = call.scoring, call.scoring.grid, min(call.query.shape[3], call.value.shape[3])
     more = scoring.softcap, scoring.sink, scoring.additive, call.dropout
     if size < LARGE_HEAD or call.query.dtype is not torch.float32 or any(part is not None for part in more):
@@ -304,7 +304,7 @@ def saves_a_product(call: Call) -> bool:
     if not (call.concrete and call.learns) or call.bias_learns:
         return False
     scores, shortest = all_scores(call), min(grid[2:4])
-    few = grid.query_len * grid.key_len <= 2 * (grid.query_len + grid.key_len) * size
+    few = grid.query_len <= size or grid.key_len <= 4 * size
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
     if _is_plain(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS
