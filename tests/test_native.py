@@ -44,7 +44,7 @@ from regard.biases import Given, as_bias
 from regard.checked import forget
 from regard.dropout import Dropout
 from regard.kernels import KERNELS, KernelError, choose, fused
-from regard.kernels.strips import binding, native, work
+from regard.kernels.strips import binding, dealing, native, work
 from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order, form_of, library_for
 from regard.reference import reference
@@ -479,8 +479,8 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
     assert kernel(256, 150) == kernel(512, 100) == kernel(512, 60) == "direct"  # torch's operators, which begin soon
     for size, length in ((256, 150), (512, 100)):
         assert kernel(size, length, bias=torch.zeros(length, length)) != "direct"
-    assert kernel(512, 2048) == "direct" != kernel(1024, 2900)  # 8 and 17 million weights
-    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 90), kernel(512, 40), kernel(512, 2049)}
+    assert kernel(512, 1400) == kernel(1024, 1448) == "direct" != kernel(1024, 1449)  # up to 2^22 weights
+    assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 90), kernel(512, 40), kernel(512, 2048)}
     assert "direct" not in {
         kernel(learns=False),
         kernel(dtype=torch.bfloat16),
@@ -586,12 +586,12 @@ def test_many_threads_add_up_gradients_of_a_long_head_in_limited_memory(monkeypa
     draw = torch.Generator().manual_seed(0)
     three = [part.requires_grad_() for part in torch.randn(3, 1, 1, 600, 24, generator=draw)]
     dealt, deal = [], Order.deal
-    monkeypatch.setattr(Order, "deal", lambda order, chunks: (dealt.append(chunks), deal(order, chunks)))
+    monkeypatch.setattr(Order, "deal", lambda order, *given: (dealt.append(given[0]), deal(order, *given)))
     before, found = torch.get_num_threads(), []
     try:
         torch.set_num_threads(4)
-        for most in (native.MAX_SUMS, 3 * 2 * 600 * 24, 1):
-            monkeypatch.setattr(native, "MAX_SUMS", most)
+        for most in (dealing.MAX_SUMS, 3 * 2 * 600 * 24, 1):
+            monkeypatch.setattr(dealing, "MAX_SUMS", most)
             forget()
             output = attention(*three, mask=Causal(), kernel="native")
             found.append(torch.autograd.grad(output.square().sum(), three))
@@ -652,9 +652,9 @@ def test_sums_of_a_thread_are_those_of_the_whole_call(monkeypatch, dtype, size, 
     bias = torch.randn(1, 1, 90, 90, generator=draw).to(torch.promote_types(dtype, torch.float32))
     tell = Order.sums
     monkeypatch.setattr(Order, "sums", lambda *given: (sums.append(1), tell(*given))[1])
-    for most in (native.MAX_SUMS_OF_A_THREAD, 0):
-        monkeypatch.setattr(native, "MAX_SUMS_OF_A_THREAD", most)
-        monkeypatch.setattr(native, "MAX_SUMS_OF_THREADS", most)
+    for most in (dealing.MAX_SUMS_OF_A_THREAD, 0):
+        monkeypatch.setattr(dealing, "MAX_SUMS_OF_A_THREAD", most)
+        monkeypatch.setattr(dealing, "MAX_SUMS_OF_THREADS", most)
         forget()
         sums.clear()
         leaves = [tensor.clone().requires_grad_() for tensor in inputs[:3]]

@@ -70,8 +70,9 @@ LARGE_HEAD_OF_A_TABLE = 512
 """Features of a head from which on gradients take less time with all weights kept; and where what a bias and a mask add
 is written into one table first. From masks of cells with each kind of bias, of 1,024 to 2,048 tokens."""
 
-MAX_SCORES_OF_LARGE_HEADS = 1 << 24
-"""Most scores of such heads whose weights are kept: 64 MiB."""
+MAX_SCORES_OF_LARGE_HEADS = 1 << 22
+"""Most scores of such heads whose weights are kept: 16 MiB. Of more, the compiled library takes less time. From calls
+of 1 to 8 heads of 512, of 100 to 2,048 queries and 512 to 8,192 keys."""
 
 LARGE_HEAD_OF_PRODUCTS = 512
 MAX_SCORES_OF_A_LARGE_HEAD = 1 << 18
@@ -295,8 +296,7 @@ def pays(call: Call) -> bool:
 def saves_a_product(call: Call) -> bool:
     """Whether heads are so large that to keep all weights for the gradients takes less time than to compute scores
     again, as all other kernels do: one of seven products, which takes as long as a few operators on all scores. They
-    take at most twice the memory of queries, keys, values and outputs. Rows "full, 1 head of 512" and "100 queries,
-    1 head of 512" of features.py."""
+    take at most twice the memory of queries and outputs. Row "full, 1 head of 512" of features.py."""
     scoring, grid, size = call.scoring, call.scoring.grid, min(call.query.shape[3], call.value.shape[3])
     more = scoring.softcap, scoring.sink, scoring.additive, call.dropout
     if size < LARGE_HEAD or call.query.dtype is not torch.float32 or any(part is not None for part in more):
@@ -304,7 +304,7 @@ def saves_a_product(call: Call) -> bool:
     if not (call.concrete and call.learns) or call.bias_learns:
         return False
     scores, shortest = all_scores(call), min(grid[2:4])
-    few = grid.query_len <= size or grid.key_len <= 4 * size
+    few = grid.key_len <= 4 * size
     fewest = FEWEST_NUMBERS_OF_LARGE_HEADS, FEWEST_PRODUCTS_OF_LARGE_HEADS
     if _is_plain(call):
         fewest = FEWEST_NUMBERS_OF_PLAIN_HEADS, FEWEST_PRODUCTS_OF_PLAIN_HEADS

@@ -103,11 +103,12 @@ class CallOf(ctypes.Structure):
     _fields_ = (
         *((name, TensorAt) for name in ("query", "key", "value", "output")),
         *((name, TensorAt) for name in ("grad_output", "grad_query", "sum_key", "sum_value")),
-        *((name, TensorAt) for name in ("grad_key", "grad_value", "exact")),
+        *((name, TensorAt) for name in ("grad_key", "grad_value", "sum_query", "exact")),
         *((name, _address) for name in ("lse", "grad_lse", "sink", "row_bits", "column_bits", "column_odd")),
         ("column_batch", _i64),
         *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
+        *((name, _i64) for name in ("piece", "chunk_query")),
         *((name, _address) for name in ("gradient", "given")),
         *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
         *((name, _address) for name in ("strip", "span", "tile", "first_key", "end_key")),
@@ -121,6 +122,7 @@ class CallOf(ctypes.Structure):
         *((name, _i64) for name in ("statistics", "knows_lse", "is_part", "goes_on")),
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
         *((name, _i64) for name in ("careful", "suspect", "products", "units", "keeps", "first_batch", "last_batch")),
+        *((name, _i64) for name in ("from_key", "to_key")),
         ("share", _address),
     )
 

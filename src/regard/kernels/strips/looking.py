@@ -15,6 +15,7 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.kernels.strips import native, tuning
 from regard.kernels.strips.binding import StatisticOf, TensorAt
+from regard.kernels.strips.dealing import chunks_of
 from regard.kernels.strips.order import orders_of
 from regard.scores import Scoring
 
@@ -74,7 +75,7 @@ def look(
     plan = native.plan_of(call, sorts=every)  # some queries would be everywhere among sorted ones
     orders = orders_of(query, key, value, scoring.sink, scoring, None, plan)
     stacks = query.shape[0] * key.shape[1]
-    chunks = native.chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
+    chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * orders[0].compiled.lanes)
     sums = [_sums(statistic, chunks) for statistic in wanted]
     told = (StatisticOf * len(wanted))(*map(_told, wanted, sums))
     passes = [(knows_lse, len(wanted))]

@@ -26,6 +26,7 @@ from regard.kernels.call import Call, learns
 from regard.kernels.strips import engine, ready, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
+from regard.kernels.strips.dealing import dealing, most_sums_of_a_thread, sums_of_a_thread
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import Interval, by_interval
 from regard.kernels.strips.order import Order, as_read, laid_like, library_for, orders_of
@@ -36,20 +37,6 @@ from regard.masks import Mask
 from regard.numerics import row_products, upcast, wide
 from regard.scores import Scoring
 from regard.shapes import Grid
-
-MAX_UNEVEN = 1.15
-"""Gradients of keys are added up by one thread for each kv head, or by several, if otherwise the slowest thread took
-more than this many times its share."""
-
-MAX_SUMS = 1 << 27
-"""Most numbers of gradients of keys and values that several threads add up apart, 512 MiB in float32: of one long head,
-every thread of a machine of many cores would have as many as the keys and values have."""
-
-MAX_SUMS_OF_A_THREAD, MAX_SUMS_OF_THREADS = 1 << 20, 1 << 23
-"""Most numbers that a thread adds up in memory of its own, 4 MiB in float32, or if threads are few, its share of 32
-MiB: where gradients are in half precision, no whole vectors, or lie apart. That of all heads would be new in every
-call. Rows "17 queries, 32 texts", "64 queries, heads of 128" and "16 heads of 128 beside one another, causal" of
-features.py."""
 
 MAX_PRICE = 1.15
 """Times that a score takes beside torch's operator, up to which its strips are not compared: to cut them anew for every
@@ -423,37 +410,39 @@ def backward(
 
 def _gradients(
     order: Order, query: Tensor, key: Tensor, value: Tensor, *, careful: bool = False
-) -> tuple[list[Tensor], tuple[int, int]]:
-    """The gradients of query, key and value, laid like them, and how many numbers were added up elsewhere for keys and
-    for values; the gradients of what is added to scores are left there."""
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The gradients of query, key and value, laid like them, and how many numbers were added up elsewhere for each; the
+    gradients of what is added to scores are left there."""
     dtype, lanes = wide(query.dtype), order.compiled.lanes
     in_common = _in_common(order)
     order.number("batches_in_common", in_common[0])
     order.number("heads_in_common", in_common[1])
-    stacks = math.prod(size for size, one in zip(key.shape[:2], in_common, strict=True) if not one)
-    chunks = chunks_of(stacks, query.shape[2], torch.get_num_threads(), 2 * lanes)
-    chunks = max(1, min(chunks, MAX_SUMS // (key.numel() + value.numel())))
-    order.deal(chunks)
-    grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], [0, 0]
-    order.tensors("grad_query", grads[0])
-    heads = key.shape[1] if in_common[1] else 1
-    of_a_thread = heads * key.shape[2] * sum(-(-grad.shape[3] // lanes) * lanes for grad in grads[1:])
-    most = max(MAX_SUMS_OF_A_THREAD, MAX_SUMS_OF_THREADS // torch.get_num_threads())
-    by_thread = chunks == 1 and order.is_whole and of_a_thread <= most
-    for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2]))):
+    batches, heads = (1 if one else size for size, one in zip(key.shape[:2], in_common, strict=True))
+    deal = dealing(key, value, query.shape[2], (batches, heads), lanes, learns=order.learns)
+    order.deal(deal.chunks, deal.piece)
+    grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], [0, 0, 0]
+    of_a_thread = sums_of_a_thread(key, value, heads, lanes, deal.piece)
+    by_thread = deal.sums == 1 and order.is_whole and of_a_thread <= most_sums_of_a_thread()
+    if not deal.piece:
+        order.tensors("grad_query", grads[0])
+    elif deal.chunks == 1 and grads[0].dtype is dtype:
+        order.tensors("sum_query", grads[0])
+    else:
+        elsewhere[0] = order.sums("query", grads[0], deal.chunks)
+    for n, (name, grad) in enumerate((("key", grads[1]), ("value", grads[2])), start=1):
         whole = grad.shape[3] % lanes == 0 and grad.dtype is dtype and order.plan.reordering is None
         lie_apart = grad.stride(2) != grad.shape[3]
-        if chunks == 1 and whole and not (by_thread and lie_apart):
+        if deal.sums == 1 and whole and not (by_thread and lie_apart):
             order.tensors(f"sum_{name}", grad)
         elif by_thread:
             order.number(f"sum_{name}", 0)
             order.tensors(f"grad_{name}", grad)
         else:  # whole vectors are added up, by each thread
-            elsewhere[n] = order.sums(name, grad)
+            elsewhere[n] = order.sums(name, grad, deal.sums)
     by_distance = None
     if order.learns and order.added.learns_by_distance:
         assert order.added.row is not None
-        by_distance = order.added.row.new_zeros(chunks, *query.shape[:2], order.added.row.shape[2])
+        by_distance = order.added.row.new_zeros(deal.chunks, *query.shape[:2], order.added.row.shape[2])
     if order.learns:
         order.gradients(by_distance)
     order.run(order.compiled.backward, careful=careful, adds_up=True)
@@ -461,7 +450,7 @@ def _gradients(
         order.finish()
     if by_distance is not None:
         order.added.pull_distances(by_distance.sum(0).flip(2))
-    return grads, (elsewhere[0], elsewhere[1])
+    return grads, tuple(elsewhere)
 
 
 def _in_common(order: Order) -> tuple[bool, bool]:
@@ -474,13 +463,3 @@ def _in_common(order: Order) -> tuple[bool, bool]:
     terms = (bias if of_sorted is None else of_sorted.bias).terms()
     shapes = [term.numbers.shape for term in terms if isinstance(term, Given) and term.numbers.requires_grad]
     return any(shape[0] < batch for shape in shapes), any(shape[1] < heads for shape in shapes)
-
-
-def chunks_of(stacks: int, length: int, threads: int, unit: int) -> int:
-    """By how many threads the queries of a stack are computed, of so many that are computed apart."""
-    most = min(threads, max(1, length // unit))
-    for chunks in range(1, most + 1):
-        items = stacks * chunks
-        if -(-items // threads) * threads <= MAX_UNEVEN * items:
-            return chunks
-    return most

@@ -123,18 +123,18 @@ class Order:
         """Tells a number."""
         self._words[AT[name]] = number
 
-    def sums(self, name: str, grad: Tensor) -> int:
-        """Tells where a gradient goes, and where each chunk of queries adds up its share of it before, in whole
+    def sums(self, name: str, grad: Tensor, chunks: int) -> int:
+        """Tells where a gradient goes, and where each of so many chunks adds up its share of it before, in whole
         vectors; returns of how many numbers."""
         (batch, heads, length, size), lanes = grad.shape, self.compiled.lanes
         row = -(-size // lanes) * lanes
         chunk = batch * heads * length * row
-        room = grad.new_empty(self._chunks * chunk, dtype=self.compiled.dtype)
+        room = grad.new_empty(chunks * chunk, dtype=self.compiled.dtype)
         self._held.append(room)
         self.tensors(f"grad_{name}", grad)
         at = AT[f"sum_{name}"]
         self._words[at : at + 4] = [room.data_ptr(), heads * length * row, length * row, row]
-        self.number(f"chunk_{name}", chunk)
+        self.number(f"chunk_{name}", chunk if chunks > 1 else 0)  # 0: all threads add to the same room
         return room.numel()
 
     def of_form(self) -> tuple[Told, object]:
@@ -157,10 +157,15 @@ class Order:
             )
         return self._added
 
-    def deal(self, chunks: int) -> None:
-        """Tells that the queries of a head are given to so many threads, each of which adds up over its own."""
+    def deal(self, chunks: int, piece: int = 0) -> None:
+        """Tells that what is computed of a head is given to so many threads, each of which adds up over its own.
+
+        Args:
+            piece: of the keys, so many at a time; 0: of the queries.
+        """
         self._chunks = chunks
         self.number("chunks", chunks)
+        self.number("piece", piece)
 
     def begin_again(self) -> None:
         """Forgets the gradients of what is added to scores."""

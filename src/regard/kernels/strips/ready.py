@@ -37,7 +37,7 @@ class Pass:
         others: what it calls further tensors, all of which it is told where they begin.
         backward: whether it computes gradients.
         like: for each of the results, whether torch lays it like the tensor that it belongs to.
-        sums: numbers that threads add up elsewhere, for the gradients of keys and of values.
+        sums: numbers that threads add up elsewhere, for the gradients of query, keys and values.
         gradients: where the library is told that gradients of bias tensors go, and which of the numbers in there are
             the addresses of those that learn.
     Attributes:
@@ -214,12 +214,12 @@ def remember_forward(
 def remember_backward(
     order: Order, three: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, learned: Sequence[Tensor],
     dropout: Dropout | None, output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    sums: tuple[int, int],
+    sums: tuple[int, ...],
 ) -> None:  # fmt: skip
     """The same of the gradients.
 
     Args:
-        sums: numbers that threads add up elsewhere for keys and for values.
+        sums: numbers that threads add up elsewhere for each of the three.
     """
     if not _may_be_kept(order, (*three, output, grad_output)) or not lse.is_contiguous():
         return
@@ -233,9 +233,9 @@ def remember_backward(
     checked = dict(zip(("query", "key", "value"), three, strict=True))
     checked["exact" if words[AT["exact"]] else "output"] = output
     checked |= {"grad_output": grad_output, "lse": lse}
-    others = ["grad_query"]
-    others += [f"grad_{name}" if words[AT[f"grad_{name}"]] else f"sum_{name}" for name in ("key", "value")]
-    others += [f"sum_{name}" for name, numbers in zip(("key", "value"), sums, strict=True) if numbers]
+    names = "query", "key", "value"
+    others = [f"grad_{name}" if words[AT[f"grad_{name}"]] else f"sum_{name}" for name in names]
+    others += [f"sum_{name}" for name, numbers in zip(names, sums, strict=True) if numbers]
     others += ["grad_lse"] * (grad_lse is not None) + ["sink"] * (sink is not None)
     like = tuple(map(_is_laid, three))
     told = Pass(

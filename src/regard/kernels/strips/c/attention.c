@@ -117,11 +117,12 @@ static void find_keys(struct place *p)
 {
     const struct call *c = p->call;
     for (i64 v = 0; v * LANES < round_up(p->rows, UNIT); v++) {
-        p->least_first[v] = p->most_first[v] = 0;
-        p->least_end[v] = p->most_end[v] = c->key_len;
+        p->least_first[v] = p->most_first[v] = c->from_key;
+        p->least_end[v] = p->most_end[v] = c->to_key;
         for (i64 r = v * LANES; c->first_key && r < (v + 1) * LANES; r++) {
             i64 at = p->batch * c->keys_batch + p->query[r] * c->keys_query;
-            i64 first = p->first_key[r] = c->first_key[at], end = p->end_key[r] = c->end_key[at], begins = r % LANES == 0;
+            i64 first = p->first_key[r] = most(c->from_key, c->first_key[at]), begins = r % LANES == 0;
+            i64 end = p->end_key[r] = least(c->to_key, c->end_key[at]);
             p->least_first[v] = begins ? first : least(p->least_first[v], first);
             p->most_first[v] = begins ? first : most(p->most_first[v], first);
             p->least_end[v] = begins ? end : least(p->least_end[v], end);
@@ -130,11 +131,12 @@ static void find_keys(struct place *p)
     }
 }
 
-/* before the places of another kv head */
+/* before the places of another kv head, or of other keys */
 static void forget_copies(struct place *p)
 {
-    if (p->keys.rows) memset(p->keys.is_there, 0, p->call->key_len);
-    if (p->values.rows) memset(p->values.is_there, 0, p->call->key_len);
+    const struct call *c = p->call;
+    if (p->keys.rows) memset(p->keys.is_there + c->from_key, 0, c->to_key - c->from_key);
+    if (p->values.rows) memset(p->values.is_there + c->from_key, 0, c->to_key - c->from_key);
 }
 
 /* head: a kv head if the strip is folded */
@@ -166,16 +168,20 @@ static void find_place(
 /* Most numbers of copies that a thread has, 8 MiB in float32. */
 #define MOST_COPIED ((i64)1 << 21)
 
+/* how many keys a thread computes at a time */
+INLINE i64 keys_together(const struct call *c) { return c->piece ? c->piece : c->key_len; }
+
 /* whether copies of keys and values are made for all places of a kv head, of which there are so many */
 static i64 keeps_copies(const struct call *c, i64 places)
 {
-    return c->products == PLAIN && places > 1 && c->key_len * (c->head_dim + c->value_dim) <= MOST_COPIED;
+    return c->products == PLAIN && places > 1 && keys_together(c) * (c->head_dim + c->value_dim) <= MOST_COPIED;
 }
 
 static i64 copies_numbers(const struct call *c)
 {
+    i64 keys = keys_together(c);
     if (!c->keeps) return 0;
-    return round_up(c->key_len * c->head_dim, 16) + round_up(c->key_len * c->value_dim, 16) + round_up(c->key_len, 16);
+    return round_up(keys * c->head_dim, 16) + round_up(keys * c->value_dim, 16) + round_up(keys, 16);
 }
 
 /* tells a place of the memory for them */
@@ -184,10 +190,12 @@ static void take_copies(const struct call *c, struct place *p, real *memory)
     p->keys = p->values = (struct copies){0};
     p->batch = p->kv_head = -1;
     if (!c->keeps) return;
-    real *keys = part_of(&memory, c->key_len * c->head_dim), *values = part_of(&memory, c->key_len * c->value_dim);
-    uint8_t *is_there = (uint8_t *)memory;
-    if (is_copied(c, &c->key, c->head_dim)) p->keys = (struct copies){keys, is_there};
-    if (is_copied(c, &c->value, c->value_dim)) p->values = (struct copies){values, is_there + c->key_len};
+    i64 many = keys_together(c), from = c->from_key;
+    real *keys = part_of(&memory, many * c->head_dim), *values = part_of(&memory, many * c->value_dim);
+    uint8_t *is_there = (uint8_t *)memory - from;
+    if (is_copied(c, &c->key, c->head_dim)) p->keys = (struct copies){keys - from * c->head_dim, is_there};
+    if (is_copied(c, &c->value, c->value_dim))
+        p->values = (struct copies){values - from * c->value_dim, is_there + many};
 }
 
 /* Numbers too small to be normal are 0 while we compute: some processors multiply them a hundred times as slowly. */
@@ -261,8 +269,15 @@ static void forward_work(void *of_call)
 
 typedef void compute(const struct place *, real *);
 
+INLINE int sees_any(const struct place *p)
+{
+    struct keys k = {0};
+    return next_keys(p, &k, 1);
+}
+
 /* The queries of a batch index and of some kv heads that are those of one of `chunks` threads, block by block: those of
-   all heads that have something in common are computed one after another. */
+   all heads that have something in common are computed one after another. If threads are given keys, all queries that see
+   any of these. */
 static void deal_to_one(
     const struct call *c, i64 batch, i64 kv_head, i64 kv_heads, i64 chunk, compute *of_place, real *copies, real *memory)
 {
@@ -273,11 +288,12 @@ static void deal_to_one(
         if (s->batch >= 0 && s->batch != batch) continue;
         i64 each = heads_of(c, s) / c->kv_heads, first = kv_head * each, blocks = blocks_of(c, s);
         for (i64 block = 0; block < s->times * blocks; block++, dealt++) {
-            if (dealt % c->chunks != chunk || dealt / c->chunks % c->parts != c->part) continue;
+            if (!c->piece && dealt % c->chunks != chunk) continue;
+            if (dealt / (c->piece ? 1 : c->chunks) % c->parts != c->part) continue;
             for (i64 head = first; head < first + kv_heads * each; head++) {
                 find_place(&p, c, s, batch, head, block / blocks, block % blocks);
                 if (p.first_query > c->last_query || p.last_query < c->first_query) break;
-                of_place(&p, memory);
+                if (!c->piece || sees_any(&p)) of_place(&p, memory);
             }
         }
     }
@@ -287,19 +303,29 @@ static void deal_to_one(
    makes gradients while they are in the cache. */
 static i64 own_sums(const struct call *c, const struct tensor *sums, const struct tensor *grad, i64 size, i64 heads)
 {
-    return sums->data || !grad->data ? 0 : round_up(heads * c->key_len * round_up(size, LANES), 16);
+    return sums->data || !grad->data ? 0 : round_up(heads * keys_together(c) * round_up(size, LANES), 16);
 }
 
-/* tells of them, from one kv head on */
+/* tells of them, from one kv head and key on */
 static void take_own(const struct call *c, struct tensor *sums, i64 size, real *memory, i64 kv_head)
 {
-    i64 row = round_up(size, LANES), head = c->key_len * row;
-    *sums = (struct tensor){memory - kv_head * head, 0, head, row};
+    i64 row = round_up(size, LANES), head = keys_together(c) * row;
+    *sums = (struct tensor){memory - kv_head * head - c->from_key * row, 0, head, row};
+}
+
+static void begin_queries(const struct call *c, i64 batch, i64 kv_head, i64 kv_heads, i64 chunk)
+{
+    i64 group = c->heads / c->kv_heads;
+    for (i64 head = kv_head * group; head < (kv_head + kv_heads) * group; head++)
+        for (i64 token = 0; token < c->query_len; token++) {
+            real *of_query = (real *)c->sum_query.data + place_in(&c->sum_query, batch, head, token);
+            memset(of_query + chunk * c->chunk_query, 0, c->head_dim * sizeof(real));
+        }
 }
 
 static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
 {
-    for (i64 key = 0; key < c->key_len; key++) {
+    for (i64 key = c->from_key; key < c->to_key; key++) {
         real *of_key = (real *)c->sum_key.data + place_in(&c->sum_key, batch, kv_head, key) + chunk * c->chunk_key;
         memset(of_key, 0, round_up(c->head_dim, LANES) * sizeof(real));
         real *of_value = (real *)c->sum_value.data + place_in(&c->sum_value, batch, kv_head, key);
@@ -307,23 +333,34 @@ static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
     }
 }
 
-/* writes the sum of what all threads added up for some rows */
+/* writes the sum of what all threads added up for some rows, those of keys in the order of the tensors */
 static void finish_sums(
     const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
     i64 first, i64 stop)
 {
     for (i64 row = first; row < stop; row++) {
+        i64 token = sums == &c->sum_query ? row : token_of_key(c, batch, row);
         const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
         real total[size];
         copy(total, from, size);
-        for (i64 n = 1; n < c->chunks; n++)
+        for (i64 n = 1; chunk && n < c->chunks; n++)
             for (i64 d = 0; d < size; d++) total[d] += from[n * chunk + d];
-        narrow(out->data, place_in(out, batch, head, token_of_key(c, batch, row)), size, c->dtype, total);
+        narrow(out->data, place_in(out, batch, head, token), size, c->dtype, total);
     }
 }
 
-/* Gives every query to one of `chunks` threads, which adds up for its keys: the same for all heads of a kv head, and
-   for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to the same. */
+/* the same of a thread's own sums */
+static void finish_own(
+    const struct call *c, const struct tensor *sums, const struct tensor *out, i64 size, i64 batch, i64 kv_head,
+    i64 kv_heads)
+{
+    for (i64 head = kv_head; head < kv_head + kv_heads; head++)
+        finish_sums(c, sums, 0, out, size, batch, head, c->from_key, c->to_key);
+}
+
+/* Gives every query, or every piece of keys, to one of `chunks` threads, which adds up for its keys: the same for all heads
+   of a kv head, and for all heads, or batch indices, that have numbers of a bias in common, so that no two threads add to
+   the same. */
 static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
 {
     i64 batches = c->batches_in_common ? 1 : c->batches, together = c->heads_in_common ? c->kv_heads : 1;
@@ -337,21 +374,23 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
        indices, each is one thread's, where it adds up in place. */
     i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
     i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
+    i64 apart = most(1, keys_together(c) * (c->piece ? c->chunks : 1)); /* what a thread computes at a time */
     for (i64 item; (item = take(c, batches * owners * c->chunks)) >= 0;) {
         i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
         i64 chunk = item % c->chunks;
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
         for (; batch < stop; batch++)
             for (i64 n = first; n < first + each; n += together) {
-                if (of_keys) take_own(c, &own.sum_key, c->head_dim, memory, n);
-                if (of_values) take_own(c, &own.sum_value, c->value_dim, memory + of_keys, n);
-                for (i64 head = n; adds_up && !c->goes_on && head < n + together; head++)
-                    begin_sums(&own, batch, head, chunk);
-                deal_to_one(&own, batch, n, together, chunk, of_place, copies, rest);
-                for (i64 head = n; head < n + together; head++) {
-                    if (of_keys) finish_sums(c, &own.sum_key, 0, &c->grad_key, c->head_dim, batch, head, 0, c->key_len);
-                    if (of_values)
-                        finish_sums(c, &own.sum_value, 0, &c->grad_value, c->value_dim, batch, head, 0, c->key_len);
+                if (c->piece && !c->goes_on) begin_queries(c, batch, n, together, chunk);
+                for (i64 key = c->piece ? chunk * c->piece : 0; !key || key < c->key_len; key += apart) {
+                    own.from_key = key, own.to_key = least(c->key_len, key + keys_together(c));
+                    if (of_keys) take_own(&own, &own.sum_key, c->head_dim, memory, n);
+                    if (of_values) take_own(&own, &own.sum_value, c->value_dim, memory + of_keys, n);
+                    for (i64 head = n; adds_up && !c->goes_on && head < n + together; head++)
+                        begin_sums(&own, batch, head, chunk);
+                    deal_to_one(&own, batch, n, together, chunk, of_place, copies, rest);
+                    if (of_keys) finish_own(&own, &own.sum_key, &c->grad_key, c->head_dim, batch, n, together);
+                    if (of_values) finish_own(&own, &own.sum_value, &c->grad_value, c->value_dim, batch, n, together);
                 }
             }
     }
@@ -362,13 +401,21 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
 static void finish_work(void *of_call)
 {
     struct call *c = of_call;
-    i64 parts = (c->key_len + KEYS - 1) / KEYS;
-    for (i64 item; (item = take(c, c->batches * c->kv_heads * parts)) >= 0;) {
+    i64 parts = (c->key_len + KEYS - 1) / KEYS, of_keys = c->batches * c->kv_heads * parts;
+    for (i64 item; (item = take(c, of_keys + (c->sum_query.data ? c->batches * c->heads : 0))) >= 0;) {
+        if (item >= of_keys) {
+            i64 head = (item - of_keys) % c->heads, batch = (item - of_keys) / c->heads;
+            if (c->grad_query.data)
+                finish_sums(
+                    c, &c->sum_query, c->chunk_query, &c->grad_query, c->head_dim, batch, head, 0, c->query_len);
+            continue;
+        }
         i64 first = item % parts * KEYS, head = item / parts % c->kv_heads, batch = item / parts / c->kv_heads;
         i64 stop = least(first + KEYS, c->key_len);
-        if (c->grad_key.data) /* otherwise they are where they were added up */
+        /* a gradient that was added up where it belongs has no place, and one of a thread's own sums has no sums */
+        if (c->grad_key.data && c->sum_key.data)
             finish_sums(c, &c->sum_key, c->chunk_key, &c->grad_key, c->head_dim, batch, head, first, stop);
-        if (c->grad_value.data)
+        if (c->grad_value.data && c->sum_value.data)
             finish_sums(c, &c->sum_value, c->chunk_value, &c->grad_value, c->value_dim, batch, head, first, stop);
     }
 }
@@ -427,6 +474,7 @@ API void regard_set_threads(void (*parallel)(void (*)(void *), void *, unsigned,
 API void regard_forward(struct call *c)
 {
     c->products = products_of(c);
+    c->piece = c->from_key = 0, c->to_key = c->key_len;
     i64 items;
     for (c->units = c->products == TILES ? UNITS : UNITS_BY_LANES;; c->units /= 2) { /* enough places for all threads */
         items = 0;
@@ -441,13 +489,14 @@ API void regard_forward(struct call *c)
 static void divide(struct call *c)
 {
     c->products = products_of(c);
-    i64 dealt;
+    c->from_key = 0, c->to_key = c->key_len;
+    i64 dealt, chunks = c->piece ? 1 : c->chunks;
     for (c->units = UNITS_BY_LANES;; c->units /= 2) {
         dealt = 0;
         for (i64 n = 0; n < c->strips; n++) dealt += blocks_of(c, c->strip + n) * c->strip[n].times;
-        if (c->units == 1 || dealt >= 4 * c->chunks || c->chunks == 1) break;
+        if (c->units == 1 || dealt >= 4 * chunks || chunks == 1) break;
     }
-    i64 places = dealt / c->chunks * (c->heads / c->kv_heads);
+    i64 places = dealt / chunks * (c->heads / c->kv_heads);
     c->keeps = !c->heads_in_common && keeps_copies(c, places); /* otherwise those of all heads come in turns */
 }
 
@@ -461,8 +510,18 @@ static int differs_by_batch(const struct call *c, const struct strip *s)
     return differs;
 }
 
+/* whether the softmax of any query has to be found again, of all its keys */
+static int finds_softmax(const struct call *c)
+{
+    for (i64 at = 0; at < c->batches * c->heads * c->query_len; at++)
+        if (is_far_lse(c, c->lse[at])) return 1;
+    return 0;
+}
+
 API void regard_backward(struct call *c)
 {
+    i64 piece = c->piece;
+    if (piece && finds_softmax(c)) c->piece = c->key_len;
     divide(c);
     i64 apart = 0; /* batch indices of which threads would add to the same numbers, at once */
     for (i64 n = 0; n < c->strips && c->batches_in_common && c->chunks > 1; n++)
@@ -471,12 +530,14 @@ API void regard_backward(struct call *c)
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work);
     }
+    c->piece = piece;
 }
 
 API void regard_finish(struct call *c) { run(c, finish_work); }
 
 API void regard_look(struct call *c)
 {
+    c->piece = 0;
     divide(c);
     run(c, look_work);
 }

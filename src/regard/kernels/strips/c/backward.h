@@ -55,8 +55,14 @@ static void write_grad_query(const struct place *p, i64 r, const real *grad)
     real row[c->head_dim];
     for (i64 d = 0; d < c->head_dim; d++) row[d] = grad[d] * (real)c->scale;
     if (!is_finite(row, c->head_dim)) suspect(p);
-    narrow(
-        c->grad_query.data, place_in(&c->grad_query, p->batch, p->head[r], p->token[r]), c->head_dim, c->dtype, row);
+    if (!c->piece) {
+        i64 at = place_in(&c->grad_query, p->batch, p->head[r], p->token[r]);
+        narrow(c->grad_query.data, at, c->head_dim, c->dtype, row);
+        return;
+    }
+    i64 at = place_in(&c->sum_query, p->batch, p->head[r], p->token[r]) + p->chunk * c->chunk_query;
+    real *sum = (real *)c->sum_query.data + at;
+    for (i64 d = 0; d < c->head_dim; d++) sum[d] += row[d];
 }
 
 /* Of all units of a place; what lies side by side is [feature][UNIT] each. */

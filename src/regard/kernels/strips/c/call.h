@@ -78,6 +78,7 @@ struct call {
        as many kv heads at a time as have something in common, from which they are written at once. */
     struct tensor sum_key, sum_value;
     struct tensor grad_key, grad_value; /* where `regard_finish` writes them; NULL if that is where they are added up */
+    struct tensor sum_query; /* the same of queries, by their places in the tensors, if keys are given to threads */
     struct tensor exact;      /* the output in float32; not written where NULL; what backward reads where given */
     real *lse;               /* [batch, heads, query_len]; not written where NULL */
     const real *grad_lse;    /* the same, or NULL */
@@ -89,6 +90,7 @@ struct call {
     i64 dtype, threads, strips;
     i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
+    i64 piece, chunk_query; /* backward: or so many keys at a time are, with sums over keys so far apart; 0: queries are */
     const struct gradient *gradient;
     const char *const *given; /* where the bias tensors begin, which are others in each call */
     i64 batches_in_common, heads_in_common; /* whether any of these are sums over them */
@@ -115,5 +117,6 @@ struct call {
     /* of the pass itself; careful: what nobody sees is taken as 0; suspect: something was no finite number; keeps: whether
        copies of keys and values serve several places */
     i64 careful, suspect, products, units, keeps, first_batch, last_batch;
+    i64 from_key, to_key; /* those of the keys that are computed */
     struct share *share; /* of each thread */
 };

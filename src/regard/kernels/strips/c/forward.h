@@ -105,11 +105,12 @@ static void find_softmax(
 
 /* Whether the lse of a query tells its weights no longer, as where all that it sees has a bias of -1e9: then they are
    found anew, relative to the largest, as the output's were. */
-INLINE int is_far(const struct place *p, i64 r)
+INLINE int is_far_lse(const struct call *c, real lse)
 {
-    real lse = p->call->lse[number_of(p, r)];
-    return !p->call->is_part && lse > NONE && (lse > FAR_LSE || lse < -FAR_LSE);
+    return !c->is_part && lse > NONE && (lse > FAR_LSE || lse < -FAR_LSE);
 }
+
+INLINE int is_far(const struct place *p, i64 r) { return is_far_lse(p->call, p->call->lse[number_of(p, r)]); }
 
 INLINE int any_is_far(const struct place *p)
 {

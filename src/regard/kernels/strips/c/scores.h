@@ -210,7 +210,7 @@ static struct rows rows_of(
         gather(p, t, s, first, n, size, BFLOAT16, 1, to, is_there);
     else
         gather(p, t, s, first, n, size, FLOAT16, 1, to, is_there);
-    return (struct rows){to, size, keeps ? c->key_len - key : n, OWN};
+    return (struct rows){to, size, keeps ? c->to_key - key : n, OWN};
 }
 
 /* the same for few queries, which widen what they multiply */
