@@ -28,9 +28,10 @@ call. Rows "17 queries, 32 texts", "64 queries, heads of 128" and "16 heads of 1
 features.py."""
 
 MIN_KEYS_OF_A_QUERY = 4
-MIN_PIECE, MAX_PIECE = 512, 1024
+MIN_PIECE, MAX_PIECE = 256, 1024
 """Keys for each query from which on keys are dealt instead of queries, and the fewest and most in a piece: each piece
-reads the queries once more, and its sums should stay in the cache. From 1 to 8 heads of 64 to 512 features, 1 to 1,000
+reads the queries once more, and its sums should stay in the cache. KEYS_OF_A_QUERY and LEAST_PIECE of c/attention.c are
+those of the forward pass. From 1 to 8 heads of 64 to 512 features, 1 to 1,000
 queries and 256 to 32,768 keys; rows "100 queries, 1 head of 512" and "20 queries, 1 head" of features.py."""
 
 

@@ -240,31 +240,94 @@ static i64 items_of(const struct call *c, const struct strip *s)
     return blocks_of(c, s) * s->times * batches_of(c, s) * heads_of(c, s);
 }
 
+static i64 all_items(const struct call *c)
+{
+    i64 items = 0;
+    for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
+    return items;
+}
+
+/* A strip, and how many items those before it have. */
+struct at {
+    const struct strip *strip;
+    i64 before;
+};
+
+/* from where the last one was */
+static void find_item(struct place *p, const struct call *c, struct at *at, i64 item)
+{
+    if (item < at->before) *at = (struct at){c->strip, 0}; /* of another thread's */
+    while (item - at->before >= items_of(c, at->strip)) at->before += items_of(c, at->strip++);
+    const struct strip *s = at->strip;
+    p->item = item;
+    item -= at->before;
+    i64 blocks = blocks_of(c, s), heads = heads_of(c, s), from_end = item % blocks, time = item / blocks % s->times;
+    i64 head = item / blocks / s->times % heads, batch = s->batch < 0 ? item / blocks / s->times / heads : s->batch;
+    /* the longest rows of a causal square come first */
+    find_place(p, c, s, batch, head, time, blocks - 1 - from_end);
+}
+
 static void forward_work(void *of_call)
 {
-    struct call *c = of_call;
-    i64 of_copies = copies_numbers(c);
+    struct call *c = of_call, own = *c;
+    i64 of_copies = copies_numbers(c), items = all_items(c), piece = keys_together(c);
     real *copies = memory_for(of_copies + forward_numbers(c)), *memory = copies + of_copies;
     struct state before_us = begin_work(c);
-    struct place p;
-    take_copies(c, &p, copies);
-    i64 items = 0, before = 0; /* items of all strips, and of those before this one */
-    for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
-    const struct strip *s = c->strip;
-    for (i64 item; (item = take(c, items)) >= 0;) {
-        if (item < before) s = c->strip, before = 0; /* of another thread's */
-        while (item - before >= items_of(c, s)) before += items_of(c, s++);
-        item -= before;
-        i64 blocks = blocks_of(c, s), heads = heads_of(c, s), from_end = item % blocks, time = item / blocks % s->times;
-        i64 head = item / blocks / s->times % heads, batch = s->batch < 0 ? item / blocks / s->times / heads : s->batch;
-        /* the longest rows of a causal square come first */
-        find_place(&p, c, s, batch, head, time, blocks - 1 - from_end);
+    struct at at = {c->strip, 0};
+    struct place p = {.chunk = -1};
+    for (i64 item; (item = take(c, items * c->chunks)) >= 0;) {
+        i64 chunk = item / items;
+        if (chunk != p.chunk) {
+            own.from_key = chunk * piece, own.to_key = least(c->key_len, own.from_key + piece);
+            take_copies(&own, &p, copies);
+        }
+        p.chunk = chunk;
+        find_item(&p, &own, &at, item % items);
         if (p.rows <= FEW)
             few_place(&p, memory);
         else
             forward_place(&p, memory);
     }
+    if (own.suspect) __atomic_store_n(&c->suspect, 1, __ATOMIC_RELAXED);
     end_work(c, before_us);
+}
+
+/* Outputs from what was computed of each piece of keys, whose weights are relative to its own largest score. */
+static void join_work(void *of_call)
+{
+    struct call *c = of_call, whole = *c;
+    struct at at = {c->strip, 0};
+    struct place p = {.batch = -1};
+    real row[c->value_dim];
+    whole.parts_of_rows = NULL;
+    for (i64 item; (item = take(c, all_items(c))) >= 0;) {
+        find_item(&p, &whole, &at, item);
+        for (i64 r = 0; r < p.rows; r++) {
+            real top = NONE, total = 0;
+            memset(row, 0, sizeof row);
+            for (i64 n = 0; n < c->chunks; n++) {
+                const real *part = part_of_row(c, item, n, r);
+                if (part[0] == NONE) continue;
+                real now = part[0] > top ? part[0] : top, by = exp2(part[0] - now), of_before = exp2(top - now);
+                for (i64 e = 0; e < c->value_dim; e++) row[e] = row[e] * of_before + part[2 + e] * by;
+                total = total * of_before + part[1] * by, top = now;
+            }
+            write_row(&p, r, row, top, total);
+        }
+    }
+    if (whole.suspect) __atomic_store_n(&c->suspect, 1, __ATOMIC_RELAXED);
+}
+
+/* Where places of few queries are fewer than threads: into how many pieces the keys of each are cut, so that all threads
+   have the same share. Row "20 queries, 1 head" of features.py. */
+#define KEYS_OF_A_QUERY 4
+#define LEAST_PIECE 256
+static i64 pieces_of(const struct call *c)
+{
+    i64 items = all_items(c), pieces = 1, most_pieces = c->key_len / LEAST_PIECE;
+    if (c->query_len * KEYS_OF_A_QUERY > c->key_len) return 1;
+    while (pieces < most_pieces && items * pieces % c->threads && items * pieces < 8 * c->threads) pieces++;
+    return pieces;
 }
 
 typedef void compute(const struct place *, real *);
@@ -473,16 +536,24 @@ API void regard_set_threads(void (*parallel)(void (*)(void *), void *, unsigned,
 
 API void regard_forward(struct call *c)
 {
+    i64 chunks = c->chunks;
     c->products = products_of(c);
-    c->piece = c->from_key = 0, c->to_key = c->key_len;
-    i64 items;
-    for (c->units = c->products == TILES ? UNITS : UNITS_BY_LANES;; c->units /= 2) { /* enough places for all threads */
-        items = 0;
-        for (i64 n = 0; n < c->strips; n++) items += items_of(c, c->strip + n);
-        if (c->units == 1 || items >= 4 * c->threads) break;
+    c->chunks = 1, c->piece = c->from_key = 0, c->to_key = c->key_len, c->parts_of_rows = NULL;
+    c->units = c->products == TILES ? UNITS : UNITS_BY_LANES;
+    i64 pieces = pieces_of(c);
+    while (pieces == 1 && c->units > 1 && all_items(c) < 4 * c->threads) c->units /= 2; /* enough for all threads */
+    if (pieces > 1) {
+        c->piece = round_up((c->key_len + pieces - 1) / pieces, UNIT);
+        c->chunks = (c->key_len + c->piece - 1) / c->piece;
+        i64 rows = all_items(c) * c->chunks * c->units * UNIT;
+        c->parts_of_rows = malloc(rows * (2 + c->value_dim) * sizeof(real));
+        if (!c->parts_of_rows) abort();
     }
-    c->keeps = keeps_copies(c, items / (c->batches * c->kv_heads));
+    c->keeps = keeps_copies(c, all_items(c) / (c->batches * c->kv_heads));
     run(c, forward_work);
+    if (c->parts_of_rows) run(c, join_work);
+    free(c->parts_of_rows), c->parts_of_rows = NULL;
+    c->chunks = chunks;
 }
 
 /* enough blocks for all chunks */

@@ -118,5 +118,6 @@ struct call {
        copies of keys and values serve several places */
     i64 careful, suspect, products, units, keeps, first_batch, last_batch;
     i64 from_key, to_key; /* those of the keys that are computed */
+    void *parts_of_rows;  /* forward: what was computed of each piece of keys; NULL: a place sees all of its keys at once */
     struct share *share; /* of each thread */
 };

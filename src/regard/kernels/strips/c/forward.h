@@ -10,11 +10,15 @@ static i64 forward_numbers(const struct call *c)
     return c->units * each + KEYS * (UNIT + c->head_dim + 3 * c->value_dim) + UNIT * c->value_dim + 16 * 11;
 }
 
+/* whether some keys of the place come before these */
+INLINE int is_later(const struct place *p) { return p->call->parts_of_rows && p->chunk > 0; }
+
 /* The log-sum-exp of a query before the first key, in natural units: a sink is a key without value, and what was
    computed before is one with the output as its value. */
 INLINE real lse_before(const struct place *p, i64 r, i64 goes_on)
 {
     const struct call *c = p->call;
+    if (is_later(p)) return NONE;
     if (goes_on) return c->lse[number_of(p, r)];
     return c->sink ? c->sink[p->head[r]] : NONE;
 }
@@ -147,11 +151,24 @@ static void attend(
     weigh(c, c->value_dim, value, scores, n, wide, split, output);
 }
 
+/* what is kept of a query and a piece of keys: the largest score, the sum of weights, and weighted values */
+INLINE real *part_of_row(const struct call *c, i64 item, i64 chunk, i64 r)
+{
+    i64 of_place = (item * c->chunks + chunk) * c->units * UNIT;
+    return (real *)c->parts_of_rows + (of_place + r) * (2 + c->value_dim);
+}
+
 /* The output of a query, from weighted values and the sum of weights; and its lse. */
 static void write_row(const struct place *p, i64 r, real *row, real top, real total)
 {
     const struct call *c = p->call;
     i64 size = c->value_dim;
+    if (c->parts_of_rows) {
+        real *part = part_of_row(c, p->item, p->chunk, r);
+        part[0] = top, part[1] = total;
+        copy(part + 2, row, size);
+        return;
+    }
     real share = total == 0 ? 0 : 1 / total;
     for (i64 e = 0; e < size; e++) row[e] *= share;
     if (!is_finite(row, size) || total * 0 != 0) suspect(p);
@@ -164,7 +181,7 @@ static void write_row(const struct place *p, i64 r, real *row, real top, real to
 static void begin_outputs(const struct place *p, i64 unit, real *output)
 {
     i64 size = p->call->value_dim;
-    if (!p->call->goes_on) {
+    if (!p->call->goes_on || is_later(p)) {
         memset(output, 0, size * UNIT * sizeof(real));
         return;
     }

@@ -86,7 +86,7 @@ struct place {
     const struct call *call;
     const struct strip *strip;
     struct copies keys, values;
-    i64 batch, kv_head, time, chunk, rows;
+    i64 batch, kv_head, time, chunk, rows, item;
     i64 head[UNITS * UNIT];       /* of the call */
     int32_t query[UNITS * UNIT];  /* of the call */
     int32_t index[UNITS * UNIT];  /* of the strip */
