@@ -35,6 +35,7 @@ CASES = {
     "causal, of the last queries": {"mask": Causal(offset=KEYS - QUERIES)},
     "window": {"mask": Window(30) & Causal(offset=700)},
     "padded left": {"mask": Padding(torch.arange(KEYS) >= torch.tensor([[0], [90], [1099]]))},
+    "no key is seen": {"mask": Padding(torch.zeros(3, KEYS, dtype=torch.bool))},
     "every third key": {"mask": Strided(3)},
     "window or every third key": {"mask": Causal(offset=700) & (Window(300) | Strided(3))},
     "documents apart": {"mask": Document(ids(QUERIES), ids(KEYS))},

@@ -270,7 +270,7 @@ static void find_item(struct place *p, const struct call *c, struct at *at, i64 
 static void forward_work(void *of_call)
 {
     struct call *c = of_call, own = *c;
-    i64 of_copies = copies_numbers(c), items = all_items(c), piece = keys_together(c);
+    i64 of_copies = copies_numbers(c), items = all_items(c), first = c->from_key, piece = keys_together(c);
     real *copies = memory_for(of_copies + forward_numbers(c)), *memory = copies + of_copies;
     struct state before_us = begin_work(c);
     struct at at = {c->strip, 0};
@@ -278,7 +278,7 @@ static void forward_work(void *of_call)
     for (i64 item; (item = take(c, items * c->chunks)) >= 0;) {
         i64 chunk = item / items;
         if (chunk != p.chunk) {
-            own.from_key = chunk * piece, own.to_key = least(c->key_len, own.from_key + piece);
+            own.from_key = first + chunk * piece, own.to_key = least(c->to_key, own.from_key + piece);
             take_copies(&own, &p, copies);
         }
         p.chunk = chunk;
@@ -318,14 +318,34 @@ static void join_work(void *of_call)
     if (whole.suspect) __atomic_store_n(&c->suspect, 1, __ATOMIC_RELAXED);
 }
 
-/* Where places of few queries are fewer than threads: into how many pieces the keys of each are cut, so that all threads
-   have the same share. Row "20 queries, 1 head" of features.py. */
+/* leaves out the keys before and after those that any query sees by strips, and by the call */
+static void leave_unseen_keys(struct call *c)
+{
+    i64 first = c->key_len, end = 0;
+    for (const struct strip *s = c->strip; s < c->strip + c->strips; s++)
+        for (const struct span *span = c->span + s->span; span < c->span + s->span + s->spans; span++) {
+            i64 moved = span->start + (s->times - 1) * span->shift, far = (span->count - 1) * span->step + 1;
+            if (!span->count) continue;
+            first = least(first, least(span->start, moved)), end = most(end, most(span->start, moved) + far);
+        }
+    i64 first_of_call = c->key_len, end_of_call = 0;
+    for (i64 n = 0; c->first_key && n < c->batches * c->query_len; n++) {
+        i64 at = n / c->query_len * c->keys_batch + n % c->query_len * c->keys_query;
+        first_of_call = least(first_of_call, c->first_key[at]), end_of_call = most(end_of_call, c->end_key[at]);
+    }
+    if (c->first_key) first = most(first, first_of_call), end = least(end, end_of_call);
+    c->from_key = least(first, end), c->to_key = end;
+}
+
+/* Where places of few queries are fewer than threads: into how many pieces the keys that they see are cut, so that all
+   threads have the same share. Row "20 queries, 1 head" of features.py. */
 #define KEYS_OF_A_QUERY 4
 #define LEAST_PIECE 256
-static i64 pieces_of(const struct call *c)
+static i64 pieces_of(struct call *c)
 {
-    i64 items = all_items(c), pieces = 1, most_pieces = c->key_len / LEAST_PIECE;
     if (c->query_len * KEYS_OF_A_QUERY > c->key_len) return 1;
+    leave_unseen_keys(c);
+    i64 items = all_items(c), pieces = 1, most_pieces = (c->to_key - c->from_key) / LEAST_PIECE;
     while (pieces < most_pieces && items * pieces % c->threads && items * pieces < 8 * c->threads) pieces++;
     return pieces;
 }
@@ -543,8 +563,9 @@ API void regard_forward(struct call *c)
     i64 pieces = pieces_of(c);
     while (pieces == 1 && c->units > 1 && all_items(c) < 4 * c->threads) c->units /= 2; /* enough for all threads */
     if (pieces > 1) {
-        c->piece = round_up((c->key_len + pieces - 1) / pieces, UNIT);
-        c->chunks = (c->key_len + c->piece - 1) / c->piece;
+        i64 keys = c->to_key - c->from_key;
+        c->piece = round_up((keys + pieces - 1) / pieces, UNIT);
+        c->chunks = (keys + c->piece - 1) / c->piece;
         i64 rows = all_items(c) * c->chunks * c->units * UNIT;
         c->parts_of_rows = malloc(rows * (2 + c->value_dim) * sizeof(real));
         if (!c->parts_of_rows) abort();
