@@ -123,6 +123,8 @@ class CallOf(ctypes.Structure):
         *((name, _i64) for name in ("part", "parts", "first_query", "last_query")),
         *((name, _i64) for name in ("careful", "suspect", "products", "units", "keeps", "first_batch", "last_batch")),
         *((name, _i64) for name in ("from_key", "to_key")),
+        ("softmax", _address),
+        ("notes", _i64),
         ("parts_of_rows", _address),
         ("share", _address),
     )

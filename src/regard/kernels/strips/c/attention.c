@@ -513,8 +513,12 @@ static void backward_of(const struct place *p, real *memory)
 
 static void backward_work(void *call)
 {
-    i64 few = few_backward_numbers(call), many = backward_numbers(call);
-    deal(call, backward_of, few > many ? few : many, 1);
+    deal(call, backward_of, most(few_backward_numbers(call), backward_numbers(call)), 1);
+}
+
+static void note_work(void *call)
+{
+    deal(call, backward_of, most(few_backward_numbers(call), backward_numbers(call)), 0);
 }
 
 static void look_work(void *call) { deal(call, look_place, look_numbers(call), 0); }
@@ -602,18 +606,24 @@ static int differs_by_batch(const struct call *c, const struct strip *s)
     return differs;
 }
 
-/* whether the softmax of any query has to be found again, of all its keys */
-static int finds_softmax(const struct call *c)
+/* If keys come in pieces, and lse does not tell the weights of any query: finds the softmax of all keys first. */
+static void find_all_softmax(struct call *c)
 {
-    for (i64 at = 0; at < c->batches * c->heads * c->query_len; at++)
-        if (is_far_lse(c, c->lse[at])) return 1;
-    return 0;
+    i64 piece = c->piece, rows = c->batches * c->heads * c->query_len, far = 0;
+    c->softmax = NULL;
+    for (i64 n = 0; piece && n < rows; n++) far |= is_far_lse(c, c->lse[n]);
+    if (!far) return;
+    c->softmax = malloc(2 * rows * sizeof(real));
+    if (!c->softmax) abort();
+    c->notes = 1, c->piece = 0;
+    divide(c);
+    run(c, note_work);
+    c->notes = 0, c->piece = piece;
 }
 
 API void regard_backward(struct call *c)
 {
-    i64 piece = c->piece;
-    if (piece && finds_softmax(c)) c->piece = c->key_len;
+    find_all_softmax(c);
     divide(c);
     i64 apart = 0; /* batch indices of which threads would add to the same numbers, at once */
     for (i64 n = 0; n < c->strips && c->batches_in_common && c->chunks > 1; n++)
@@ -622,7 +632,7 @@ API void regard_backward(struct call *c)
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work);
     }
-    c->piece = piece;
+    free(c->softmax), c->softmax = NULL;
 }
 
 API void regard_finish(struct call *c) { run(c, finish_work); }

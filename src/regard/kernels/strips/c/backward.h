@@ -277,9 +277,13 @@ static void backward_place(const struct place *p, real *memory)
         one_after_another(p, &c->query, u, D, c->scale, D_padded, query_rows, query_pairs);
         one_after_another(p, &c->grad_output, u, E, 1, E_padded, grad_rows, grad_pairs);
     }
-    if (any_is_far(p)) {
+    if (any_is_far(p) && !was_found(p, m.lse, m.rest)) {
         find_softmax(p, m.query, KEYS_BACKWARD, m.lse, m.rest, m.scores, m.key, 0);
         for (i64 r = 0; r < units * UNIT; r++) m.rest[r] = log2(m.rest[r]);
+    }
+    if (c->notes) {
+        note_softmax(p, m.lse, m.rest);
+        return;
     }
     for (i64 u = 0; u < units; u++) begin_unit(p, &m, u);
     memset(m.grad_query, 0, units * D * UNIT * sizeof(real));

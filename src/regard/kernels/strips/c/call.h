@@ -118,6 +118,10 @@ struct call {
        copies of keys and values serve several places */
     i64 careful, suspect, products, units, keeps, first_batch, last_batch;
     i64 from_key, to_key; /* those of the keys that are computed */
+    /* backward: of each query, the largest score and log2 of the sum of weights relative to it, if lse does not tell them
+       and keys come in pieces; notes: they are being found. NULL: each place finds its own */
+    void *softmax;
+    i64 notes;
     void *parts_of_rows;  /* forward: what was computed of each piece of keys; NULL: a place sees all of its keys at once */
     struct share *share; /* of each thread */
 };

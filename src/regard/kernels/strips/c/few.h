@@ -380,7 +380,11 @@ static void few_backward_place(const struct place *p, real *memory)
         for (i64 d = 0; d < D; d++) rows[r * D_padded + d] *= (real)c->scale;
         read_row(p, &c->grad_output, r, E, grad + r * E_padded);
     }
-    if (any_is_far(p)) few_find_softmax(p, query, lse, rest, scores, key_room);
+    if (any_is_far(p) && !was_found(p, lse, rest)) few_find_softmax(p, query, lse, rest, scores, key_room);
+    if (c->notes) {
+        note_softmax(p, lse, rest);
+        return;
+    }
     for (i64 r = 0; r < p->rows; r++) begin_gradients(p, r, grad + r * E_padded, lse, rest, delta);
     if (c->careful) few_forget_empty(p, query, rows, grad, delta, scores, key_room);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {

@@ -123,6 +123,21 @@ INLINE int any_is_far(const struct place *p)
     return 0;
 }
 
+INLINE real *noted_softmax(const struct place *p, i64 r) { return (real *)p->call->softmax + 2 * number_of(p, r); }
+
+/* whether the softmax of a place was found before: if so, tells it */
+static int was_found(const struct place *p, real *top, real *log_total)
+{
+    if (!p->call->softmax || p->call->notes) return 0;
+    for (i64 r = 0; r < p->rows; r++) top[r] = noted_softmax(p, r)[0], log_total[r] = noted_softmax(p, r)[1];
+    return 1;
+}
+
+static void note_softmax(const struct place *p, const real *top, const real *log_total)
+{
+    for (i64 r = 0; r < p->rows; r++) noted_softmax(p, r)[0] = top[r], noted_softmax(p, r)[1] = log_total[r];
+}
+
 /* The log-sum-exp of a query, in natural units; exactly that before where no key is seen. */
 static real lse_of(const struct place *p, i64 r, real top, real total)
 {
