@@ -222,7 +222,7 @@ class Compiled:
             its address, and runs on as many of torch's threads as that says.
         backward: writes the gradient of the query, adds up those of key and value, from 0 on unless that goes on, and
             adds to those of what was added to scores.
-        finish: writes gradients of key and value that were added up elsewhere.
+        finish: writes gradients of query, key and value that were added up elsewhere.
         look: writes lse if it is not known, and statistics of the weights.
         find_keys: of a mask, bool [rows, keys], each row's first key that is seen, and the one after the last, int32
             [rows] each; returns whether all between are seen. Takes the cells' address, sizes, and how far rows are

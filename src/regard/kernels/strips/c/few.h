@@ -295,7 +295,8 @@ static void few_place(const struct place *p, real *memory)
         for (i64 d = 0; d < D; d++) of_row[d] *= query_factor(c);
     }
     begin_softmax(p, 1, top, total, c->goes_on);
-    for (i64 r = 0; c->goes_on && !is_later(p) && r < p->rows; r++) memcpy(output + r * E_padded, output_before(p, r), E * sizeof(real));
+    for (i64 r = 0; c->goes_on && !is_later(p) && r < p->rows; r++)
+        memcpy(output + r * E_padded, output_before(p, r), E * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
         i64 n = k.n;
