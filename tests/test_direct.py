@@ -599,7 +599,11 @@ def test_large_heads_do_not_compute_what_a_mask_hides_for_the_sake_of_their_weig
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "expected"), [(100, 1000, True), (1000, 1000, True), (100, 8000, False), (2100, 2000, False)]
+    ("queries", "keys", "expected"),
+    [
+        *((queries, keys, True) for queries, keys in ((100, 1000), (1000, 1000), (600, 2000))),
+        *((queries, keys, False) for queries, keys in ((100, 8000), (500, 3000), (600, 3000), (2100, 2000))),
+    ],
 )
 def test_the_weights_of_large_heads_are_kept_where_keys_are_few(queries, keys, expected):
     leaves = [torch.zeros(1, 1, length, 512, requires_grad=True) for length in (queries, keys, keys)]

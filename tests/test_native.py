@@ -481,6 +481,7 @@ def test_weights_of_large_heads_are_kept_for_their_gradients_while_they_are_few(
         assert kernel(size, length, bias=torch.zeros(length, length)) != "direct"
     assert kernel(512, 1400) == kernel(1024, 1448) == "direct" != kernel(1024, 1449)  # up to 2^22 weights
     assert "direct" not in {kernel(255), kernel(256, 1025), kernel(256, 90), kernel(512, 40), kernel(512, 2048)}
+    assert "direct" not in {kernel(512, 2049), kernel(1024, 2900)}
     assert "direct" not in {
         kernel(learns=False),
         kernel(dtype=torch.bfloat16),

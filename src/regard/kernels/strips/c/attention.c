@@ -299,8 +299,9 @@ static void join_work(void *of_call)
     struct at at = {c->strip, 0};
     struct place p = {.batch = -1};
     real row[c->value_dim];
+    i64 items = all_items(c);
     whole.parts_of_rows = NULL;
-    for (i64 item; (item = take(c, all_items(c))) >= 0;) {
+    for (i64 item; (item = take(c, items)) >= 0;) {
         find_item(&p, &whole, &at, item);
         for (i64 r = 0; r < p.rows; r++) {
             real top = NONE, total = 0;
