@@ -211,6 +211,7 @@ ROWS = (
     Row("causal, 1 head", _fixed(mask=Causal()), heads=1, kv_heads=1),
     Row("full, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512),
     Row("20 queries, 1 head", _fixed(), heads=1, kv_heads=1, queries=20),
+    Row("1 query, 8 texts, heads beside one another", _fixed(), batch=8, queries=1, most=2048, by_token=True),
     Row("100 queries, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512, queries=100),
     Row("causal, 2 heads of 256", _fixed(mask=Causal()), heads=2, kv_heads=2, head_dim=256, value_dim=256),
     Row("cells and bias, 2 heads of 256", _cells_and_bias, heads=2, kv_heads=2, head_dim=256, value_dim=256),

@@ -60,13 +60,23 @@ def results(inputs, name, kernel="native", dtype=None):
     return output, lse, *grads
 
 
+def note_deals(monkeypatch, told):
+    deal = Order.deal
+
+    def noted(order, chunks, piece=0, *, all_heads=False):
+        told.append((chunks, piece, all_heads))
+        deal(order, chunks, piece, all_heads=all_heads)
+
+    monkeypatch.setattr(Order, "deal", noted)
+
+
 @pytest.fixture
 def dealt(monkeypatch):
     """What is told to be dealt; pieces are of 32 to 64 keys."""
-    told, deal = [], Order.deal
+    told = []
     monkeypatch.setattr(dealing, "MIN_PIECE", 32)
     monkeypatch.setattr(dealing, "MAX_PIECE", 64)
-    monkeypatch.setattr(Order, "deal", lambda order, *given: (told.append(given), deal(order, *given))[1])
+    note_deals(monkeypatch, told)
     before = torch.get_num_threads()
     forget()
     yield told
@@ -95,8 +105,29 @@ def test_outputs_and_gradients_of_few_queries_are_those_of_the_definition(name, 
         torch.set_num_threads(threads)
         for found, right in zip(results(inputs, name), expected, strict=True):
             assert_close(found, right.to(found.dtype), tolerance=tolerance)
-    assert all(piece > 0 and chunks > 1 for chunks, piece in dealt)
+    assert all(piece > 0 and chunks > 1 and not all_heads for chunks, piece, all_heads in dealt)
     assert dealt
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_are_of_all_heads_that_lie_beside_one_another(name, dtype, dealt):
+    """Every batch index is one thread's, or a half of its keys is, as many threads as there are."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = (QUERIES, 4, 24), (KEYS, 2, 24), (KEYS, 2, 40)
+    three = [torch.randn(3, *size, generator=draw).to(dtype).transpose(1, 2) for size in sizes]
+    grads = torch.randn(3, QUERIES, 4, 40, generator=draw).transpose(1, 2), torch.randn(3, 4, QUERIES, generator=draw)
+    inputs = three, *grads
+    expected = results(inputs, name, "reference", torch.float64)
+    tolerance = 3e-2 if dtype is torch.bfloat16 else 2e-3 if name == "scores that are far" else None
+    for threads in (1, 3, 6):
+        torch.set_num_threads(threads)
+        for found, right in zip(results(inputs, name), expected, strict=True):
+            assert_close(found, right.to(found.dtype), tolerance=tolerance)
+    assert {(chunks, 0 < piece <= 32, all_heads) for chunks, piece, all_heads in dealt} == {
+        (1, True, True),
+        (2, True, True),
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,14 +138,17 @@ def test_sums_that_are_too_large_for_a_thread_are_added_up_a_piece_at_a_time(dty
     inputs = [torch.randn(2, 2, length, 32, generator=draw).to(dtype) for length in (QUERIES, KEYS, KEYS, QUERIES)]
     if by_token:
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    for most in (dealing.MAX_SUMS_OF_A_THREAD, 0):
+    usual = dealing.MIN_KEYS_OF_A_QUERY
+    # by token, keys of few queries come in pieces anyway
+    for most, least in ((dealing.MAX_SUMS_OF_A_THREAD, KEYS if by_token else usual), (0, usual)):
+        monkeypatch.setattr(dealing, "MIN_KEYS_OF_A_QUERY", least)
         monkeypatch.setattr(dealing, "MAX_SUMS_OF_A_THREAD", most)
         monkeypatch.setattr(dealing, "MAX_SUMS_OF_THREADS", most)
         forget()
         leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
         output = regard.attention(*leaves, mask=Causal(offset=KEYS - QUERIES), kernel="native")
         found.append(torch.autograd.grad(output, leaves, inputs[3]))
-    assert [piece > 0 for _, piece in dealt] == [False, True]
+    assert [piece > 0 for _, piece, _ in dealt] == [False, True]
     for whole, pieces in zip(*found, strict=True):
         assert_close(pieces, whole, tolerance=1e-2 if dtype is torch.bfloat16 else 1e-6)
     assert all(torch.equal(*pair) for pair in list(zip(*found, strict=True))[1:])
@@ -123,8 +157,7 @@ def test_sums_that_are_too_large_for_a_thread_are_added_up_a_piece_at_a_time(dty
 def test_keys_are_dealt_where_they_are_many_and_queries_few(dealt, monkeypatch):
     """A square's queries are, and those of heads that are enough for all threads."""
     monkeypatch.undo()
-    deal = Order.deal
-    monkeypatch.setattr(Order, "deal", lambda order, *given: (dealt.append(given), deal(order, *given))[1])
+    note_deals(monkeypatch, dealt)
     torch.set_num_threads(2)
     shapes = {
         (1, 100, 4096): (2, 1024),
@@ -137,4 +170,4 @@ def test_keys_are_dealt_where_they_are_many_and_queries_few(dealt, monkeypatch):
         dealt.clear()
         three = [torch.zeros(1, heads, length, 16, requires_grad=True) for length in (queries, keys, keys)]
         torch.autograd.grad(regard.attention(*three, kernel="native").sum(), three)
-        assert dealt == [expected]
+        assert dealt == [(*expected, False)]

@@ -587,7 +587,9 @@ def test_many_threads_add_up_gradients_of_a_long_head_in_limited_memory(monkeypa
     draw = torch.Generator().manual_seed(0)
     three = [part.requires_grad_() for part in torch.randn(3, 1, 1, 600, 24, generator=draw)]
     dealt, deal = [], Order.deal
-    monkeypatch.setattr(Order, "deal", lambda order, *given: (dealt.append(given[0]), deal(order, *given)))
+    monkeypatch.setattr(
+        Order, "deal", lambda order, *given, **more: (dealt.append(given[0]), deal(order, *given, **more))
+    )
     before, found = torch.get_num_threads(), []
     try:
         torch.set_num_threads(4)

@@ -108,7 +108,7 @@ class CallOf(ctypes.Structure):
         ("column_batch", _i64),
         *((name, _i64) for name in ("batches", "heads", "kv_heads", "query_len", "key_len", "head_dim", "value_dim")),
         *((name, _i64) for name in ("dtype", "threads", "strips", "chunks", "chunk_key", "chunk_value")),
-        *((name, _i64) for name in ("piece", "chunk_query")),
+        *((name, _i64) for name in ("piece", "chunk_query", "all_heads")),
         *((name, _address) for name in ("gradient", "given")),
         *((name, _i64) for name in ("batches_in_common", "heads_in_common")),
         *((name, _address) for name in ("strip", "span", "tile", "first_key", "end_key")),

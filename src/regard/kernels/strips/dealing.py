@@ -3,6 +3,8 @@
 Every kv head is one thread's, unless there are too few of them: then the queries of each are dealt to several threads,
 which add up the gradients of all keys apart, or its keys are, a piece at a time, and they add up those of all queries
 apart. Of few queries and many keys, the second takes the least memory: a piece's sums are written once, from the cache.
+Where the heads of a token lie beside one another, a piece is of all of them, and as small as can be: what one head has
+fetched is at hand for the next, and no two threads wait for the same page of new memory.
 """
 
 import math
@@ -31,8 +33,8 @@ MIN_KEYS_OF_A_QUERY = 4
 MIN_PIECE, MAX_PIECE = 256, 1024
 """Keys for each query from which on keys are dealt instead of queries, and the fewest and most in a piece: each piece
 reads the queries once more, and its sums should stay in the cache. KEYS_OF_A_QUERY and LEAST_PIECE of c/attention.c are
-those of the forward pass. From 1 to 8 heads of 64 to 512 features, 1 to 1,000
-queries and 256 to 32,768 keys; rows "100 queries, 1 head of 512" and "20 queries, 1 head" of features.py."""
+those of the forward pass. From 1 to 8 heads of 64 to 512 features, 1 to 1,000 queries and 256 to 32,768 keys; rows
+"100 queries, 1 head of 512", "20 queries, 1 head" and "1 query, 8 texts, heads beside one another" of features.py."""
 
 
 class Dealing(NamedTuple):
@@ -41,10 +43,12 @@ class Dealing(NamedTuple):
     Attributes:
         chunks: among how many threads those of a kv head are dealt.
         piece: keys of a piece; 0 if queries are dealt.
+        all_heads: whether a piece is of all kv heads of a batch index, which lie beside one another.
     """
 
     chunks: int
     piece: int
+    all_heads: bool = False
 
     @property
     def sums(self) -> int:
@@ -62,11 +66,16 @@ def dealing(key: Tensor, value: Tensor, queries: int, apart: tuple[int, int], la
         learns: whether a bias does, whose gradients may be sums over keys.
     """
     keys, threads, stacks = key.shape[2], torch.get_num_threads(), math.prod(apart)
-    chunks = chunks_of(stacks, keys, threads, MIN_PIECE)
-    is_large = sums_of_a_thread(key, value, apart[1], lanes) > most_sums_of_a_thread()
-    if MIN_KEYS_OF_A_QUERY * queries <= keys and (chunks > 1 or is_large) and not learns:
-        pieces = chunks * -(-keys // (chunks * MAX_PIECE))
-        return Dealing(chunks, -(-keys // (pieces * KEY_STEP)) * KEY_STEP)
+    if MIN_KEYS_OF_A_QUERY * queries <= keys and not learns:
+        chunks, most = chunks_of(stacks, keys, threads, MIN_PIECE), MAX_PIECE
+        is_large = sums_of_a_thread(key, value, apart[1], lanes) > most_sums_of_a_thread()
+        of_all_heads = chunks_of(apart[0], keys, threads, MIN_PIECE)
+        all_heads = key.stride(1) < key.stride(2) and _is_even(apart[0] * of_all_heads, threads)
+        if all_heads:
+            chunks, most = of_all_heads, MIN_PIECE
+        if all_heads or chunks > 1 or is_large:
+            pieces = chunks * -(-keys // (chunks * most))
+            return Dealing(chunks, -(-keys // (pieces * KEY_STEP)) * KEY_STEP, all_heads)
     chunks = chunks_of(stacks, queries, threads, 2 * lanes)
     return Dealing(max(1, min(chunks, MAX_SUMS // (key.numel() + value.numel()))), 0)
 
@@ -79,10 +88,14 @@ def chunks_of(stacks: int, length: int, threads: int, unit: int) -> int:
     """
     most = min(threads, max(1, length // unit))
     for chunks in range(1, most + 1):
-        items = stacks * chunks
-        if -(-items // threads) * threads <= MAX_UNEVEN * items:
+        if _is_even(stacks * chunks, threads):
             return chunks
     return most
+
+
+def _is_even(items: int, threads: int) -> bool:
+    """Whether no thread takes much more than its share of so many items."""
+    return -(-items // threads) * threads <= MAX_UNEVEN * items
 
 
 def sums_of_a_thread(key: Tensor, value: Tensor, apart: int, lanes: int, piece: int = 0) -> int:

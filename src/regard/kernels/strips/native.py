@@ -419,7 +419,7 @@ def _gradients(
     order.number("heads_in_common", in_common[1])
     batches, heads = (1 if one else size for size, one in zip(key.shape[:2], in_common, strict=True))
     deal = dealing(key, value, query.shape[2], (batches, heads), lanes, learns=order.learns)
-    order.deal(deal.chunks, deal.piece)
+    order.deal(deal.chunks, deal.piece, all_heads=deal.all_heads)
     grads, elsewhere = [laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value)], [0, 0, 0]
     of_a_thread = sums_of_a_thread(key, value, heads, lanes, deal.piece)
     by_thread = deal.sums == 1 and order.is_whole and of_a_thread <= most_sums_of_a_thread()

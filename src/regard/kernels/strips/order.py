@@ -157,15 +157,17 @@ class Order:
             )
         return self._added
 
-    def deal(self, chunks: int, piece: int = 0) -> None:
+    def deal(self, chunks: int, piece: int = 0, *, all_heads: bool = False) -> None:
         """Tells that what is computed of a head is given to so many threads, each of which adds up over its own.
 
         Args:
             piece: of the keys, so many at a time; 0: of the queries.
+            all_heads: of all kv heads of a batch index, one after another.
         """
         self._chunks = chunks
         self.number("chunks", chunks)
         self.number("piece", piece)
+        self.number("all_heads", all_heads)
 
     def begin_again(self) -> None:
         """Forgets the gradients of what is added to scores."""

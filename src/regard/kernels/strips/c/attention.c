@@ -417,19 +417,31 @@ static void begin_sums(const struct call *c, i64 batch, i64 kv_head, i64 chunk)
     }
 }
 
-/* writes the sum of what all threads added up for some rows, those of keys in the order of the tensors */
+/* where the gradient of a row goes, whose sums these are: those of keys are in the order of the tensors */
+INLINE i64 place_of_sum(
+    const struct call *c, const struct tensor *sums, const struct tensor *out, i64 batch, i64 head, i64 row)
+{
+    return place_in(out, batch, head, sums == &c->sum_query ? row : token_of_key(c, batch, row));
+}
+
+/* Writes the sum of what all threads added up for some rows. Those that are to be written may lie far apart, and are
+   fetched early. */
 static void finish_sums(
     const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
     i64 first, i64 stop)
 {
+    i64 bytes = bytes_of(c->dtype);
     for (i64 row = first; row < stop; row++) {
-        i64 token = sums == &c->sum_query ? row : token_of_key(c, batch, row);
-        const real *from = (const real *)sums->data + place_in(sums, batch, head, row);
+        i64 at = place_of_sum(c, sums, out, batch, head, row);
+        i64 later = place_of_sum(c, sums, out, batch, head, least(row + ROWS_AHEAD, stop - 1));
+        for (i64 byte = 0; byte < size * bytes; byte += 64) fetch((char *)out->data + later * bytes + byte);
+        const real *sum = (const real *)sums->data + place_in(sums, batch, head, row);
+        i64 threads = chunk ? c->chunks : 1;
         real total[size];
-        copy(total, from, size);
-        for (i64 n = 1; chunk && n < c->chunks; n++)
-            for (i64 d = 0; d < size; d++) total[d] += from[n * chunk + d];
-        narrow(out->data, place_in(out, batch, head, token), size, c->dtype, total);
+        if (threads > 1) copy(total, sum, size);
+        for (i64 n = 1; n < threads; n++)
+            for (i64 d = 0; d < size; d++) total[d] += sum[n * chunk + d];
+        narrow(out->data, at, size, c->dtype, threads > 1 ? total : sum);
     }
 }
 
@@ -457,17 +469,17 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
     /* Heads of a batch index may lie in the same pages of memory, which threads wait for each other to get: of many batch
        indices, each is one thread's, where it adds up in place. */
     i64 many = !c->grad_key.data && batches * c->chunks >= 16 * c->threads;
-    i64 each = many ? c->kv_heads : together, owners = c->kv_heads / each;
+    i64 each = many || (c->piece && c->all_heads) ? c->kv_heads : together, owners = c->kv_heads / each;
     i64 apart = most(1, keys_together(c) * (c->piece ? c->chunks : 1)); /* what a thread computes at a time */
     for (i64 item; (item = take(c, batches * owners * c->chunks)) >= 0;) {
         i64 first = item / c->chunks % owners * each, batch = item / c->chunks / owners, stop = batch + 1;
         i64 chunk = item % c->chunks;
         if (c->batches_in_common) batch = c->first_batch, stop = c->last_batch + 1;
-        for (; batch < stop; batch++)
-            for (i64 n = first; n < first + each; n += together) {
-                if (c->piece && !c->goes_on) begin_queries(c, batch, n, together, chunk);
-                for (i64 key = c->piece ? chunk * c->piece : 0; !key || key < c->key_len; key += apart) {
-                    own.from_key = key, own.to_key = least(c->key_len, key + keys_together(c));
+        for (; batch < stop; batch++) {
+            if (c->piece && !c->goes_on) begin_queries(c, batch, first, each, chunk);
+            for (i64 key = c->piece ? chunk * c->piece : 0; !key || key < c->key_len; key += apart) {
+                own.from_key = key, own.to_key = least(c->key_len, key + keys_together(c));
+                for (i64 n = first; n < first + each; n += together) {
                     if (of_keys) take_own(&own, &own.sum_key, c->head_dim, memory, n);
                     if (of_values) take_own(&own, &own.sum_value, c->value_dim, memory + of_keys, n);
                     for (i64 head = n; adds_up && !c->goes_on && head < n + together; head++)
@@ -477,6 +489,7 @@ static void deal(struct call *c, compute *of_place, i64 numbers, int adds_up)
                     if (of_values) finish_own(&own, &own.sum_value, &c->grad_value, c->value_dim, batch, n, together);
                 }
             }
+        }
     }
     if (own.suspect) __atomic_store_n(&c->suspect, 1, __ATOMIC_RELAXED);
     end_work(c, before_us);

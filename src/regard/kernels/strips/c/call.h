@@ -91,6 +91,7 @@ struct call {
     i64 chunks; /* backward, statistics: queries are dealt out to so many threads, each with sums over them ... */
     i64 chunk_key, chunk_value; /* ... so far apart */
     i64 piece, chunk_query; /* backward: or keys are, so many at a time, and the sums over them lie so far apart; 0: not */
+    i64 all_heads;          /* ... a piece of all kv heads of a batch index, one after another */
     const struct gradient *gradient;
     const char *const *given; /* where the bias tensors begin, which are others in each call */
     i64 batches_in_common, heads_in_common; /* whether any of these are sums over them */
