@@ -989,6 +989,18 @@ def test_an_offset_of_what_learns_is_that_of_its_call():
             torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 4, 24])
+def test_cells_of_four_axes_are_meant_for_heads_however_many_texts_there_are(queries, found):
+    """As many heads as texts, and for 4 queries as many queries."""
+    for step in range(4):
+        draw = torch.Generator().manual_seed(step)
+        three = [torch.randn(4, heads, n, 16, generator=draw) for heads, n in ((4, queries), (2, 24), (2, 24))]
+        right(three, mask=Dense(at_random(1, 4, queries, 24, step=step)), kernel="auto" if queries == 1 else "native")
+    assert found[1::2] == [False, True, True, True]
+    with pytest.raises(ShapeError, match="Dense"):
+        attention(*three, mask=Dense(at_random(4, queries, 24, step=9)))
+
+
 WITH_DATA = [
     "padding", "one padding of all", "lengths", "another offset", "the same offset twice", "offsets", "holes", "cells",
     "cells of texts", "cells of each head and text", "cells of heads for all queries", "keys of texts",

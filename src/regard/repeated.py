@@ -247,7 +247,7 @@ class _Notes:
             if isinstance(value, Rule):
                 self._of_rule(value, self.look(type(value), place, name, by_type=True))
             elif isinstance(value, Tensor):
-                self._in_rule(value, place, name)
+                self._in_rule(value, place, name, getattr(rule, "_axes", None) == 4)
             elif self._any_data and name in NUMBERS and type(value) is int:
                 self.tensors.append(NotedOf(self.look(int, place, name, by_type=True), data=NUMBERS[name]))
             elif type(value) in _SIMPLE:
@@ -255,10 +255,15 @@ class _Notes:
             else:
                 raise _CannotBeNotedError
 
-    def _in_rule(self, tensor: Tensor, place: int, name: str) -> None:
-        """A tensor of a mask or bias: known by its few numbers, or else as itself in this version, as in a form."""
+    def _in_rule(self, tensor: Tensor, place: int, name: str, four_axes: bool) -> None:
+        """A tensor of a mask or bias: known by its few numbers, or else as itself in this version, as in a form.
+
+        Args:
+            four_axes: whether it was given with all of them.
+        """
         if self._any_data and name in DATA:
-            self.tensors.append(NotedOf(self.look(type(tensor), place, name, by_type=True), data=DATA[name]))
+            at = self.look(type(tensor), place, name, by_type=True)
+            self.tensors.append(NotedOf(at, data=DATA[name], four_axes=four_axes))
             return
         few = is_few(tensor)
         at = self.look(type(tensor) if few else tensor, place, name, by_type=few)

@@ -178,7 +178,10 @@ class StepOf(ctypes.Structure):
 class NotedOf(ctypes.Structure):
     """`struct noted` of c/repeated.h."""
 
-    _fields_ = (("place", _i64), ("lying", LyingOf), ("numbers", _address), ("bytes", _i64), ("data", _i64))
+    _fields_ = (
+        *(("place", _i64), ("lying", LyingOf), ("numbers", _address)),
+        *((name, _i64) for name in ("bytes", "data", "four_axes")),
+    )
 
 
 DATA = {"keys": 1, "query_ids": 2, "key_ids": 3, "mask": 4, "offset": 5}

@@ -12,10 +12,11 @@
    own, [batch], and the same as a whole number. */
 enum kind_of_data { NO_DATA, REAL_KEYS, QUERY_IDS, KEY_IDS, CELLS, OFFSETS, OFFSET };
 
-/* The data of a call, without axes where there is none. has_offset: otherwise the last key is the last query's. */
+/* The data of a call, without axes where there is none. has_offset: otherwise the last key is the last query's. four_axes:
+   cells were given with all of them. */
 struct data {
     struct dl_tensor tensor[OFFSET];
-    i64 has_offset, offset;
+    i64 has_offset, offset, four_axes;
 };
 
 #define MOST_TEXTS 256          /* that are padded */
@@ -82,10 +83,11 @@ struct cells {
     i64 batch, head, query;
 };
 
-/* Returns whether they are those of such a call, beyond doubt: cells of as many heads or queries as there are texts may have
-   been meant for each text, which is an error. */
-static int place_cells(struct cells *to, const struct dl_tensor *t, const struct dl_tensor *query, i64 keys)
+/* Returns whether they are those of such a call, beyond doubt: cells of as many heads or queries as there are texts, given
+   with fewer than four axes, may have been meant for each text, which is an error. */
+static int place_cells(struct cells *to, const struct data *data, const struct dl_tensor *query, i64 keys)
 {
+    const struct dl_tensor *t = data->tensor + CELLS;
     if (t->kind != DL_BOOL || t->axes != 4 || t->device != query->device) return 0;
     if (t->shape[3] != keys || t->strides[3] != 1) return 0;
     i64 texts = query->shape[0], apart[3];
@@ -93,7 +95,8 @@ static int place_cells(struct cells *to, const struct dl_tensor *t, const struct
         if (!fits(t->shape[axis], query->shape[axis])) return 0;
         apart[axis] = t->shape[axis] > 1 ? t->strides[axis] : 0;
     }
-    if (texts > 1 && t->shape[0] == 1 && (t->shape[1] == texts || t->shape[2] == texts)) return 0;
+    int may_be_of_texts = t->shape[0] == 1 && (t->shape[1] == texts || t->shape[2] == texts);
+    if (texts > 1 && !data->four_axes && may_be_of_texts) return 0;
     *to = (struct cells){(const uint8_t *)t->data + t->offset, apart[0], apart[1], apart[2]};
     return 1;
 }
@@ -305,7 +308,7 @@ static int find_intervals(
     int has_cells = data->tensor[CELLS].axes, has_ids = data->tensor[QUERY_IDS].axes;
     see_all(found, keys);
     if (has_ids && !are_ids(data, query, keys)) return 0;
-    if (has_cells && !place_cells(&cells, data->tensor + CELLS, query, keys)) return 0;
+    if (has_cells && !place_cells(&cells, data, query, keys)) return 0;
     if (offsets->axes) {
         if (!is_whole(offsets) || offsets->axes != 1 || offsets->device != query->device) return 0;
         if (offsets->shape[0] != query->shape[0]) return 0;

@@ -28,12 +28,12 @@ struct step {
 };
 
 /* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
-   call of any lengths, of which `kind_of_data` it is: any numbers. */
+   call of any lengths, of which `kind_of_data` it is: any numbers. four_axes: as of `struct data`. */
 struct noted {
     i64 from;
     struct lying lying;
     const char *numbers;
-    i64 bytes, data;
+    i64 bytes, data, four_axes;
 };
 
 /* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for results that
@@ -139,7 +139,7 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
         if (noted->data) {
             struct dl_tensor *known = data->tensor + noted->data; /* bands with an offset of their own have others */
             like = !known->axes || (known->data == t.data && known->offset == t.offset && noted->data == OFFSETS);
-            *known = t;
+            *known = t, data->four_axes |= noted->four_axes;
             continue;
         }
         lie(&l, &t);
