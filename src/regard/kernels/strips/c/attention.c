@@ -434,7 +434,8 @@ static void finish_sums(
     for (i64 row = first; row < stop; row++) {
         i64 at = place_of_sum(c, sums, out, batch, head, row);
         i64 later = place_of_sum(c, sums, out, batch, head, least(row + ROWS_AHEAD, stop - 1));
-        for (i64 byte = 0; byte < size * bytes; byte += 64) fetch((char *)out->data + later * bytes + byte);
+        for (i64 byte = 0; out->row != size && byte < size * bytes; byte += 64)
+            fetch((char *)out->data + later * bytes + byte);
         const real *sum = (const real *)sums->data + place_in(sums, batch, head, row);
         i64 threads = chunk ? c->chunks : 1;
         real total[size];

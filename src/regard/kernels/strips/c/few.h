@@ -18,13 +18,14 @@ INLINE void fewest_scores(
         for (int k = 0; k < keys; k++) of_key[k] = address(key.at, least(j + k, n - 1) * key.apart, dtype);
         /* keys that lie side by side are fetched without being told */
         i64 ahead = key.apart == size ? 0 : most(0, least(STEPS_AHEAD, key.there - keys - j)) * key.apart;
+        for (int k = 0; ahead && k < keys; k++)
+            for (i64 d = 0; d < size; d += 64 / bytes_of(dtype)) fetch(address(of_key[k], ahead + d, dtype));
         UNROLL
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
         UNROLL
         for (int k = 0; k < keys; k++)
             for (i64 d = 0; d < size; d += LANES) {
                 vec x = some_at(of_key[k], d, size - d, dtype);
-                if (ahead) fetch(address(of_key[k], ahead + d, dtype));
                 UNROLL
                 for (int r = 0; r < rows; r++) sums[r * keys + k] += x * load(query + r * padded + d);
             }
