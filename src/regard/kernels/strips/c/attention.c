@@ -424,8 +424,8 @@ INLINE i64 place_of_sum(
     return place_in(out, batch, head, sums == &c->sum_query ? row : token_of_key(c, batch, row));
 }
 
-/* Writes the sum of what all threads added up for some rows. Those that are to be written may lie far apart, and are
-   fetched early. */
+/* Writes the sum of what all threads added up for some rows. Those that are to be written are fetched early, unless they
+   lie side by side. */
 static void finish_sums(
     const struct call *c, const struct tensor *sums, i64 chunk, const struct tensor *out, i64 size, i64 batch, i64 head,
     i64 first, i64 stop)
@@ -434,8 +434,7 @@ static void finish_sums(
     for (i64 row = first; row < stop; row++) {
         i64 at = place_of_sum(c, sums, out, batch, head, row);
         i64 later = place_of_sum(c, sums, out, batch, head, least(row + ROWS_AHEAD, stop - 1));
-        for (i64 byte = 0; out->row != size && byte < size * bytes; byte += 64)
-            fetch((char *)out->data + later * bytes + byte);
+        if (out->row != size) fetch_row((char *)out->data + later * bytes, size * bytes);
         const real *sum = (const real *)sums->data + place_in(sums, batch, head, row);
         i64 threads = chunk ? c->chunks : 1;
         real total[size];

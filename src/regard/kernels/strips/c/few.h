@@ -18,8 +18,7 @@ INLINE void fewest_scores(
         for (int k = 0; k < keys; k++) of_key[k] = address(key.at, least(j + k, n - 1) * key.apart, dtype);
         /* keys that lie side by side are fetched without being told */
         i64 ahead = key.apart == size ? 0 : most(0, least(STEPS_AHEAD, key.there - keys - j)) * key.apart;
-        for (int k = 0; ahead && k < keys; k++)
-            for (i64 d = 0; d < size; d += 64 / bytes_of(dtype)) fetch(address(of_key[k], ahead + d, dtype));
+        for (int k = 0; ahead && k < keys; k++) fetch_row(address(of_key[k], ahead, dtype), size * bytes_of(dtype));
         UNROLL
         for (int i = 0; i < LANES; i++) sums[i] = all(0);
         UNROLL

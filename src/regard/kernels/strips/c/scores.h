@@ -160,7 +160,7 @@ INLINE void gather(
     for (i64 i = 0; i < n; i++) {
         if (is_there && is_there[i]) continue;
         const char *row = ROW(i), *next = ROW(least(i + ROWS_AHEAD, last));
-        for (i64 d = 0; d < size * bytes; d += 64) fetch(next + d);
+        fetch_row(next, size * bytes);
         if (widened)
             widen(row, 0, size, dtype, (real *)to + i * size);
         else
