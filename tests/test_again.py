@@ -148,7 +148,8 @@ def test_threads_of_python_compute_calls_alike_at_the_same_time(queries):
 
 @needs_library
 @pytest.mark.parametrize("queries", [1, 9])
-def test_other_threads_of_python_run_meanwhile(queries):
+@pytest.mark.parametrize("learns", [False, True])
+def test_other_threads_of_python_run_meanwhile(queries, learns):
     """Its lock is released before anything is computed, and taken again after it."""
     calls: list[str] = []
     path = Path(binding.__file__).parent / "c" / f"attention-{binding.name()}-float32.so.1"
@@ -156,17 +157,26 @@ def test_other_threads_of_python_run_meanwhile(queries):
     release = ctypes.PYFUNCTYPE(ctypes.c_void_p)(lambda: calls.append("release"))
     acquire = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(lambda state: calls.append("acquire"))
     watched = type(functions)(*functions)
-    watched[4], watched[5] = (ctypes.cast(one, ctypes.c_void_p).value for one in (release, acquire))
-    three = heads(queries)
-    for _ in range(2):
-        attention(*three, kernel="native" if queries > 1 else "auto")
+    for name, one in (("PyEval_SaveThread", release), ("PyEval_RestoreThread", acquire)):
+        watched[1 + binding._OF_PYTHON.index(name)] = ctypes.cast(one, ctypes.c_void_p).value
+    kernel = "native" if queries > 1 or learns else "auto"
+    three = [part.requires_grad_(learns) for part in heads(queries)]
+    grad = torch.randn(three[0].shape)
+
+    def run() -> None:
+        output = attention(*three, kernel=kernel)
+        if learns:
+            output.backward(grad)
+
+    for _ in range(4):
+        run()
     library = ctypes.PyDLL(str(path))
     library.regard_set_python(watched)
     try:
-        attention(*three, kernel="native" if queries > 1 else "auto")
+        run()
     finally:
         library.regard_set_python(functions)
-    assert calls == ["release", "acquire"]
+    assert calls == ["release", "acquire"] * (1 + learns)
 
 
 # --- by what they are known -------------------------------------------------------------------------------------------

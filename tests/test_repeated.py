@@ -42,8 +42,9 @@ from regard import (
     checked,
     repeated,
 )
+from regard.biases import Given
 from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, ready, tuning
-from regard.kernels.strips.autograd import attach
+from regard.kernels.strips.autograd import Alike, attach
 from regard.kernels.strips.kernel import Planned
 from regard.shapes import Grid
 
@@ -70,6 +71,22 @@ def found(monkeypatch) -> list[bool]:
         return results
 
     monkeypatch.setattr(repeated, "repeat", repeat)
+    return seen
+
+
+@pytest.fixture
+def pulled(monkeypatch) -> list[bool]:
+    """For each backward pass that the library was asked for, whether it found all gradients by itself."""
+    seen: list[bool] = []
+    library = binding.compiled(torch.float32)
+    real = library.pull
+
+    def pull(*given):
+        grads = real(*given)
+        seen.append(grads is not None)
+        return grads
+
+    monkeypatch.setattr(library, "pull", pull)
     return seen
 
 
@@ -572,9 +589,9 @@ def test_objects_are_counted_as_often_as_they_are_held():
     settle(*three, **given)
     settle(*learning, **given, kernel="native")
     _, held, *_ = checked.noted
-    fixed = next(part for part in held if isinstance(part, tuple))
+    alike = next(part for part in held if isinstance(part, Alike))
     settle(*three, mask=mask, sink=torch.ones(HEADS, dtype=torch.float64))  # by its own code
-    watched = *three, *learning, mask, scale, Causal, Tensor, torch.empty_like, attach, fixed, fixed[-1], None
+    watched = *three, *learning, mask, scale, Causal, Tensor, torch.empty_like, attach, alike, None
     before = [sys.getrefcount(thing) for thing in watched]
     for _ in range(1000):
         attention(*three, **given)
@@ -953,7 +970,7 @@ def test_lengths_of_what_learns_may_be_any_too(kind, dtype, found):
         for one, expected in zip(ours, gradients([p.double() for p in three], "reference", **given), strict=True):
             error = 2e-5 if dtype is torch.float32 else 4e-2
             torch.testing.assert_close(one.double(), expected, atol=error, rtol=error)
-    queries, fixed = of_length[-1], ctypes.cast(last_of_any_length().fixed, ctypes.py_object).value
+    queries, fixed = of_length[-1], ctypes.cast(last_of_any_length().alike, ctypes.py_object).value
     assert queries in fixed._known
     assert len(fixed._known) <= any_length.MAX_PLANS
 
@@ -1094,18 +1111,147 @@ def test_tensors_without_numbers_are_not_read(capfd):
 @pytest.mark.parametrize(
     "pull", [Tensor.sum, Tensor.mean, lambda output: output.square().sum()], ids=["sum", "mean", "squares"]
 )
-def test_the_gradients_of_a_sum_are_computed_at_the_first_try(pull, monkeypatch):
+def test_the_gradients_of_a_sum_are_computed_at_the_first_try(pull, pulled, monkeypatch):
     """Its gradient is one number for all, which lies nowhere as the library reads it."""
     outcomes, run = [], ready.Pass.run
     monkeypatch.setattr(ready.Pass, "run", lambda *given: (outcomes.append(run(*given)), outcomes[-1])[1])
     three = [tensor.requires_grad_() for tensor in heads()]
-    for _ in range(4):
-        outcomes.clear()
-        grads = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="native")), three)
-    assert outcomes == [binding.DONE]
+    for tries in ([binding.DONE], []):  # of its first passes, and of those that the library finds by itself
+        for _ in range(3):
+            outcomes.clear()
+            grads = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="native")), three)
+        assert outcomes == tries
+    assert pulled == [True] * 3
     right = torch.autograd.grad(pull(attention(*three, mask=Causal(), kernel="reference")), three)
     for one, other in zip(grads, right, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+PULLED = {
+    "causal": lambda keys, step: {"mask": Causal()},
+    "slopes, softcap": lambda keys, step: {"mask": Window(9), "bias": Alibi(HEADS), "softcap": 5.0},
+    "a bias tensor": lambda keys, step: {"bias": torch.linspace(-step, 1, HEADS * keys).view(1, HEADS, 1, keys)},
+    "padding": lambda keys, step: {"mask": Padding(torch.tensor([keys // 2, keys - step]))},
+    "keys at random": lambda keys, step: {"mask": Padding(at_random(2, keys, step=step))},
+    "cells": lambda keys, step: {"mask": Dense(at_random(2, 1, 1, keys, step=step))},
+    "places": lambda keys, step: {"mask": Causal(offset=torch.tensor([keys // 2, keys - step]))},
+    "padding and a bias tensor": lambda keys, step: {
+        "mask": Padding([keys // 2, keys - step]), "bias": torch.linspace(-step, 1, keys)[None, None, None],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(24, 24), (5, 24), (1, 24), (1, 700), (3, 700)])
+@pytest.mark.parametrize("kind", PULLED)
+def test_gradients_like_earlier_ones_are_found_by_the_library_alone(kind, queries, keys, dtype, pulled, monkeypatch):
+    """Those of many keys are added up by several threads, elsewhere."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for step in range(1, 9):
+        leaves = [part.requires_grad_() for part in read(queries, keys, dtype, 2 * step)]
+        given, weights = PULLED[kind](keys, step), torch.linspace(-1, step, queries * SIZE).view(queries, SIZE)
+        output = attention(*leaves, **given, kernel="native")
+        grads = torch.autograd.grad(output, leaves, weights.expand_as(output).contiguous().to(dtype))
+        exact = [part.detach().double().requires_grad_() for part in leaves]
+        expected = attention(*exact, **given, kernel="reference")
+        right = torch.autograd.grad(expected, exact, weights.expand_as(expected))
+        for one, other in zip(grads, right, strict=True):
+            assert one.dtype is dtype
+            assert (one.double() - other).norm() <= (2e-5 if dtype is torch.float32 else 2e-2) * (1 + other.norm())
+    assert all(pulled[-2:])
+    assert len(pulled) >= 3
+
+
+def test_a_tensor_that_is_added_is_that_of_its_call_whatever_else_is_added(pulled):
+    """Of a sum of biases, the library reads one tensor; which learns, so that its gradient is no one else's matter."""
+    table, learned = torch.randn(1, HEADS, LENGTH, LENGTH), torch.randn(32, HEADS)
+    for learns in (False, True):
+        learned.requires_grad_(learns)
+        for step in range(5):
+            leaves = [part.requires_grad_() for part in heads(step)]
+            asked = [*leaves, learned] if learns else leaves
+            found = [
+                torch.autograd.grad(
+                    attention(*leaves, bias=RelativeBias(learned) + Given(table), kernel=kernel).sin().sum(), asked
+                )
+                for kernel in ("native", "reference")
+            ]
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, atol=5e-5, rtol=5e-5)
+
+
+class Kept:
+    """What `torch.autograd.graph.saved_tensors_hooks` keeps instead of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = tensor.clone()
+
+
+@pytest.mark.filterwarnings("ignore:attention. a gradient of a gradient")
+@pytest.mark.parametrize("way", ["threads", "twice", "many", "lse", "negative", "elsewhere", "hidden"])
+def test_other_gradients_are_right_too(way, pulled, monkeypatch):
+    """threads: by more of them. twice: gradients that have gradients. many: of several at once. lse: of that, too.
+    negative: of a gradient that is another one's negative. elsewhere: saved tensors that lie in another way.
+    hidden: NaN under the mask."""
+    mask, leaves = Causal() & Padding([LENGTH, 9]), [part.requires_grad_() for part in heads()]
+    weights = torch.randn(2, HEADS, LENGTH, SIZE, generator=torch.Generator().manual_seed(1))
+    for _ in range(4):
+        torch.autograd.grad(attention(*leaves, mask=mask, kernel="native"), leaves, weights)
+    assert pulled.pop()
+    pulled.clear()
+
+    def grads(kernel: str) -> list[Tensor]:
+        output, lse = attention_with_lse(*leaves, mask=mask, kernel=kernel)
+        if way == "twice":
+            firsts = torch.autograd.grad(output, leaves, weights, create_graph=True)
+            return [*firsts, *torch.autograd.grad(sum(first.square().sum() for first in firsts), leaves)]
+        if way == "many":
+            return [*torch.autograd.grad(output, leaves, torch.stack([weights, -weights]), is_grads_batched=True)]
+        if way == "lse":
+            return [*torch.autograd.grad((output, lse), leaves, (weights, weights[..., 0]))]
+        if way == "negative":
+            return [*torch.autograd.grad(output, leaves, torch.complex(weights, weights).conj().imag)]
+        return [*torch.autograd.grad(output, leaves, weights)]
+
+    if way == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    if way == "hidden":
+        for part in leaves[1:]:
+            part.data[1, :, 9:] = torch.nan
+    if way == "elsewhere":
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.copy.mT.contiguous().mT):
+            found = grads("native")
+    else:
+        found = grads("native")
+    assert not any(pulled)
+    for one, other in zip(found, grads("reference"), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode uses it
+def test_a_derivative_that_is_carried_forward_through_gradients_is_not_lost(pulled):
+    leaves, weights = [part.requires_grad_() for part in heads()], torch.randn(2, HEADS, LENGTH, SIZE)
+    for _ in range(4):
+        output = attention(*leaves, mask=Causal(), kernel="native")
+        torch.autograd.grad(output, leaves, weights, retain_graph=True)
+    assert pulled[-1]
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        torch.autograd.grad(output, leaves, forward_ad.make_dual(weights, weights))
+
+
+def test_objects_are_counted_as_often_by_gradients(pulled):
+    leaves, weights = [part.requires_grad_() for part in heads()], torch.randn(2, HEADS, LENGTH, SIZE)
+    masks = [Causal() & Padding(torch.tensor([LENGTH, 3 + step])) for step in range(6)]
+    for mask in masks:
+        torch.autograd.grad(attention(*leaves, mask=mask, kernel="native"), leaves, weights)
+    watched = *leaves, weights, None, torch.empty_like
+    before = [sys.getrefcount(thing) for thing in watched]
+    for _ in range(1000):
+        grads = torch.autograd.grad(attention(*leaves, mask=masks[0], kernel="native"), leaves, weights)
+        assert all(sys.getrefcount(grad) == 3 for grad in grads)  # the tuple's, the loop's and the argument's
+    after = [sys.getrefcount(thing) for thing in watched]
+    assert all(pulled[-1000:])
+    assert all(abs(now - then) < 100 for then, now in zip(before, after, strict=True))
 
 
 TABLES = {
@@ -1175,6 +1321,31 @@ def test_a_tensor_of_other_lengths_is_refused_whatever_came_before(queries, tabl
             atol=2e-5,
             rtol=2e-5,
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("kind", ["nothing", "window", "padding"])
+def test_one_query_may_have_a_tensor_of_any_length_added(kind, table, dtype, found):
+    for step, keys in enumerate((24, 17, 31, 30, 16, 25)):
+        (query, key, value), draw = read(1, keys, dtype, step), torch.Generator().manual_seed(step)
+        bias = TABLES[table](1, keys, draw).nan_to_num(nan=-torch.inf)
+        mask = {"nothing": None, "window": Window(20), "padding": Padding(real_keys(keys, step))}[kind]
+        for given in ({"mask": mask, "bias": bias}, {"mask": mask, "bias": bias[..., -1:].clamp(min=-9)}):
+            right([query, key, value], **given)
+        assert found[-1]  # one number for all keys fits as well
+        assert found[-3] is (step > 0)
+        key[:, :, 3] = torch.nan
+        hidden = torch.zeros(1, 1, 1, keys)
+        hidden[..., 3] = -torch.inf
+        assert torch.isfinite(attention(query, key, value, mask=mask, bias=hidden)).all()
+    query, key, value = read(1, 24, dtype, 0)
+    for sizes in ((1, HEADS, 1, 23), (1, 3, 1, 24), (3, 1, 1, 24), (1, 1, 2, 24)):
+        with pytest.raises(ShapeError, match="bias"):
+            attention(query, key, value, bias=torch.zeros(sizes))
+    others = torch.zeros(1, HEADS, 1, 24, dtype=torch.float64), torch.zeros(24), torch.ones(1, 1, 1, 24).mul(-1j).imag
+    for bias in others:
+        right([query, key, value], bias=bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1488,3 +1488,18 @@ def test_a_graph_adds_up_the_products_of_one_query_and_leaves_more_scores_to_a_n
     assert_close(compiled(query, key, value), attention(query, key, value, mask=mask))
     assert ("regard.strips.default" in nodes) is is_node
     assert not any("mm" in node or "flash" in node for node in nodes)  # which want copies of what is hidden
+
+
+@needs_library
+@pytest.mark.parametrize(("keys", "is_node"), [(600, False), (5000, True)])
+def test_a_graph_does_not_add_up_products_beside_dropout(compiler, keys, is_node):
+    """It would make the hash of a weight anew for every feature of the values: in four times the time, of 512."""
+    query, (key, value) = torch.randn(1, 4, 1, 64), torch.randn(2, 1, 4, keys, 64)
+    nodes = []
+    compiled = torch.compile(
+        lambda *three: attention(*three, dropout=0.1), backend=looking(lambda node: nodes.append(str(node.target))),
+        fullgraph=True,
+    )  # fmt: skip
+    compiled(query, key, value)
+    assert ("regard.strips.default" in nodes) is is_node
+    assert any("mm" in node for node in nodes) is not is_node

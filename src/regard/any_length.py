@@ -27,11 +27,11 @@ from regard.kernels.call import learns
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import is_read, of_all_distances
-from regard.kernels.strips.autograd import Fixed, OfTensors, beside, without_table
+from regard.kernels.strips.autograd import Alike, Fixed, beside, without_table
 from regard.kernels.strips.binding import RepeatedOf
 from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.intervals import Interval, Within, intervals_from
+from regard.kernels.strips.intervals import Interval, Within, has_gaps, intervals_from
 from regard.kernels.strips.native import plan_within
 from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
@@ -80,8 +80,8 @@ _DATA = frozenset({torch.bool, torch.int64})
 def note(given: tuple[Any, ...]) -> None:
     """Notes a call that the library computed, for any lengths of the same magnitudes, and offsets: if each query sees a
     band of the keys that is counted from its own, but for padding, documents and cells, and nothing is added to its
-    scores but what follows from how far a key is from the last query's, which is the last; or a tensor, for calls of
-    the same lengths whose data are others."""
+    scores but what follows from how far a key is from the last query's, which is the last; or a tensor, for one query,
+    or for calls of the same lengths whose data are others."""
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
     if library is None or given[DROPOUT]:
         return
@@ -93,7 +93,10 @@ def note(given: tuple[Any, ...]) -> None:
     has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
     learning = (*given[: VALUE + 1], bias) if has_table else given[: VALUE + 1]
     learned = torch.is_grad_enabled() and any(map(learns, learning))
-    if has_table and (not has_data or bias.dim() != 4 or not is_read(bias, library.dtype)):
+    any_table = has_table and given[QUERY].shape[2] == 1 and not learned
+    if has_table and not (has_data or any_table):  # such calls are known by their form
+        return
+    if has_table and (bias.dim() != 4 or not is_read(bias, library.dtype)):
         return
     if isinstance(bias, Bias) and not counts_from_the_last(bias):
         return
@@ -115,7 +118,7 @@ def note(given: tuple[Any, ...]) -> None:
         results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
         return [told, row, *results, *(_learning(made, given, has_data) if learned else ())]
 
-    note_as(library, given, way, any_data=has_data)
+    note_as(library, given, way, any_data=has_data, any_table=any_table)
 
 
 def _has_its_turn() -> bool:
@@ -220,7 +223,7 @@ def _new_lse(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-class _OfLengths:
+class _OfLengths(Alike):
     """What is fixed of calls that learn, found out for each length when gradients are asked for.
 
     Args:
@@ -229,10 +232,11 @@ class _OfLengths:
     """
 
     def __init__(self, *, has_table: bool) -> None:
+        super().__init__()
         self.has_table = has_table
         self._known: dict[tuple[int, int], Fixed] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
+    def fixed(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
         lengths, table = (query.shape[2], key.shape[2]), saved[:1] if self.has_table else ()
         found = self._known.get(lengths)
         if found is None:
@@ -255,14 +259,14 @@ class _Fixed(_OfLengths):
         super().__init__(has_table=has_table)
         self._rule, self._bias, self._rest = rule, bias, rest
         self._within: dict[Hashable, StripPlan] = {}
-        self._last: tuple[bytes, OfTensors] | None = None
+        self._last: tuple[bytes, Alike] | None = None
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
         bias = table[0] if table else self._bias
         call = check_call("attention", query, key, value, self._rule, bias, *self._rest)
         return NATIVE, call.scoring, None, by_form(NATIVE.plan_of(call), query, value, call.scoring)
 
-    def with_data(self, kept: bytes) -> OfTensors:
+    def with_data(self, kept: bytes) -> Alike:
         """The same under a mask of these bands that holds data; if it is the one of the call before, what that had.
 
         Args:
@@ -275,7 +279,7 @@ class _Fixed(_OfLengths):
 
     def within(self, interval: Interval, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
         """What is fixed of a call of which each query is limited to an interval of keys."""
-        engine, scoring, dropout, plan = self(query, key, value, *table)
+        engine, scoring, dropout, plan = self.fixed(query, key, value, *table)
         way = query.shape[2], key.shape[2], interval.words is None
         known = self._within.get(way)
         if known is None:
@@ -294,7 +298,9 @@ class _UnderData(_OfLengths):
 
     def __init__(self, fixed: _Fixed, kept: bytes) -> None:
         super().__init__(has_table=fixed.has_table)
-        self._fixed, self._kept = fixed, kept
+        self._of_all = fixed
+        self.kept, self.has_gaps, self.passes = kept, has_gaps(kept), fixed.passes
 
     def _of(self, query: Tensor, key: Tensor, value: Tensor, *table: Tensor) -> Fixed:
-        return self._fixed.within(intervals_from(self._kept), query, key, value, *table)
+        assert self.kept is not None
+        return self._of_all.within(intervals_from(self.kept), query, key, value, *table)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels.strips import binding
-from regard.kernels.strips.autograd import Fixed, OfTensors, attach, beside
+from regard.kernels.strips.autograd import Alike, Same, WithTable, attach
 from regard.kernels.strips.binding import DATA, EXACT, LSE, NUMBERS, OUTPUT, NotedOf, RepeatedOf, StepOf
 from regard.kernels.strips.kernel import Planned
 from regard.kernels.strips.order import laid_like, sink_as_read
@@ -92,15 +92,17 @@ def note_as(
     way: Callable[[RepeatedOf], list[object]],
     *,
     any_data: bool = False,
+    any_table: bool = False,
 ) -> None:
     """Notes a call, if nothing about it may change unnoticed.
 
     Args:
         way: notes how it is computed; returns what has to be kept for that.
-        any_data: whether the data of its mask may be another in each call.
+        any_data: whether the data of its mask may be another in each call. any_table: whether a tensor that is its bias
+            may have numbers for more keys or for fewer.
     """
     try:
-        notes = _Notes(library, given, any_data)
+        notes = _Notes(library, given, any_data, any_table)
     except (_CannotBeNotedError, RuntimeError, BufferError):  # those of torch, for tensors without memory of their own
         return
     if len(notes.steps) > MAX_STEPS or len(notes.tensors) > MAX_NOTED:
@@ -155,27 +157,22 @@ def _learning(made: RepeatedOf, planned: Planned) -> list[object]:
     """As `note_gradients`."""
     scoring, given = planned.scoring, planned.given
     fixed = planned.engine, scoring if given is None else scoring.with_bias(given), planned.dropout, planned.plan
-    if given is None:
-        return note_gradients(made, fixed, scoring.learned())
-    made.keeps_bias = True
-    return note_gradients(made, lambda query, key, value, table: beside(fixed, table), scoring.learned())
+    made.keeps_bias = given is not None
+    return note_gradients(made, Same(fixed) if given is None else WithTable(fixed), scoring.learned())
 
 
 def note_gradients(
-    made: RepeatedOf,
-    fixed: Fixed | OfTensors,
-    learned: Sequence[Tensor],
-    fix: Callable[[bytes], OfTensors] | None = None,
+    made: RepeatedOf, alike: Alike, learned: Sequence[Tensor], fix: Callable[[bytes], Alike] | None = None
 ) -> list[object]:
     """Notes what becomes of the results of a call that learns; returns what has to be kept for that.
 
     Args:
-        fix: what is fixed of a call follows by this from what the library found out about the data of its mask.
+        fix: which calls are alike follows by this from what the library found out about the data of a mask.
     """
     rest = None, *learned
-    made.attach, made.fixed, made.rest = id(attach), id(fixed), id(rest)
+    made.attach, made.alike, made.rest = id(attach), id(alike), id(rest)
     made.fix = None if fix is None else id(fix)
-    return [fixed, rest, fix]
+    return [alike, rest, fix]
 
 
 def is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
@@ -190,11 +187,11 @@ class _Notes:
     """What a call has to be like.
 
     Args:
-        given: its arguments. any_data: as of `note_as`.
+        given: its arguments. any_data, any_table: as of `note_as`.
     """
 
-    def __init__(self, library: binding.Compiled, given: tuple[Any, ...], any_data: bool) -> None:
-        self._library, self._any_data = library, any_data
+    def __init__(self, library: binding.Compiled, given: tuple[Any, ...], any_data: bool, any_table: bool) -> None:
+        self._library, self._any_data, self._any_table = library, any_data, any_table
         self._held: list[object] = []  # as long as an object is there, no other has its address
         self.steps: list[StepOf] = []
         self.tensors: list[NotedOf] = []
@@ -235,7 +232,7 @@ class _Notes:
             self.look(tensor.requires_grad, place, "requires_grad")
         if place > VALUE:  # the library looks at the first three itself
             self.look(type(tensor), place, by_type=True)
-            self._lies(tensor, place)
+            self._lies(tensor, place, is_open=place == BIAS and self._any_table)
 
     def _of_rule(self, rule: Rule, place: int) -> None:
         """A mask or a bias."""
@@ -274,10 +271,12 @@ class _Notes:
         else:
             self.look(tensor._version, at, "_version")
 
-    def _lies(self, tensor: Tensor, place: int, numbers: bytes | None = None) -> None:
-        """A tensor lies as it does; and has these numbers."""
-        noted = NotedOf(place)
+    def _lies(self, tensor: Tensor, place: int, numbers: bytes | None = None, *, is_open: bool = False) -> None:
+        """A tensor lies as it does, if not in any way; and has these numbers."""
+        noted = NotedOf(place, open=is_open)
         self._library.lie(ctypes.addressof(noted.lying), tensor)
+        if is_open:
+            noted.lying.shape[3], noted.lying.stride[:] = 0, [0] * 4
         if numbers is not None:
             self._held.append(numbers)
             noted.numbers, noted.bytes = ctypes.cast(ctypes.c_char_p(numbers), ctypes.c_void_p), len(numbers)

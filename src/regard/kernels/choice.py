@@ -202,8 +202,9 @@ _most_scores_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def _may_add_up(call: Call) -> bool:
-    """Whether a graph may add up products by itself."""
-    return stacked.adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
+    """Whether a graph may add up products by itself: not beside dropout, of whose hash it would make one for every
+    number of a product."""
+    return call.dropout is None and stacked.adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
 
 
 def _suits_sums(call: Call) -> bool:

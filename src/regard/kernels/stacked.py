@@ -203,7 +203,7 @@ def _result(
             added = added.repeat(len(query) // kv_heads, 1, 1)
         else:
             added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
-    adds_up = tracing() and adds_up_in_a_graph(query)
+    adds_up = tracing() and kept is None and adds_up_in_a_graph(query)
     if adds_up:
         scores = (query[:, :, None] * key[:, None]).sum(-1) * factor
         scores = scores if added is None or softcap is not None else scores + added

@@ -22,8 +22,43 @@ from regard.scores import Scoring
 Fixed = tuple[Engine, Scoring, Dropout | None, StripPlan]
 """What is fixed of a call, but for its tensors."""
 
-OfTensors = Callable[..., Fixed]
-"""The same, of query, key and value, and of what is saved beside them."""
+
+class Alike:
+    """Calls that are alike, but for their tensors (`regard.repeated`).
+
+    Attributes:
+        kept: what the library found out about the data of their mask, if it may be another in each call.
+        has_gaps: whether that hides keys between others.
+        passes: the last backward pass that needed nothing but tensors and what is kept, without gaps and with.
+    """
+
+    kept: bytes | None = None
+    has_gaps: bool = False
+
+    def __init__(self) -> None:
+        self.passes: dict[bool, ready.Pass] = {}
+
+    def fixed(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
+        """What is fixed of one of them, of which this is saved."""
+        raise NotImplementedError
+
+
+class Same(Alike):
+    """Those of which all is fixed."""
+
+    def __init__(self, fixed: Fixed) -> None:
+        super().__init__()
+        self._fixed = fixed
+
+    def fixed(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
+        return self._fixed
+
+
+class WithTable(Same):
+    """Those of which all is fixed but a tensor that is added to scores: the first that is saved."""
+
+    def fixed(self, query: Tensor, key: Tensor, value: Tensor, *saved: Tensor) -> Fixed:
+        return beside(self._fixed, saved[0])
 
 
 def without_table(fixed: Fixed) -> Fixed:
@@ -97,35 +132,51 @@ def _pulled(
 
 
 class Computed(Strips):
-    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink. Of
-    its tensors a function may find out what is fixed."""
+    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink."""
 
     @staticmethod
-    def forward(ctx: Any, fixed: Fixed | OfTensors, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, alike: Alike, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
         output, lse, kept = results
-        ctx.fixed = fixed
+        ctx.alike = alike
         ctx.save_for_backward(kept, lse, *inputs)
         ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, fixed = ctx.saved_tensors, ctx.fixed
-        if callable(fixed) and len(saved) == 6:
-            fixed = fixed(*saved[2:5])
-        elif callable(fixed):
-            with torch.enable_grad():  # a view of what learns does so, too
-                fixed = fixed(*saved[2:5], *saved[6:])
-            saved = *saved[:6], *fixed[1].learned()  # on which query, key and value do not depend
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        alike: Alike = ctx.alike
         later = torch.is_grad_enabled() or transformed() or is_batched(grad_output, grad_lse)
-        if grad_output is not None and grad_lse is None and not later:
-            scoring, plan = fixed[1], fixed[3]
-            output, lse, query, key, value, _, *learned = saved
-            bias, grad_output = plan.in_order(scoring).bias, as_read(grad_output)
-            found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
-            if found is not None:
-                return None, None, *found[0], None, *ready.of_each(learned, found[1])
-        return None, None, *_pulled(fixed, saved, grad_output, grad_lse)
+        if grad_output is None or grad_lse is not None or later:
+            return None, None, *_pulled(*_with_fixed(alike, saved), grad_output, grad_lse)
+        grad_output, last = as_read(grad_output), alike.passes.get(alike.has_gaps)
+        grads = None if last is None else last.pull(saved, grad_output, alike.kept)
+        return (None, None, *_pulled_at_first(alike, saved, grad_output)) if grads is None else grads
+
+
+def _with_fixed(alike: Alike, saved: tuple[Any, ...]) -> tuple[Fixed, tuple[Any, ...]]:
+    """What is fixed of a call, and what was saved of it, as `_pulled` takes them."""
+    if len(saved) == 6:
+        return alike.fixed(*saved[2:5]), saved
+    with torch.enable_grad():  # a view of what learns does so, too
+        fixed = alike.fixed(*saved[2:5], *saved[6:])
+    return fixed, (*saved[:6], *fixed[1].learned())  # on which query, key and value do not depend
+
+
+def _pulled_at_first(alike: Alike, saved: tuple[Any, ...], grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """As `_pulled`; by what the library is told then, later gradients may be found without all this."""
+    fixed, taken = _with_fixed(alike, saved)
+    scoring, plan = fixed[1], fixed[3]
+    output, lse, query, key, value, _, *learned = taken
+    bias = plan.in_order(scoring).bias
+    found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
+    if found is None:
+        return _pulled(fixed, taken, grad_output, None)
+    grads, of_learned, last = found
+    is_told = last.interval is plan.interval or alike.kept is not None
+    if is_told and last.needs_only(saved[6:], bias):
+        alike.passes[alike.has_gaps] = last
+    return *grads, None, *ready.of_each(learned, of_learned)
 
 
 apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Strips).apply

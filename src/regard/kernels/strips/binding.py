@@ -146,6 +146,7 @@ class AgainOf(ctypes.Structure):
     _fields_ = (
         ("call", CallOf),
         *((name, _i64) for name in ("backward", "finishes", "count", "checked")),
+        ("room", 3 * _i64),
         ("tensor", LyingOf * MOST_TENSORS),
     )
 
@@ -180,7 +181,7 @@ class NotedOf(ctypes.Structure):
 
     _fields_ = (
         *(("place", _i64), ("lying", LyingOf), ("numbers", _address)),
-        *((name, _i64) for name in ("bytes", "data", "four_axes")),
+        *((name, _i64) for name in ("bytes", "data", "four_axes", "open")),
     )
 
 
@@ -199,7 +200,7 @@ class RepeatedOf(ctypes.Structure):
         ("three", LyingOf * 3),
         *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
         ("make", _address * len(RESULTS)),
-        *((name, _address) for name in ("threads", "attach", "fixed", "fix", "rest")),
+        *((name, _address) for name in ("threads", "attach", "alike", "fix", "rest")),
         *((name, _i64) for name in ("steps", "count", "told", "keeps_bias")),
     )
 
@@ -237,6 +238,7 @@ class Compiled:
         lie: tells a `LyingOf` how a tensor lies. lie_open: tells a `RepeatedOf` how query, key and value lie, and if
             its second argument is true, only what lengths of the same magnitudes have in common.
         repeat: output and lse of a call like one of a table, or None: `regard.repeated`.
+        pull: the gradients of such a call, or None: `regard.kernels.strips.ready.Pass.pull`.
     """
 
     forward: Callable[["Told | int"], None]
@@ -250,6 +252,7 @@ class Compiled:
     lie: Callable[[int, Tensor], None]
     lie_open: Callable[[int, bool, tuple[Tensor, ...]], None]
     repeat: Callable[[tuple[object, ...], tuple[object, ...]], tuple[Tensor, Tensor | None] | None]
+    pull: Callable[[int, int, tuple[Tensor | None, ...], Tensor, bytes | None], tuple[Tensor | None, ...] | None]
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -281,7 +284,7 @@ class Compiled:
         loaded.regard_set_python.argtypes, loaded.regard_set_python.restype = (_address,), None
         loaded.regard_set_python(_functions_of_python())
         self._methods = []
-        for name in ("describe", "again", "one", "lie", "lie_open", "repeat"):
+        for name in ("describe", "again", "one", "lie", "lie_open", "repeat", "pull"):
             method = _MethodOf(name.encode(), ctypes.cast(getattr(loaded, f"regard_{name}"), _address), _FASTCALL)
             self._methods.append(method)  # which the function refers to
             setattr(self, name, _new_function(ctypes.addressof(method), None, None))
@@ -333,13 +336,14 @@ class _ExchangeOf(ctypes.Structure):
 
 
 _OF_PYTHON = (
-    "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyEval_SaveThread", "PyEval_RestoreThread",
-    "PyTuple_New", "PyTuple_SetItem", "Py_IncRef", "Py_DecRef", "PyObject_GetAttr", "PyObject_Call", "PyObject_Type",
-    "PyObject_RichCompareBool", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyLong_AsVoidPtr", "PyErr_Clear",
+    "PyTuple_GetItem", "PyTuple_Size", "PyBytes_FromStringAndSize", "PyBytes_AsString", "PyEval_SaveThread",
+    "PyEval_RestoreThread", "PyTuple_New", "PyTuple_SetItem", "Py_IncRef", "Py_DecRef", "PyObject_GetAttr",
+    "PyObject_Call", "PyObject_Type", "PyObject_RichCompareBool", "PyLong_AsLongLong", "PyLong_FromLongLong",
+    "PyLong_AsVoidPtr", "PyErr_Clear",
 )  # fmt: skip
 """Python's functions in the order of `struct python`."""
 
-_OBJECTS = None, int, float, Tensor
+_OBJECTS = None, int, float, Tensor, torch.empty_like
 """The objects after them."""
 
 _PythonOf = _address * (1 + len(_OF_PYTHON) + len(_OBJECTS))

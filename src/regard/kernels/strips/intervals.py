@@ -206,6 +206,11 @@ def intervals_from(kept: bytes) -> Interval:
     return Interval(*ends, words.view(of_words) if len(words) else None)
 
 
+def has_gaps(kept: bytes) -> bool:
+    """Whether keys are hidden between those of an interval."""
+    return any(kept[8:12])
+
+
 @cached_by_mask(maxsize=8)
 def side_by_side(mask: Mask, grid: Grid) -> Interval | None:
     """A bound mask as an interval of keys for each query; None if there are gaps, or others for each head, or more

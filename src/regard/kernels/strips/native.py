@@ -382,11 +382,13 @@ def backward(
     """The gradients of query, key, value, sink and `learned`."""
     scoring = plan.in_order(scoring)
     grad_output = as_read(grad_output if grad_output.dtype is query.dtype else grad_output.to(query.dtype))
-    found: tuple[list[Tensor], list[Tensor]] | None = None
+    found = None
     if plan.told is not None:
         given = output, lse, grad_output, grad_lse
         found = ready.backward(query, key, value, sink, scoring.bias, dropout, plan, learned, *given)
-    if found is None:
+    if found is not None:
+        grads, of_learned, _ = found
+    else:
         order = Order(query, key, value, sink, scoring, dropout, plan, learned)
         order.tensors("output" if output.dtype is query.dtype else "exact", output)
         order.tensors("grad_output", grad_output)
@@ -400,12 +402,12 @@ def backward(
             grads, _ = _gradients(order, *three, careful=True)
         elif plan.told is not None:
             ready.remember_backward(order, three, sink, learned, dropout, output, grad_output, lse, grad_lse, sums)
-        found = grads, order.added.finish() if order.learns else []
+        of_learned = order.added.finish() if order.learns else []
     grad_sink = None
     if sink is not None:
         delta = row_products(grad_output, output)
         grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    return (*found[0], grad_sink, *ready.of_each(learned, found[1]))
+    return (*grads, grad_sink, *ready.of_each(learned, of_learned))
 
 
 def _gradients(

@@ -42,11 +42,12 @@ class Pass:
             the addresses of those that learn.
     Attributes:
         at: where in memory it is told. has_given: whether it reads bias tensors. has_exact: whether it also writes the
-            output unrounded.
+            output unrounded. interval: of the plan.
     """
 
     __slots__ = (
-        "_held", "_interval", "_known", "at", "compiled", "gradients", "has_exact", "has_given", "like", "sums",
+        "_held", "_known", "_needs_more", "at", "compiled", "gradients", "has_exact", "has_given", "interval", "like",
+        "sums",
     )  # fmt: skip
 
     def __init__(
@@ -64,17 +65,38 @@ class Pass:
         gradients: tuple[bytes, tuple[int, ...]] | None = None,
     ) -> None:
         self.compiled, self.like, self.sums, self.gradients = compiled, like, sums, gradients
-        self._held, self._interval = held, interval
+        self._held, self.interval = held, interval
         self.has_given, self.has_exact = words[AT["given"]] != 0, words[AT["exact"]] != 0
         known = self._known = AgainOf()
         ctypes.memmove(ctypes.addressof(known), words, ctypes.sizeof(words))
         known.backward, known.finishes = backward, any(sums)
         known.count, known.checked = len(checked) + len(others), len(checked)
+        known.room[:] = sums or (0, 0, 0)
         for lying, name in zip(known.tensor, (*checked, *others), strict=False):
             lying.word = AT[name]
         for lying, tensor in zip(known.tensor, checked.values(), strict=False):
             self.compiled.lie(ctypes.addressof(lying), tensor)
         self.at = ctypes.addressof(known)
+        others_are_told = any(words[AT[name]] for name in ("grad_lse", "sink", "row_bits"))
+        self._needs_more = not all(like) or gradients is not None or others_are_told
+
+    def needs_only(self, tables: Sequence[Tensor], bias: Bias | None) -> bool:
+        """Whether `pull` computes the gradients, from these bias tensors beside the others."""
+        given = tensors_of(bias, self.compiled.dtype) if bias is not None and self.has_given else []
+        alike = [tensor.data_ptr() for tensor in given] == [tensor.data_ptr() for tensor in tables]
+        return not self._needs_more and (alike or not given)
+
+    def pull(
+        self, saved: tuple[Tensor | None, ...], grad_output: Tensor, kept: bytes | None
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients of a call like that one, of a pass that `needs_only` its tensors, with None for all that has
+        none; None if they lie in another way, or something hidden may have had a part.
+
+        Args:
+            saved: output (unrounded, if it is), lse, query, key, value, None, and the bias tensors. kept: what the
+                library found out about the data of the mask, if it holds any.
+        """
+        return self.compiled.pull(self.at, torch.get_num_threads(), saved, grad_output, kept)
 
     def run(
         self, tensors: list[Tensor], sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
@@ -92,7 +114,7 @@ class Pass:
             tensors.append(sink_as_read(sink, compiled.dtype))
         if bias is not None and self.has_given:
             tensors += tensors_of(bias, compiled.dtype)
-        elsewhere = interval is not self._interval
+        elsewhere = interval is not self.interval
         if elsewhere or dropout is not None or self.gradients is not None:  # what is told besides tensors is another
             words = _WordsOfAgain.from_buffer_copy(self._known)
             at = ctypes.addressof(words)
@@ -155,9 +177,9 @@ def backward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
     plan: StripPlan, learned: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor | None,
-) -> tuple[list[Tensor], list[Tensor]] | None:  # fmt: skip
-    """The gradients of query, key and value, and of those of `learned` that want one; None where the general way has to
-    be taken."""
+) -> tuple[list[Tensor], list[Tensor], Pass] | None:  # fmt: skip
+    """The gradients of query, key and value, and of those of `learned` that want one, and the pass that computed them;
+    None where the general way has to be taken."""
     assert plan.told is not None
     passes: list[Pass] | None = plan.told.get(_kind(sink, learned, dropout, grad_lse))
     three = query, key, value
@@ -178,7 +200,7 @@ def backward(
         outcome = told.run(tensors, sink, bias, dropout, plan.interval, of_learned)
         if outcome == DONE:
             passes[0], passes[n] = told, passes[0]
-            return grads, of_learned
+            return grads, of_learned, told
         if outcome == SUSPECT:
             return None
     return None

@@ -28,6 +28,7 @@ static struct python {
     void *(*item)(void *, i64);              /* of a tuple */
     i64 (*length)(void *);
     void *(*bytes)(const char *, i64);
+    const char *(*text)(void *); /* of bytes */
     void *(*release)(void);
     void (*acquire)(void *);
     void *(*tuple)(i64);
@@ -43,6 +44,7 @@ static struct python {
     void *(*address)(void *);
     void (*clear)(void);
     void *none, *whole_number, *real_number, *tensor; /* all but the first are types */
+    void *like;                                       /* torch.empty_like */
 } python;
 
 API void regard_set_python(const struct python *functions) { python = *functions; }
@@ -100,10 +102,11 @@ struct lying {
 };
 
 /* A pass of an earlier call. tensor: those that are others in each call, of which the first `checked` have to lie as
-   they did. Those beyond `count` are the bias tensors of the call. */
+   they did. Those beyond `count` are the bias tensors of the call. room: numbers that are added up elsewhere, for the
+   gradients of query, keys and values. */
 struct again {
     struct call call;
-    i64 backward, finishes, count, checked;
+    i64 backward, finishes, count, checked, room[3];
     struct lying tensor[MOST_TENSORS];
 };
 

@@ -28,21 +28,22 @@ struct step {
 };
 
 /* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
-   call of any lengths, of which `kind_of_data` it is: any numbers. four_axes: as of `struct data`. */
+   call of any lengths, of which `kind_of_data` it is: any numbers. four_axes: as of `struct data`. open: it may have any
+   numbers of columns, and lie in any way. */
 struct noted {
     i64 from;
     struct lying lying;
     const char *numbers;
-    i64 bytes, data, four_axes;
+    i64 bytes, data, four_axes, open;
 };
 
 /* A call, whose query, key and value have to lie as `three`. It is computed by `pass`, or by `one`, for results that
    `make` makes of the query, by as many threads as `threads` returns; or, if both are NULL, `run` is called with query,
    key, value, sink and bias. The tensors that are told to them after the results are the first `told` of those noted.
 
-   Something learns where `attach` is not NULL: it is called with `fixed`, (output, lse, output as it was before it was
+   Something learns where `attach` is not NULL: it is called with `alike`, (output, lse, output as it was before it was
    rounded), query, key, value, what is in the tuple `rest`, and the bias if `keeps_bias`, and returns output and lse.
-   Where `fix` is not NULL, it is called with what `kept_intervals` made of the data, and returns what is fixed of this
+   Where `fix` is not NULL, it is called with what `kept_intervals` made of the data, and returns what is `alike` of this
    call.
 
    Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
@@ -54,7 +55,7 @@ struct repeated {
     const struct noted *noted;
     const struct again *pass;
     const struct one *one;
-    void *row, *run, *make[RESULTS], *threads, *attach, *fixed, *fix, *rest;
+    void *row, *run, *make[RESULTS], *threads, *attach, *alike, *fix, *rest;
     i64 steps, count, told, keeps_bias;
 };
 
@@ -143,6 +144,7 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
             continue;
         }
         lie(&l, &t);
+        if (noted->open) l.shape[3] = 0, memset(l.stride, 0, sizeof l.stride);
         like = !memcmp(&l, &noted->lying, sizeof l);
         if (like && noted->numbers) like = !memcmp(t.data + t.offset, noted->numbers, noted->bytes);
     }
@@ -197,7 +199,7 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     void *results[] = {result[OUTPUT], result[LSE], exact};
     i64 rest = python.length(r->rest), count = 5 + rest + (r->keeps_bias != 0);
     void *taken[count];
-    taken[0] = !r->fix ? kept(r->fixed) : intervals ? called(r->fix, tuple_of(1, &intervals)) : NULL;
+    taken[0] = !r->fix ? kept(r->alike) : intervals ? called(r->fix, tuple_of(1, &intervals)) : NULL;
     taken[1] = tuple_of(3, results);
     if (!taken[0]) return python.drop(taken[1]), NULL;
     for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
@@ -271,4 +273,64 @@ FOR_PYTHON(regard_repeat)
         if (pass_again(r, given, t, &data, &found)) return found;
     }
     return kept(python.none);
+}
+
+enum { SAVED_OUTPUT, SAVED_LSE, SAVED_QUERY, SAVED_KEY, SAVED_VALUE, SAVED_SINK, SAVED_BIASES };
+
+/* Tells a call of the intervals that `kept_intervals` made. */
+static void tell_intervals(struct call *c, const char *kept)
+{
+    const int32_t *size = (const int32_t *)kept, *first = size + SIZES;
+    i64 rows = size[0], columns = size[1], batches = size[2], heads = size[3], words = size[4], keys = size[5];
+    c->first_key = first, c->end_key = first + rows * columns;
+    c->keys_batch = rows > 1 ? columns : 0, c->keys_query = columns > 1;
+    if (batches)
+        c->seen = (struct mask){
+            first + 2 * rows * columns, batches > 1 ? heads * words * keys : 0, heads > 1 ? words * keys : 0,
+            words > 1 ? keys : 0, keys > 1};
+}
+
+/* The gradients of a call like an earlier one, of query, key and value: given the address of its backward pass, the
+   number of threads, a tuple of what was saved of the call, the gradient of the output, and None or what
+   `kept_intervals` made. Returns them in a tuple, in the places of what they belong to, with None in all others; and
+   None instead of it where they cannot be found so. */
+FOR_PYTHON(regard_pull)
+{
+    struct again known = *(const struct again *)python.address(argument[0]);
+    void *saved = argument[2], *grad[3] = {0}, *found = NULL;
+    i64 threads = python.number(argument[1]), tensors = python.length(saved), n = 0;
+    void *checked[] = {
+        python.item(saved, SAVED_QUERY), python.item(saved, SAVED_KEY), python.item(saved, SAVED_VALUE),
+        python.item(saved, SAVED_OUTPUT), argument[3], python.item(saved, SAVED_LSE),
+    };
+    struct dl_tensor t[MOST_TENSORS];
+    char *room[3] = {0};
+    int fails = threads != known.call.threads || known.count + tensors - SAVED_BIASES > MOST_TENSORS;
+    for (int i = 0; i < 6 && !fails; i++) fails = python.read(checked[i], t + n++);
+    for (int i = 0; i < 3 && !fails; i++) {
+        void *like = kept(checked[i]);
+        grad[i] = called(python.like, tuple_of(1, &like));
+        fails = !grad[i] || python.read(grad[i], t + n++);
+    }
+    for (int i = 0; i < 3 && !fails; i++) {
+        if (!known.room[i]) continue;
+        room[i] = malloc(known.room[i] * sizeof(real));
+        t[n++] = (struct dl_tensor){.data = room[i]}, fails = !room[i];
+    }
+    for (i64 i = SAVED_BIASES; i < tensors && known.call.given && !fails; i++)
+        fails = python.read(python.item(saved, i), t + n++);
+    if (argument[4] != python.none) tell_intervals(&known.call, python.text(argument[4]));
+    if (!fails && again(&known, threads, t, n) == DONE) {
+        found = python.tuple(tensors);
+        for (i64 i = 0; i < tensors; i++) {
+            int is_grad = i >= SAVED_QUERY && i <= SAVED_VALUE;
+            python.set_item(found, i, kept(is_grad ? grad[i - SAVED_QUERY] : python.none));
+        }
+    }
+    for (int i = 0; i < 3; i++) {
+        if (grad[i]) python.drop(grad[i]);
+        free(room[i]);
+    }
+    if (!found) python.clear();
+    return found ? found : kept(python.none);
 }
