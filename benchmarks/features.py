@@ -263,6 +263,7 @@ ROWS = (
     Row("softcap, dropout, sink, causal",
         lambda n: {"mask": Causal(), "softcap": 30.0, "dropout": 0.1, "sink": torch.zeros(HEADS)}),
     Row("1 query, 2 kv heads, sink", lambda n: {"sink": torch.zeros(HEADS)}, kv_heads=2, queries=1),
+    Row("1 query, window 256 or prefix 4", _fixed(mask=Causal() & (Window(256) | Prefix(4))), queries=1),
     Row("5 queries, causal", _fixed(mask=Causal()), queries=5),
     Row("16 queries, ALiBi, causal", _fixed(bias=Alibi(HEADS), mask=Causal()), queries=16),
     Row("17 queries, 32 texts", _fixed(), 2, 2, 256, 32, 17, most=2048, head_dim=256),
@@ -299,6 +300,8 @@ ROWS = (
     Row("sink, causal, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, most=2048, compiled=True),
     Row("1 query, padded left, compiled", lambda n: {"mask": Causal() & Padding(torch.arange(n)[None] >= n // 4)},
         queries=1, most=2048, compiled=True),
+    Row("1 query, heads of 512, dropout, compiled", _fixed(dropout=0.1), 4, 2, 512, queries=1, most=2048, head_dim=512,
+        compiled=True),
     Row("1 query, sink, compiled", lambda n: {"mask": Causal(), "sink": torch.zeros(HEADS)}, queries=1, most=2048,
         compiled=True),
 )  # fmt: skip

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Alibi, Causal, Document, Padding, Window, bench
+from regard import Alibi, Causal, Document, Padding, Prefix, Window, bench
 from regard.shapes import Grid
 
 Shape = tuple[int, int, int, int]
@@ -84,8 +84,15 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
     def torch_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=table[..., -key.shape[2] :])
 
+    def torch_ends(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ends = (torch.cat([tensor[:, :, :4], tensor[:, :, -256:]], 2) for tensor in (key, value))
+        return F.scaled_dot_product_attention(query, *ends)
+
+    def ours_alibi(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return regard.attention(query, key, value, bias=table[..., -key.shape[2] :])
+
     cache: Shape = (1, 8, 900, 64)
-    last = Causal() & Window(256)
+    last, ends = Causal() & Window(256), Causal() & (Window(256) | Prefix(4))
     return [
         ("causal", small, torch.float32, torch_causal, ours(Causal())),
         ("causal", small, torch.bfloat16, torch_causal, ours(Causal())),
@@ -101,7 +108,15 @@ def cases() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], Callab
             growing(ours(Causal())),
         ),
         ("1 query, growing cache, window 256", cache, torch.float32, growing(torch_last), growing(ours(last))),
+        (
+            "1 query, growing cache, window 256 or prefix 4",
+            cache,
+            torch.float32,
+            growing(torch_ends),
+            growing(ours(ends)),
+        ),
         ("1 query, growing cache, padding", cache, torch.float32, growing(torch_padded), growing(padded)),
+        ("1 query, growing cache, bias tensor", cache, torch.float32, growing(torch_alibi), growing(ours_alibi)),
         (
             "1 query, growing cache, ALiBi",
             cache,
@@ -126,6 +141,8 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
     slopes = Alibi(8)
     later = torch.ones(255, 255, dtype=torch.bool).triu(1)
     table = slopes.bind(Grid(1, 8, 255, 255)).values(range(255), range(255)).masked_fill(later, -torch.inf)
+    ends = Causal() & (Window(64) | Prefix(4))
+    cells = ends.bind(Grid(1, 8, 255, 255)).allowed(range(255), range(255))
 
     def another(call: Callable[..., Tensor], *data: list[Tensor]) -> Callable[..., Tensor]:
         texts = itertools.cycle(zip(lengths, *data, strict=True))
@@ -140,6 +157,10 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
         length = query.shape[2]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=table[..., :length, :length])
 
+    def torch_ends(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[2]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=cells[..., :length, :length])
+
     pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "causal": (
             another(partial(F.scaled_dot_product_attention, is_causal=True)),
@@ -148,6 +169,10 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
         "ALiBi, causal": (
             another(torch_alibi),
             another(lambda *three: regard.attention(*three, mask=Causal(), bias=slopes)),
+        ),
+        "window 64 or prefix 4": (
+            another(torch_ends),
+            another(lambda *three: regard.attention(*three, mask=ends)),
         ),
         "padding": (
             another(lambda q, k, v, real: F.scaled_dot_product_attention(q, k, v, attn_mask=real[:, None, None]), real),
@@ -232,7 +257,7 @@ def main() -> None:
             rows.append(row)
             told = f"{row['torch_us']:>9} us{row['extra_us']:>+10.2f} us"
             told += f"   between layers {between['torch_us']:>9} us{between['extra_us']:>+10.2f} us"
-            print(f"{name:<36}{row['dtype']:<10}{told}", flush=True)
+            print(f"{name:<48}{row['dtype']:<10}{told}", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(
         json.dumps({"machine": bench.machine(), "repeats": options.repeats, "rows": rows}, indent=1) + "\n"

@@ -26,6 +26,7 @@ from regard import (
     AttentionOutput,
     Band,
     Causal,
+    Chunk,
     Dense,
     Document,
     KernelError,
@@ -34,6 +35,7 @@ from regard import (
     Prefix,
     RelativeBias,
     ShapeError,
+    Strided,
     Where,
     Window,
     any_length,
@@ -46,6 +48,7 @@ from regard.biases import Given
 from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, ready, tuning
 from regard.kernels.strips.autograd import Alike, attach
 from regard.kernels.strips.kernel import Planned
+from regard.masks.planning import seen_from_own_key
 from regard.shapes import Grid
 
 pytestmark = needs_library
@@ -651,6 +654,15 @@ ONES = {
     },
     "another offset": lambda length, step: {"mask": Causal(offset=step)},
     "holes": lambda length, step: {"mask": Dense(torch.arange(length) % 3 != step % 3)},
+    "streaming": lambda length, step: {"mask": Causal() & (Window(9) | Prefix(4))},
+    "streaming, slopes and sink": lambda length, step: {
+        "mask": Causal() & (Window(9) | Prefix(4)), "bias": Alibi(HEADS), "sink": torch.arange(4.0),
+    },
+    "streaming and padding": lambda length, step: {
+        "mask": Causal() & (Window(9) | Prefix(4)) & Padding(real_keys(length, step)),
+    },
+    "window or stride": lambda length, step: {"mask": Window(5) | Strided(4), "bias": Alibi(HEADS)},
+    "far keys and chunks": lambda length, step: {"mask": ~Window(5) & (Chunk(16) | ~Prefix(3))},
 }  # fmt: skip
 
 
@@ -672,8 +684,60 @@ def test_one_query_may_have_any_number_of_keys(kind, dtype, found):
     assert [found[-3], found[-1]] == [quickly] * 2  # between them, the formula
 
 
+def of_positions(draw: random.Random, depth: int) -> Mask:
+    """A mask of positions alone."""
+    if not depth:
+        return draw.choice([
+            Causal(), Window(draw.choice([1, 3, 9])), ~Window(draw.choice([2, 8])), Prefix(draw.choice([0, 2, 7, 40])),
+            ~Prefix(3), Strided(draw.choice([1, 3, 8])), Chunk(draw.choice([4, 16, 50])),
+            Band(draw.randint(-3, 9), draw.randint(-2, 5)), Band(None, draw.randint(-6, 2)),
+            Band(draw.randint(0, 9), None),
+        ])  # fmt: skip
+    left, right = of_positions(draw, depth - 1), of_positions(draw, draw.choice([0, depth - 1]))
+    return left & right if draw.random() < 0.5 else left | right
+
+
+def test_what_the_last_of_some_tokens_sees_is_what_its_mask_says():
+    known = 0
+    for seed in range(400):
+        draw = random.Random(seed)
+        mask, keys = of_positions(draw, draw.choice([0, 1, 2, 3])), draw.randint(1, 70)
+        alternatives = seen_from_own_key(mask)
+        if alternatives is None:
+            continue
+        known += 1
+        own, seen = keys - 1, torch.zeros(keys, dtype=torch.bool)
+        for low, high, since, until, step, chunk in alternatives:
+            for key in range(since or 0, keys if until is None else min(until, keys)):
+                inside = (low is None or key - own >= low) and (high is None or key - own <= high)
+                same = chunk is None or key // chunk == own // chunk
+                seen[key] |= inside and same and (own - key) % step == 0
+        allowed = mask.bind(Grid(1, 1, 1, keys)).allowed(range(1), range(keys))
+        assert torch.equal(seen, allowed.expand(1, 1, 1, keys).flatten()), mask
+    assert known > 200
+    for other in (Causal(offset=3), Prefix([3]), Padding([3]), Where(lambda batch, head, query, key: key >= 0)):
+        assert seen_from_own_key(Causal() | other) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_query_sees_what_any_mask_of_positions_says(dtype, found):
+    quickly = 0
+    for seed in range(120):
+        checked.forget()
+        draw = random.Random(seed)
+        mask = of_positions(draw, draw.choice([1, 2, 3]))
+        given = draw.choice([{}, {"bias": Alibi(HEADS)}, {"sink": torch.arange(4.0)}])
+        for step in range(3):
+            right(written(draw.randint(17, 31), dtype, step), mask=mask, **given)
+        quickly += found[-1]
+    assert quickly > 60
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kind", ["window", "padding", "padding in a window", "padding, slopes and sink"])
+@pytest.mark.parametrize(
+    "kind",
+    ["window", "padding", "padding in a window", "padding, slopes and sink", "streaming", "streaming and padding"],
+)
 def test_keys_that_one_query_does_not_see_have_no_part(kind, bad, found):
     for step in range(1, 12):
         length = 20 + step
@@ -817,7 +881,7 @@ SQUARES = {
     "documents before its own": lambda queries, keys, step: {"mask": texts(keys, step) & Band(5, -1)},
 }  # fmt: skip
 IN_DOUBT = "cells", "cells of heads", "cells and holes", "of two sides, cells and keys"
-NEVER_ANY = "two offsets", "an offset and none", "an offset and offsets", "a prefix"
+NEVER_ANY = "two offsets", "an offset and none", "an offset and offsets"
 
 
 def read(queries: int, keys: int, dtype: torch.dtype, step: int) -> list[Tensor]:
@@ -856,6 +920,56 @@ def test_lengths_may_be_any_of_the_same_magnitude(kind, dtype, found):
         else:
             in_doubt = kind in IN_DOUBT and queries == 2  # cells of as many queries as there are texts
             assert is_found == (step not in (1, 7, 10) and not in_doubt), (queries, keys)
+
+
+ALTERNATIVES = {
+    "streaming": lambda keys, step: {"mask": Causal() & (Window(7) | Prefix(3))},
+    "a prefix of all": lambda keys, step: {"mask": Causal() | Prefix(9), "softcap": 5.0},
+    "window or stride, slopes": lambda keys, step: {"mask": Causal() & (Window(4) | Strided(5)), "bias": Alibi(HEADS)},
+    "far keys": lambda keys, step: {"mask": ~Window(6)},
+    "chunks": lambda keys, step: {"mask": Causal() & Chunk(8)},
+    "streaming, padding": lambda keys, step: {"mask": Causal() & (Window(7) | Prefix(3)) & lengths(keys, step)},
+    "a prefix, documents": lambda keys, step: {"mask": (Window(5) | Prefix(4)) & texts(keys, step)},
+    "chunks, sink": lambda keys, step: {"mask": Chunk(8) | Prefix(2), "sink": torch.arange(4.0)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("kind", ALTERNATIVES)
+def test_alternatives_of_positions_may_be_of_any_length(kind, learns, dtype, found):
+    of_length = [(24, 24), (17, 17), (31, 31), (25, 25), (30, 30), (30, 30)]
+    of_length += [] if "documents" in kind else [(3, 24), (2, 17), (3, 31)]
+    for step, (queries, keys) in enumerate(of_length, 1):
+        leaves = [part.requires_grad_(learns) for part in read(queries, keys, dtype, step)]
+        exact = [part.detach().double().requires_grad_(learns) for part in leaves]
+        given = ALTERNATIVES[kind](keys, step)
+        pairs = [attention_with_lse(*leaves, **given, kernel="native")]
+        is_found = found[-1]
+        pairs.append(attention_with_lse(*exact, **given, kernel="reference"))
+        if learns:
+            weights = torch.linspace(-1, 1, queries * SIZE).view(queries, SIZE).expand_as(pairs[0].output).to(dtype)
+            pairs = [
+                (*results, *torch.autograd.grad(results.output, inputs, weights.to(results.output)))
+                for results, inputs in zip(pairs, (leaves, exact), strict=True)
+            ]
+        for one, other in zip(*pairs, strict=True):
+            error = 3e-5 if dtype is torch.float32 else 4e-2
+            torch.testing.assert_close(one.double(), other, atol=error, rtol=error)
+        quickly = not (learns and "sink" in given)
+        assert is_found == (quickly and step not in (1, 7)), (queries, keys)
+
+
+def test_what_alternatives_hide_is_left_out_by_strips_if_it_is_much(found):
+    three = [torch.randn(2, HEADS, 360, SIZE) for _ in range(3)]
+    for mask, quickly in ((Causal() & (Window(300) | Prefix(4)), True), (Causal() & (Window(9) | Prefix(4)), False)):
+        for length in (300, 360, 310):
+            part = [tensor[:, :, :length] for tensor in three]
+            before = len(checked.noted)
+            right(part, "native", mask=mask)
+            assert found[-1] is (quickly and length > 300)
+            assert quickly or len(checked.noted) == before
+        assert torch.equal(attention(*part, mask=mask, kernel="native"), attention(*part, mask=mask, kernel="native"))
 
 
 def test_padding_and_documents_of_another_kind_are_read_as_such(found):

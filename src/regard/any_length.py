@@ -6,6 +6,10 @@ library is told for one length holds for all. It finds out about padding, docume
 itself, in every call. The choice is made for a few lengths of the same magnitude, the least and the most among them,
 and holds if it is the library for all of them.
 
+Of what other masks of positions say, as a window or a prefix, alternatives are noted (`seen_from_own_key`). One query
+reads the keys of each. Of several, the library writes down who sees whom, as if it were data, and computes what lies
+between, too, if that is little: to plan strips that leave it out takes Python several times as long.
+
 Calls that learn have a plan for their gradients, by another way: it is made when they are asked for, of all calls of
 the same lengths. What the library found out about data, as intervals of keys, is kept for it.
 """
@@ -28,7 +32,7 @@ from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import is_read, of_all_distances
 from regard.kernels.strips.autograd import Alike, Fixed, beside, without_table
-from regard.kernels.strips.binding import RepeatedOf
+from regard.kernels.strips.binding import MOST_ALTERNATIVES, RepeatedOf
 from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.grouping import StripPlan
 from regard.kernels.strips.intervals import Interval, Within, has_gaps, intervals_from
@@ -37,7 +41,7 @@ from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
 from regard.kernels.strips.work import by_query
 from regard.masks import Band, Dense, Document, Mask, Padding
-from regard.masks.planning import EVERY_DIAGONAL, factors, from_own_key, product_of
+from regard.masks.planning import EVERY_DIAGONAL, Alternative, factors, from_own_key, product_of, seen_from_own_key
 from regard.numerics import wide
 from regard.one_query import counts_from_the_last, row_of
 from regard.repeated import (
@@ -50,6 +54,7 @@ from regard.repeated import (
     SINK,
     VALUE,
     WANTS_LSE,
+    Results,
     is_read_as_it_is,
     note_as,
     note_gradients,
@@ -74,40 +79,56 @@ MAX_PLANS = 8
 ONE_OF = 8
 """Of so many calls that can be noted one is, after the first `checked.MAX_OPEN`."""
 
+MOST_CELLS = 1 << 17
+"""MOST_CELLS of c/repeated.h."""
+
 _DATA = frozenset({torch.bool, torch.int64})
 
 
-def note(given: tuple[Any, ...]) -> None:
-    """Notes a call that the library computed, for any lengths of the same magnitudes, and offsets: if each query sees a
-    band of the keys that is counted from its own, but for padding, documents and cells, and nothing is added to its
-    scores but what follows from how far a key is from the last query's, which is the last; or a tensor, for one query,
-    or for calls of the same lengths whose data are others."""
+def note(given: tuple[Any, ...]) -> Results | None:
+    """Notes a call that the library can compute, for any lengths of the same magnitudes, and offsets: if what each
+    query sees is counted from its own key, but for padding, documents and cells, and nothing is added to its scores but
+    what follows from how far a key is from the last query's, which is the last; or a tensor, for one query, or for
+    calls of the same lengths whose data are others.
+
+    Returns:
+        Output and lse where calls like it are computed in another way than by a plan of their own, so that all of them
+        have the same numbers to the last bit; None otherwise.
+    """
     library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
     if library is None or given[DROPOUT]:
-        return
+        return None
     offset = None if mask is None else _offset_of(mask)
     diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask, offset)
-    scores = math.prod((*given[QUERY].shape[:3], given[KEY].shape[2]))
+    alternatives: list[Alternative] = []
+    if others and offset is None:
+        alternatives, others = _alternatives_in(mask, others)
+    queries, keys = given[QUERY].shape[2], given[KEY].shape[2]
+    scores, several = math.prod((*given[QUERY].shape[:3], keys)), queries > 1
     if len({*map(type, others)}) < len(others) or not all(_may_be_another(other, scores) for other in others):
-        return
+        return None
     has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
     learning = (*given[: VALUE + 1], bias) if has_table else given[: VALUE + 1]
     learned = torch.is_grad_enabled() and any(map(learns, learning))
-    any_table = has_table and given[QUERY].shape[2] == 1 and not learned
+    any_table = has_table and not several and not learned
     if has_table and not (has_data or any_table):  # such calls are known by their form
-        return
+        return None
     if has_table and (bias.dim() != 4 or not is_read(bias, library.dtype)):
-        return
+        return None
     if isinstance(bias, Bias) and not counts_from_the_last(bias):
-        return
+        return None
+    if alternatives and several and (queries * keys > MOST_CELLS or any(type(other) is Dense for other in others)):
+        return None
+    if alternatives and learned and not several:
+        return None
     if not _has_a_way(given, learned, library) or not _has_its_turn():
-        return
+        return None
     without_data = None if mask is None else product_of(part for part in factors(mask) if part not in others)
     calls = [check_call("attention", *given[:NAME])] if has_table else _of_any_lengths(given, without_data)
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
-        return
-    told = told_of_one(calls[0], diagonals)
-    told.tile.spare = spare = 2 * library.lanes if given[QUERY].shape[2] > 1 and not has_table else 0
+        return None
+    told = told_of_one(calls[0], diagonals, alternatives)
+    told.tile.spare = spare = 2 * library.lanes if several and not has_table else 0
     told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
     row = _row_of(bias, given[QUERY], given[KEY].shape[2], spare) if isinstance(bias, Bias) else None
 
@@ -116,9 +137,29 @@ def note(given: tuple[Any, ...]) -> None:
         made.row = None if row is None else id(row)
         laid = given[QUERY].shape[3] == given[VALUE].shape[3]
         results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
-        return [told, row, *results, *(_learning(made, given, has_data) if learned else ())]
+        return [told, row, *results, *(_learning(made, given, has_data or bool(alternatives)) if learned else ())]
 
     note_as(library, given, way, any_data=has_data, any_table=any_table)
+    return _now(library, given) if alternatives and several else None
+
+
+def _alternatives_in(mask: Mask, others: list[Mask]) -> tuple[list[Alternative], list[Mask]]:
+    """What a query sees under the bands and those of the others that are alternatives of positions; and the rest."""
+    rest = [other for other in others if seen_from_own_key(other) is None]
+    if len(rest) == len(others):
+        return [], others
+    found = seen_from_own_key(product_of(part for part in factors(mask) if part not in rest))
+    if not found or len(found) > MOST_ALTERNATIVES or sum(one.step > 1 for one in found) > 1:
+        return [], others
+    return found, rest
+
+
+def _now(library: binding.Compiled, given: tuple[Any, ...]) -> Results | None:
+    """Output and lse of a call that was noted just now; if the library leaves it to strips, it is noted no longer."""
+    results = library.repeat(given, checked.noted)
+    if results is None:
+        checked.noted = checked.noted[2:]
+    return results
 
 
 def _has_its_turn() -> bool:

@@ -151,8 +151,7 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
     if type(query) is Tensor and not query.is_nested and query.ndim == 4 and query.shape[2] == 1:
         results = attention_of_one(*given)
         if results is not None:
-            any_length.note(given)
-            return results, None
+            return any_length.note(given) or results, None
     form = form_of(*given)
     known = None if form is None else recall(form)
     if form is None or known is None:
@@ -168,8 +167,9 @@ def _first(form: Form | None, call: Call, given: Arguments) -> tuple[Tensor, Ten
     chosen = choose(call, kernel)
     known = None if form is None else remember(form, call, chosen, bias)
     _warn_of_squares(call, chosen)
-    if known is not None and chosen is NATIVE_KERNEL:
-        any_length.note(given)
+    results = any_length.note(given) if known is not None and chosen is NATIVE_KERNEL else None
+    if results is not None:
+        return results
     if known is None or call.dropout is not None:  # whose seed is drawn
         return chosen.compute(call)
     return known.run(call.query, call.key, call.value, call.scoring.sink, bias)

@@ -4,13 +4,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TypeGuard
+from itertools import product
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from regard.masks.algebra import EVERYTHING, And, Mask, Or, Tile
-from regard.masks.positional import Band, Strided
+from regard.masks.algebra import EVERYTHING, And, Mask, Not, Or, Tile
+from regard.masks.positional import Band, Chunk, Positioned, Prefix, Strided
 from regard.shapes import Grid, Offset
 
 BRANCHES = 4
@@ -225,6 +226,66 @@ def keys_of_last(mask: Mask, key_len: int) -> tuple[range, list[Mask]]:
     (low, high), others = from_own_key(mask)
     first = 0 if low is None else max(0, key_len - 1 + low)
     return range(first, key_len if high is None else min(key_len, key_len + high)), others
+
+
+class Alternative(NamedTuple):
+    """Keys that a query sees, None for no such limit.
+
+    Attributes:
+        low, high: from its own + low to its own + high, both included.
+        since, until: from the first of these to before the other.
+        step: every so many, counted from its own.
+        chunk: of so many, those of its own.
+    """
+
+    low: int | None = None
+    high: int | None = None
+    since: int | None = None
+    until: int | None = None
+    step: int = 1
+    chunk: int | None = None
+
+
+def seen_from_own_key(mask: Mask) -> list[Alternative] | None:
+    """What a query sees, if the last one has the last key: alternatives that may have keys in common, those with a step
+    last. None if it is not known, or follows from data."""
+    found = _alternatives(mask)
+    return None if found is None else sorted(found, key=lambda one: one.step)
+
+
+def _alternatives(mask: Mask) -> list[Alternative] | None:
+    if isinstance(mask, And | Or):
+        left, right = _alternatives(mask.left), _alternatives(mask.right)
+        if left is None or right is None:
+            return None
+        return left + right if isinstance(mask, Or) else _in_common(left, right)
+    inner = mask.mask if isinstance(mask, Not) else mask
+    if isinstance(inner, Positioned) and inner.offset is not None:
+        return None
+    if isinstance(inner, Band) and type(inner).rule is Band.rule:
+        before, after = inner.before, inner.after
+        if inner is mask:
+            return [Alternative(None if before is None else -before, after)]
+        behind = [] if before is None else [Alternative(high=-before - 1)]
+        return behind + ([] if after is None else [Alternative(low=after + 1)])
+    if isinstance(inner, Prefix) and type(inner).rule is Prefix.rule and isinstance(inner.n, int):
+        return [Alternative(until=inner.n) if inner is mask else Alternative(since=inner.n)]
+    if type(mask) is Strided:
+        return [Alternative(step=mask.step)]
+    return [Alternative(chunk=mask.size)] if type(mask) is Chunk else None
+
+
+def _in_common(some: list[Alternative], others: list[Alternative]) -> list[Alternative] | None:
+    """What is seen by one of some and by one of others; None if that is no alternative."""
+    found = []
+    for one, other in product(some, others):
+        if 1 not in (one.step, other.step) or None not in (one.chunk, other.chunk):
+            return None
+        sides = [[side for side in pair if side is not None] for pair in zip(one, other, strict=True)]
+        low, since = (max(sides[place], default=None) for place in (0, 2))
+        high, until = (min(sides[place], default=None) for place in (1, 3))
+        found.append(Alternative(low, high, since, until, one.step * other.step, one.chunk or other.chunk))
+    return found
 
 
 def _sees_all(mask: Mask, queries: range, keys: range) -> bool:

@@ -151,6 +151,16 @@ class AgainOf(ctypes.Structure):
     )
 
 
+class AlternativeOf(ctypes.Structure):
+    """`struct alternative` of c/again.h."""
+
+    _fields_ = tuple((name, _i64) for name in ("low", "high", "since", "until", "step", "chunk"))
+
+
+MOST_ALTERNATIVES = 4
+"""Most of what one query may see: MOST_ALTERNATIVES of c/again.h."""
+
+
 class OneOf(ctypes.Structure):
     """`struct one` of c/again.h."""
 
@@ -159,7 +169,8 @@ class OneOf(ctypes.Structure):
         ("strip", StripOf),
         ("span", SpanOf),
         ("tile", TileAt),
-        *((name, _i64) for name in ("alone", "has_exact", "has_lse", "has_sink")),
+        *((name, _i64) for name in ("alone", "has_exact", "has_lse", "has_sink", "alternatives")),
+        ("alternative", AlternativeOf * MOST_ALTERNATIVES),
     )
 
 

@@ -5,7 +5,7 @@ So it is in writing token by token: what the library is told is made once, and t
 
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from regard.kernels.strips import tuning
 from regard.kernels.strips.binding import DONE, DTYPES, FAR, OneOf
 from regard.kernels.strips.intervals import library
 from regard.kernels.strips.order import as_read, library_for, sink_as_read
-from regard.masks.planning import EVERY_DIAGONAL, Diagonals
+from regard.masks.planning import EVERY_DIAGONAL, Alternative, Diagonals
 from regard.numerics import wide
 
 
@@ -54,9 +54,9 @@ Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor |
 """A `Single` that takes what is hidden out of the result itself."""
 
 
-def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL) -> OneOf:
+def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL, alternatives: Sequence[Alternative] = ()) -> OneOf:
     """What the library is told of such calls; of more queries, too, if nothing but these diagonals tells what each
-    sees: counted from its own key, where the last of them has the last."""
+    sees: counted from its own key, where the last of them has the last. Of one, it may be these alternatives."""
     (batch, heads, rows, size), kv_heads = call.query.shape, call.key.shape[1]
     told = OneOf(has_lse=call.wants_lse, has_sink=call.scoring.sink is not None)
     told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, kv_heads
@@ -66,6 +66,15 @@ def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL) -> OneOf:
     told.strip.batch, told.strip.times, told.strip.step, told.strip.count, told.strip.spans = -1, 1, 1, rows, 1
     low, high = diagonals
     told.span.step, told.span.low, told.span.high = 1, -FAR if low is None else low, FAR if high is None else high
+    told.alternatives = len(alternatives)
+    for to, one in zip(told.alternative, alternatives, strict=False):
+        to.low, to.high = (-FAR if one.low is None else one.low), (FAR if one.high is None else one.high)
+        to.since, to.until, to.step, to.chunk = (
+            one.since or 0,
+            (FAR if one.until is None else one.until),
+            one.step,
+            one.chunk or 0,
+        )
     told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * kv_heads * size) if rows == 1 else 0
     return told
 

@@ -166,15 +166,26 @@ FOR_PYTHON(regard_again)
     return python.new_number(tensors > MOST_TENSORS ? UNLIKE : again(known, python.number(argument[1]), t, tensors));
 }
 
+/* Keys that the query of a call of one sees: from its own + low to its own + high, both included, from `since` to before
+   `until`, those of its own chunk of so many, and of these every step-th, counted from its own. chunk 0: of all chunks. */
+struct alternative {
+    i64 low, high, since, until, step, chunk;
+};
+
+#define MOST_ALTERNATIVES 4
+#define MOST_SPANS 10 /* that so many leave, none of which has a key of another */
+
 /* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
-   its own key: the span says it as if query and key of the same number were one another's. What has_... says may be there
-   or not in all calls alike. alone: up to how many keys one thread computes it. */
+   its own key: the span says it as if query and key of the same number were one another's. A query may see those of
+   several alternatives, of which only the last one has a step; of one query, they become spans. What has_... says may be there or not in all calls alike.
+   alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
     struct strip strip;
     struct span span;
     struct tile tile;
-    i64 alone, has_exact, has_lse, has_sink;
+    i64 alone, has_exact, has_lse, has_sink, alternatives;
+    struct alternative alternative[MOST_ALTERNATIVES];
 };
 
 /* Which keys any of so many queries sees, of so many, if the first one's own is `ahead`. */
@@ -182,6 +193,31 @@ static void seen_of(const struct one *known, i64 queries, i64 keys, i64 ahead, i
 {
     *first = least(keys, most(0, ahead + known->span.low));
     *stop = most(*first, least(keys, queries + ahead + known->span.high));
+}
+
+/* Writes the spans of the alternatives, for a query with this key of its own; returns how many. */
+static i64 spans_of(const struct one *known, i64 own, i64 keys, struct span *span)
+{
+    i64 n = 0;
+    for (const struct alternative *p = known->alternative; p < known->alternative + known->alternatives; p++) {
+        i64 start = most(0, most(p->since, own + p->low)), stop = least(keys, least(p->until, own + p->high + 1));
+        if (p->chunk) {
+            i64 chunk = own - own % p->chunk;
+            start = most(start, chunk), stop = least(stop, chunk + p->chunk);
+        }
+        for (i64 earlier = n; start < stop;) { /* between those of earlier ones, which are side by side */
+            i64 end = stop, next = stop;
+            for (i64 i = 0; i < earlier; i++)
+                if (span[i].start < end && span[i].start + span[i].count > start)
+                    end = span[i].start, next = span[i].start + span[i].count;
+            i64 first = start + ((own - start) % p->step + p->step) % p->step;
+            if (first < end)
+                span[n++] = (struct span){
+                    .start = first, .step = p->step, .count = (end - first + p->step - 1) / p->step, .low = -FAR, .high = FAR};
+            start = next;
+        }
+    }
+    return n;
 }
 
 /* where the key of the first query is, if the last one has the last; of query and key */
@@ -209,17 +245,24 @@ static i64 one(
 {
     struct one o = *known;
     struct call *c = &o.call;
-    i64 n = 4;
+    struct span span[MOST_SPANS];
+    struct tile tile[MOST_SPANS];
+    i64 n = 4, of_all = 0;
     struct tensor *to[] = {&c->query, &c->key, &c->value, &c->output};
     for (int i = 0; i < 4; i++)
         if (t[i].axes != 4 || !place(to[i], t + i)) return UNLIKE;
     i64 queries = t[0].shape[2], keys = t[1].shape[2], first, stop;
     seen_of(known, queries, keys, ahead, &first, &stop);
-    c->strip = &o.strip, c->span = &o.span, c->tile = &o.tile;
+    c->strip = &o.strip, c->span = span, c->tile = tile;
     c->query_len = o.strip.count = queries, c->key_len = keys;
-    o.span.start = first, o.span.count = stop - first;
-    o.span.low += ahead - first, o.span.high += ahead - first;
-    c->threads = o.span.count <= o.alone ? 1 : threads;
+    o.strip.spans = queries == 1 ? spans_of(&o, ahead, keys, span) : 0;
+    if (!o.strip.spans) { /* as without alternatives, or they leave none */
+        o.span.start = first, o.span.count = o.alternatives && queries == 1 ? 0 : stop - first;
+        o.span.low += ahead - first, o.span.high += ahead - first;
+        span[0] = o.span, o.strip.spans = 1;
+    }
+    for (i64 i = 0; i < o.strip.spans; i++) of_all += span[i].count;
+    c->threads = of_all <= o.alone ? 1 : threads;
     if (o.has_exact && !place(&c->exact, t + n++)) return UNLIKE;
     if (o.has_lse) c->lse = (real *)(t[n].data + t[n].offset), n++;
     if (o.has_sink) c->sink = (const real *)(t[n].data + t[n].offset), n++;
@@ -233,14 +276,17 @@ static i64 one(
         i64 apart[4];
         if (b->axes != 4 || !fits(b->shape[2], queries) || !fits(b->shape[3], keys)) return UNLIKE;
         for (int axis = 0; axis < 4; axis++) apart[axis] = b->shape[axis] > 1 ? b->strides[axis] : 0;
-        o.span.tiles = 1;
-        o.tile.numbers = b->data + b->offset + first * apart[3] * (b->bits / 8);
         o.tile.dtype = b->bits > 16 ? OWN : b->kind == DL_BFLOAT ? BFLOAT16 : FLOAT16;
-        o.tile.batch = apart[0], o.tile.head = apart[1], o.tile.query = apart[2], o.tile.key = apart[3];
+        o.tile.batch = apart[0], o.tile.head = apart[1], o.tile.query = apart[2];
+        for (i64 i = 0; i < o.strip.spans; i++) {
+            span[i].tile = i, span[i].tiles = 1, tile[i] = o.tile;
+            tile[i].numbers = b->data + b->offset + span[i].start * apart[3] * (b->bits / 8);
+            tile[i].key = span[i].step * apart[3];
+        }
     }
     void *state = python.release();
     regard_forward(c);
-    if (c->suspect && (o.span.tiles || queries > 1 || c->seen.words)) { /* a hidden key may have had a part */
+    if (c->suspect && (span[0].tiles || queries > 1 || c->seen.words)) { /* a hidden key may have had a part */
         c->careful = 1;
         regard_forward(c);
     }

@@ -153,15 +153,51 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
     return like;
 }
 
+/* Most scores that are computed in vain between what several queries see of the alternatives, and cells that are written
+   down: of more, it takes less time to leave them out by strips, though these have to be planned. */
+#define MOST_IN_VAIN (1 << 18)
+#define MOST_CELLS (1 << 17)
+
+/* What several queries see of the alternatives, as cells, which are to be freed; NULL where strips are better. shape: its
+   place, and that of strides. */
+static uint8_t *cells_of(
+    const struct one *known, const struct dl_tensor *query, i64 keys, i64 ahead, struct data *data, i64 shape[8])
+{
+    i64 queries = query->shape[2], in_vain = 0;
+    uint8_t *cells = queries * keys > MOST_CELLS ? NULL : calloc(queries * keys, 1);
+    for (i64 i = 0; cells && i < queries; i++) {
+        struct span span[MOST_SPANS];
+        i64 spans = spans_of(known, ahead + i, keys, span), first = keys, end = 0;
+        for (const struct span *s = span; s < span + spans; s++) {
+            i64 last = s->start + (s->count - 1) * s->step;
+            for (i64 j = s->start; j <= last; j += s->step) cells[i * keys + j] = 1;
+            first = least(first, s->start), end = most(end, last + 1), in_vain -= s->count;
+        }
+        in_vain += most(0, end - first);
+    }
+    if (query->shape[0] * query->shape[1] * in_vain > MOST_IN_VAIN) free(cells), cells = NULL;
+    memcpy(shape, (i64[]){1, 1, queries, keys, 0, 0, keys, 1}, 8 * sizeof *shape);
+    data->tensor[CELLS] = (struct dl_tensor){
+        .data = (char *)cells, .device = query->device, .number = query->number, .axes = 4, .kind = DL_BOOL, .bits = 8,
+        .lanes = 1, .shape = shape, .strides = shape + 4};
+    data->four_axes = 1;
+    return cells;
+}
+
 /* intervals: an object of them, if they are wanted */
 static i64 one_again(
-    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, const struct data *data, void **intervals)
+    const struct repeated *r, i64 threads, struct dl_tensor *t, i64 count, struct data *data, void **intervals)
 {
-    i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4];
+    i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4], of_cells[8];
     i64 ahead = data->has_offset ? data->offset : ahead_of(t);
+    uint8_t *cells = NULL;
+    if (queries > 1 && r->one->alternatives) {
+        cells = cells_of(r->one, t, keys, ahead, data, of_cells);
+        if (!cells) return UNLIKE;
+    }
     if (r->row) { /* each key's number lies before that of the next, if there is one query; otherwise after it */
         struct dl_tensor *row = t + count++;
-        if (python.read(r->row, row)) return UNLIKE;
+        if (python.read(r->row, row)) return free(cells), UNLIKE;
         i64 numbers = row->shape[3], own = queries == 1 ? numbers - keys : numbers / 2 + keys - queries;
         memcpy(shape, row->shape, sizeof shape), memcpy(stride, row->strides, sizeof stride);
         shape[2] = queries, shape[3] = keys;
@@ -183,7 +219,7 @@ static i64 one_again(
             outcome = one(&open, threads, ahead, found.told, &found.seen, t, count);
     }
     if (outcome == DONE && r->fix) *intervals = kept_intervals(&found, data, &r->one->span, t, keys);
-    free_intervals(&found);
+    free_intervals(&found), free(cells);
     return outcome;
 }
 
@@ -210,7 +246,7 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
 
 /* The same, into `found`; returns whether it was computed, and nothing hidden may have had a part. */
 static int pass_again(
-    const struct repeated *r, void *given, const struct dl_tensor *three, const struct data *data, void **found)
+    const struct repeated *r, void *given, const struct dl_tensor *three, struct data *data, void **found)
 {
     struct dl_tensor t[3 + RESULTS + MOST_NOTED + 1] = {three[0], three[1], three[2]};
     void *threads = called(r->threads, python.tuple(0)), *result[RESULTS] = {0}, *intervals = NULL;
