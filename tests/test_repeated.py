@@ -939,7 +939,7 @@ ALTERNATIVES = {
 @pytest.mark.parametrize("kind", ALTERNATIVES)
 def test_alternatives_of_positions_may_be_of_any_length(kind, learns, dtype, found):
     of_length = [(24, 24), (17, 17), (31, 31), (25, 25), (30, 30), (30, 30)]
-    of_length += [] if "documents" in kind else [(3, 24), (2, 17), (3, 31)]
+    of_length += [] if "documents" in kind else [(3, 24), (2, 17), (3, 31), (24, 17), (30, 19)]
     for step, (queries, keys) in enumerate(of_length, 1):
         leaves = [part.requires_grad_(learns) for part in read(queries, keys, dtype, step)]
         exact = [part.detach().double().requires_grad_(learns) for part in leaves]
@@ -957,7 +957,7 @@ def test_alternatives_of_positions_may_be_of_any_length(kind, learns, dtype, fou
             error = 3e-5 if dtype is torch.float32 else 4e-2
             torch.testing.assert_close(one.double(), other, atol=error, rtol=error)
         quickly = not (learns and "sink" in given)
-        assert is_found == (quickly and step not in (1, 7)), (queries, keys)
+        assert is_found == (quickly and step not in (1, 7, 10)), (queries, keys)
 
 
 def test_what_alternatives_hide_is_left_out_by_strips_if_it_is_much(found):

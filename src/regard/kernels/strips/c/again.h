@@ -173,12 +173,12 @@ struct alternative {
 };
 
 #define MOST_ALTERNATIVES 4
-#define MOST_SPANS 10 /* that so many leave, none of which has a key of another */
+#define MOST_SPANS 10 /* that so many leave, none of which has a key of another: of the n-th at most n */
 
 /* A call of one strip, of any numbers of queries and keys. Where the keys that a query sees begin and end is counted from
    its own key: the span says it as if query and key of the same number were one another's. A query may see those of
-   several alternatives, of which only the last one has a step; of one query, they become spans. What has_... says may be there or not in all calls alike.
-   alone: up to how many keys one thread computes it. */
+   several alternatives, of which only the last one has a step; of one query, they become spans. What has_... says may be
+   there or not in all calls alike. alone: up to how many keys one thread computes it. */
 struct one {
     struct call call;
     struct strip strip;
@@ -195,6 +195,9 @@ static void seen_of(const struct one *known, i64 queries, i64 keys, i64 ahead, i
     *stop = most(*first, least(keys, queries + ahead + known->span.high));
 }
 
+/* what is left of a number that may be negative, from 0 on */
+INLINE i64 modulo(i64 number, i64 by) { return (number % by + by) % by; }
+
 /* Writes the spans of the alternatives, for a query with this key of its own; returns how many. */
 static i64 spans_of(const struct one *known, i64 own, i64 keys, struct span *span)
 {
@@ -202,7 +205,7 @@ static i64 spans_of(const struct one *known, i64 own, i64 keys, struct span *spa
     for (const struct alternative *p = known->alternative; p < known->alternative + known->alternatives; p++) {
         i64 start = most(0, most(p->since, own + p->low)), stop = least(keys, least(p->until, own + p->high + 1));
         if (p->chunk) {
-            i64 chunk = own - own % p->chunk;
+            i64 chunk = own - modulo(own, p->chunk);
             start = most(start, chunk), stop = least(stop, chunk + p->chunk);
         }
         for (i64 earlier = n; start < stop;) { /* between those of earlier ones, which are side by side */
@@ -210,10 +213,10 @@ static i64 spans_of(const struct one *known, i64 own, i64 keys, struct span *spa
             for (i64 i = 0; i < earlier; i++)
                 if (span[i].start < end && span[i].start + span[i].count > start)
                     end = span[i].start, next = span[i].start + span[i].count;
-            i64 first = start + ((own - start) % p->step + p->step) % p->step;
+            i64 first = start + modulo(own - start, p->step);
+            i64 count = (end - first + p->step - 1) / p->step;
             if (first < end)
-                span[n++] = (struct span){
-                    .start = first, .step = p->step, .count = (end - first + p->step - 1) / p->step, .low = -FAR, .high = FAR};
+                span[n++] = (struct span){.start = first, .step = p->step, .count = count, .low = -FAR, .high = FAR};
             start = next;
         }
     }
