@@ -48,7 +48,7 @@ from regard.biases import Given
 from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, ready, tuning
 from regard.kernels.strips.autograd import Alike, attach
 from regard.kernels.strips.kernel import Planned
-from regard.masks.planning import seen_from_own_key
+from regard.masks.planning import product_of, seen_from_own_key
 from regard.shapes import Grid
 
 pytestmark = needs_library
@@ -715,6 +715,8 @@ def test_what_the_last_of_some_tokens_sees_is_what_its_mask_says():
         allowed = mask.bind(Grid(1, 1, 1, keys)).allowed(range(1), range(keys))
         assert torch.equal(seen, allowed.expand(1, 1, 1, keys).flatten()), mask
     assert known > 200
+    many = product_of(Window(n) | Prefix(n) for n in range(1, 40))  # 2^39 alternatives
+    assert seen_from_own_key(many) is None
     for other in (Causal(offset=3), Prefix([3]), Padding([3]), Where(lambda batch, head, query, key: key >= 0)):
         assert seen_from_own_key(Causal() | other) is None
 

@@ -17,6 +17,9 @@ from regard.shapes import Grid, Offset
 BRANCHES = 4
 """Parts into which a PARTIAL rectangle is cut: more of them are more questions, fewer are more rounds of asking."""
 
+MOST_ALTERNATIVES = 64
+"""Alternatives up to which a mask is multiplied out: each union doubles them."""
+
 FEW = 16
 """Rectangles for which asking one at a time takes less than arithmetic on tensors."""
 
@@ -276,7 +279,9 @@ def _alternatives(mask: Mask) -> list[Alternative] | None:
 
 
 def _in_common(some: list[Alternative], others: list[Alternative]) -> list[Alternative] | None:
-    """What is seen by one of some and by one of others; None if that is no alternative."""
+    """What is seen by one of some and by one of others; None if that is no alternative, or they are many."""
+    if len(some) * len(others) > MOST_ALTERNATIVES:
+        return None
     found = []
     for one, other in product(some, others):
         if 1 not in (one.step, other.step) or None not in (one.chunk, other.chunk):
