@@ -139,8 +139,14 @@ def note(given: tuple[Any, ...]) -> Results | None:
         results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
         return [told, row, *results, *(_learning(made, given, has_data or bool(alternatives)) if learned else ())]
 
+    before = checked.noted
     note_as(library, given, way, any_data=has_data, any_table=any_table)
-    return _now(library, given) if alternatives and several else None
+    if not (alternatives and several):
+        return None
+    results = library.repeat(given, checked.noted)
+    if results is None:  # the library leaves it to strips
+        checked.noted = before
+    return results
 
 
 def _alternatives_in(mask: Mask, others: list[Mask]) -> tuple[list[Alternative], list[Mask]]:
@@ -152,14 +158,6 @@ def _alternatives_in(mask: Mask, others: list[Mask]) -> tuple[list[Alternative],
     if not found or len(found) > MOST_ALTERNATIVES or sum(one.step > 1 for one in found) > 1:
         return [], others
     return found, rest
-
-
-def _now(library: binding.Compiled, given: tuple[Any, ...]) -> Results | None:
-    """Output and lse of a call that was noted just now; if the library leaves it to strips, it is noted no longer."""
-    results = library.repeat(given, checked.noted)
-    if results is None:
-        checked.noted = checked.noted[2:]
-    return results
 
 
 def _has_its_turn() -> bool:

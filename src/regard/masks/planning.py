@@ -17,7 +17,7 @@ from regard.shapes import Grid, Offset
 BRANCHES = 4
 """Parts into which a PARTIAL rectangle is cut: more of them are more questions, fewer are more rounds of asking."""
 
-MOST_ALTERNATIVES = 64
+MAX_MULTIPLIED_OUT = 64
 """Alternatives up to which a mask is multiplied out: each union doubles them."""
 
 FEW = 16
@@ -280,7 +280,7 @@ def _alternatives(mask: Mask) -> list[Alternative] | None:
 
 def _in_common(some: list[Alternative], others: list[Alternative]) -> list[Alternative] | None:
     """What is seen by one of some and by one of others; None if that is no alternative, or they are many."""
-    if len(some) * len(others) > MOST_ALTERNATIVES:
+    if len(some) * len(others) > MAX_MULTIPLIED_OUT:
         return None
     found = []
     for one, other in product(some, others):

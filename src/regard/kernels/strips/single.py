@@ -56,7 +56,7 @@ Alone = Callable[[Tensor, Tensor, Tensor, Tensor | None, Hidden | None, Tensor |
 
 def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL, alternatives: Sequence[Alternative] = ()) -> OneOf:
     """What the library is told of such calls; of more queries, too, if nothing but these diagonals tells what each
-    sees: counted from its own key, where the last of them has the last. Of one, it may be these alternatives."""
+    sees: counted from its own key, where the last of them has the last; or these alternatives."""
     (batch, heads, rows, size), kv_heads = call.query.shape, call.key.shape[1]
     told = OneOf(has_lse=call.wants_lse, has_sink=call.scoring.sink is not None)
     told.call.batches, told.call.heads, told.call.kv_heads = batch, heads, kv_heads
