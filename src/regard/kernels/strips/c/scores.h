@@ -491,7 +491,7 @@ INLINE void fetch_to_write(const char *at) { __builtin_prefetch(at, 1); }
 /* some of them that lie so far apart, as those of one head do where the numbers of all heads lie side by side */
 INLINE vec numbers_apart(const void *numbers, i64 at, i64 apart, const int dtype)
 {
-    vec x;
+    vec x = all(0);
     for (int i = 0; i < LANES; i++) {
         x[i] = number_at(numbers, at + i * apart, dtype);
         fetch(address(numbers, at + (i + LANES) * apart, dtype));
@@ -659,7 +659,7 @@ INLINE void add_tile_of(
     for (; j < n; j++) {
         i64 of_key = key_in(p, s, t, first + j) * t->key;
         for (int c = 0; c < rows; c += LANES) {
-            vec x;
+            vec x = all(0);
             for (int i = 0; i < LANES; i++) x[i] = number_at(numbers, from[c + i] + of_key, dtype);
             add(scores + j * UNIT + c, factor, x);
         }

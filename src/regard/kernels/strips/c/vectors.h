@@ -320,20 +320,35 @@ INLINE void fetch_row(const char *row, i64 bytes)
 #define ROWS_AHEAD 16  /* rows of keys or values that are fetched early where some are read at a time ... */
 #define STEPS_AHEAD 32 /* ... and where they are read one after another */
 
+/* Arm's processors multiply by any lane of a vector, but to load a number into all lanes takes them a vector operation, too,
+   as a product does (LD1R in LLVM's model of Neoverse N2): there, numbers of the left factor that lie side by side are
+   read as vectors. */
+#if defined(__ARM_NEON)
+#define BY_LANE 1
+#else
+#define BY_LANE 0
+#endif
+#define IS_1(apart) (__builtin_constant_p(apart) && (apart) == 1)
+#define STEPS_AT_ONCE 4 /* the most: lanes of NEON */
+
 /* sum[r][c] += left[r * row + k * step] right[k][c], for so many steps k: where a row lies is found once for all of them */
 INLINE void steps_of(
     const int n, const int wide, const int steps, const real *left, i64 row, i64 step, const real *right, i64 right_row,
     vec sum[][2])
 {
-    vec x[2][2];
+    vec x[STEPS_AT_ONCE][2];
     UNROLL
     for (int k = 0; k < steps; k++)
         for (int c = 0; c < wide; c++) x[k][c] = load(right + k * right_row + c * LANES);
     UNROLL
     for (int r = 0; r < n; r++)
         UNROLL
-        for (int k = 0; k < steps; k++)
-            for (int c = 0; c < wide; c++) sum[r][c] += left[r * row + k * step] * x[k][c];
+        for (int k = 0; k < steps; k++) {
+            real number = left[r * row + k * step];
+            if (BY_LANE && IS_1(step) && steps == LANES) number = load(left + r * row)[k];
+            if (BY_LANE && IS_1(row) && n % LANES == 0) number = load(left + k * step + r / LANES * LANES)[r % LANES];
+            for (int c = 0; c < wide; c++) sum[r][c] += number * x[k][c];
+        }
 }
 
 /* out[r][c] (+)= sum_k left[r * row + k * step] right[k][c], for n rows and `wide` vectors of columns; there: of the left
@@ -343,8 +358,9 @@ INLINE void block(
     const int n, const int wide, const real *left, i64 row, i64 step, i64 there, const real *right, i64 right_row,
     i64 depth, real *out, i64 out_row, const int add)
 {
-    const int side = n > 8 ? 16 : 8;                 /* numbers of a line that are read while another is fetched */
-    const int steps = wide == 2 && LEFT < 8 ? 1 : 2; /* where 16 registers hold 12 sums, two vectors and a number */
+    const int side = n > 8 ? 16 : 8; /* numbers of a line that are read while another is fetched */
+    /* 1: where 16 registers hold 12 sums, two vectors and a number */
+    const int steps = BY_LANE && IS_1(step) ? LANES : wide == 2 && LEFT < 8 ? 1 : 2;
     const real *line = left + most(0, least(ROWS_AHEAD, there - side)) * row, *ahead = line;
     const i64 next = there >= side ? row : 0;
     i64 k = 0;
