@@ -20,12 +20,20 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src/regard/kernels/strips/c/attention.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"]
-INSTRUCTIONS = {  # of a machine, with the flags for each; kernels/strips/binding.py chooses
-    "x86_64": {
+ON_MACOS = "11.0"  # the first one of Macs with processors of Apple's
+INSTRUCTIONS = {  # of a system and a machine, with the flags for each; kernels/strips/binding.py chooses
+    ("linux", "x86_64"): {
         "x86-64-v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],  # AVX-512
         "x86-64-v3": ["-march=x86-64-v3"],  # AVX2
     },
-    "aarch64": {"armv8-a": ["-march=armv8-a"]},  # NEON
+    ("linux", "aarch64"): {
+        "armv8-a": ["-march=armv8-a"],  # NEON
+        "armv8-a+bf16": ["-march=armv8.2-a+bf16"],
+    },
+    ("darwin", "arm64"): {
+        "armv8-a": ["-arch", "arm64", f"-mmacosx-version-min={ON_MACOS}"],  # of the first processor
+        "armv8-a+bf16": ["-arch", "arm64", f"-mmacosx-version-min={ON_MACOS}", "-march=armv8.2-a+bf16"],
+    },
 }
 DTYPES = ("float32", "float64")
 
@@ -44,19 +52,26 @@ class Compile(BuildHookInterface):
         build_data["artifacts"].append(f"{SOURCE.parent}/*.so.1")
         build_data["pure_python"] = False
         # no part of Python's own interface is used, so one wheel serves every version
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{_platform()}"
+
+
+def _platform() -> str:
+    """The one that a wheel is for. Python's own name for it may be that of two processors."""
+    name = f"macosx-{ON_MACOS}-{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
+    return name.replace("-", "_").replace(".", "_")
 
 
 def compile_all(root: Path) -> str | None:
     """Compiles all variants, beside the source; returns why it could not, or None."""
-    if sys.platform != "linux" or platform.machine() not in INSTRUCTIONS:
-        known = " and ".join(INSTRUCTIONS)
-        return f"it is written for Linux on {known}, not for {sys.platform} on {platform.machine()}"
+    variants = INSTRUCTIONS.get((sys.platform, platform.machine()))
+    if variants is None:
+        known = ", ".join(f"{system} on {machine}" for system, machine in INSTRUCTIONS)
+        return f"it is written for {known}, not for {sys.platform} on {platform.machine()}"
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
         return f"no C compiler ({compiler[0]})"
     source, made = root / SOURCE, []
-    for instructions, flags in INSTRUCTIONS[platform.machine()].items():
+    for instructions, flags in variants.items():
         for dtype in DTYPES:
             # not .so alone, which Python takes for modules of its own
             path = source.with_name(f"attention-{instructions}-{dtype}.so.1")

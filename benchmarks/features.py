@@ -621,7 +621,7 @@ def report(kinds_of_processors: Sequence[dict[str, Any]]) -> str:
         "Written by `python benchmarks/features.py --report` from `benchmarks/results/features-*.json`; `make bench`",
         "measures anew, and `make gpu` on a GPU. Each row is one call, with 8 heads of 64 unless it says so. Which",
         "library multiplies what depends on the processor, and there is a part for each kind; and one without the",
-        "compiled library, as on systems other than Linux, or where there was no compiler.",
+        "compiled library, as on Windows, or where there was no compiler.",
         "",
         "- **per score**: time per score that the mask allows, over that of torch's plain causal attention of the same",
         "  length. A feature that hides half of the scores at random cannot cost less than 2 where all are computed.",

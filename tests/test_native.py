@@ -54,7 +54,6 @@ from regard.validation import check_call
 pytestmark = pytest.mark.usefixtures("sorts_few")
 
 ROOT = Path(__file__).parent.parent
-BUILDS = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and shutil.which("cc") is not None
 IS_OFF = os.environ.get("REGARD_NATIVE") == "0"
 
 
@@ -73,6 +72,10 @@ def build():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+HERE = build().INSTRUCTIONS.get((sys.platform, platform.machine()), {})
+BUILDS = bool(HERE) and shutil.which("cc") is not None
 
 
 def checked(
@@ -98,7 +101,7 @@ class OfEveryScore(regard.Bias):
 # --- where it is, and where it is not ---------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(IS_OFF or not BUILDS, reason="it is compiled by cc on Linux")
+@pytest.mark.skipif(IS_OFF or not BUILDS, reason="no cc, or not for this system")
 def test_it_is_compiled_where_there_is_a_compiler():
     assert binding.compiled() is not None
     assert binding.compiled(torch.float64).lanes * 2 == binding.compiled().lanes
@@ -179,6 +182,56 @@ def test_without_a_compiler_the_installation_says_why_and_leaves_nothing(tmp_pat
     assert [path.name for path in source.parent.iterdir()] == ["attention.c"]
     if BUILDS:
         assert "failed" in why
+
+
+COMPILER = """#!/bin/sh
+echo "$@" >> $0.asked
+while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "python", "wheel", "flags"),
+    [
+        ("darwin", "arm64", "macosx-10.9-universal2", "macosx_11_0_arm64", "-arch arm64 -mmacosx-version-min=11.0"),
+        ("linux", "aarch64", "linux-aarch64", "linux_aarch64", "-march=armv8"),
+    ],
+)
+def test_on_other_systems_the_flags_and_the_wheel_are_theirs(
+    system, machine, python, wheel, flags, tmp_path, monkeypatch
+):
+    module, compiler = build(), tmp_path / "cc"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    folder = (tmp_path / module.SOURCE).parent
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(module.sysconfig, "get_platform", lambda: python)
+    monkeypatch.setenv("CC", str(compiler))
+    assert module.compile_all(tmp_path) is None
+    asked = (tmp_path / "cc.asked").read_text().splitlines()
+    assert len(asked) == 4
+    assert all(f" {flags}" in line for line in asked)
+    assert module._platform() == wheel
+    for has_bfloat16 in (False, True):
+        monkeypatch.setattr(processor, "ARM_BFLOAT16", has_bfloat16)
+        for dtype in ("float32", "float64"):
+            assert (folder / f"attention-{binding._instructions()}-{dtype}.so.1").exists()
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert f"not for {system} on riscv64" in module.compile_all(tmp_path)
+
+
+@pytest.mark.skipif(not BUILDS, reason="no cc")
+def test_threads_are_those_of_the_runtime_beside_torch(tmp_path, monkeypatch):
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    source = tmp_path / "omp.c"
+    source.write_text("void GOMP_parallel(void) {} int omp_get_thread_num(void) { return 41; }")
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(folder / "lib" / "libomp.dylib")], check=True)
+    monkeypatch.setattr(torch, "__file__", str(folder / "__init__.py"))
+    _, number = binding._functions_of_threads()
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(number.value)() == 41
 
 
 SAME = """
@@ -308,12 +361,20 @@ def test_what_it_costs_beside_torchs_operator_is_measured(monkeypatch):
         assert_close(mine, theirs)
 
 
-@pytest.mark.skipif(IS_OFF or not BUILDS, reason="it is compiled on Linux")
-@pytest.mark.parametrize("compiler", ["gcc", "clang", "clang-15", "clang-16", "clang-19"])
+OLDEST = {"gcc": 12, "clang": 15}
+ON_ARM = "aarch64-linux-gnu-gcc"
+
+
+@pytest.mark.skipif(IS_OFF or not BUILDS, reason="no cc, or not for this system")
+@pytest.mark.parametrize("compiler", ["gcc", "clang", "clang-15", "clang-16", "clang-19", ON_ARM])
 def test_other_compilers_compile_it_without_a_warning(compiler, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
-    for instructions in build().INSTRUCTIONS[platform.machine()].values():
+    version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    if int(version.split(".")[0]) < OLDEST["clang" if "clang" in compiler else "gcc"]:
+        pytest.skip(f"{compiler} is {version.strip()}, which does not know _Float16")
+    variants = build().INSTRUCTIONS["linux", "aarch64"] if compiler == ON_ARM else HERE
+    for instructions in variants.values():
         for dtype in build().DTYPES:
             flags = *build().FLAGS, *instructions, "-O1", "-Wall", "-Wextra", "-Werror", f"-D{dtype.upper()}"
             command = [

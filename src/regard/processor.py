@@ -28,6 +28,8 @@ def _uses(*instructions: str) -> bool:
 FLOAT16 = _uses("avx512_fp16", "amx_fp16")
 BFLOAT16 = _uses("avx512_bf16", "amx_bf16")
 """Whether it has instructions for products in this dtype, which are then faster than in float32."""
+ARM_BFLOAT16 = _uses("bf16")
+"""The same of a processor of Arm's, by what our own library multiplies; what torch does there was not measured."""
 AMX = _uses("amx_tile")
 """Whether it has AMX tile instructions for bfloat16; torch then uses a different fused operator."""
 

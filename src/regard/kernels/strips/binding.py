@@ -18,11 +18,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from regard import processor
+
 INSTRUCTIONS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 """The set of instructions, as compilers call it, for what torch uses on an x86-64 processor."""
 
-ON_ARM = "armv8-a"
-"""The one for all 64-bit processors of Arm, whose NEON every one of them has."""
+ON_ARM = {False: "armv8-a", True: "armv8-a+bf16"}
+"""The one for 64-bit processors of Arm, all of which have NEON; True: those that multiply bfloat16 numbers, too."""
+
+ARM = "aarch64", "arm64"
+"""What Linux and macOS call them."""
 
 OWN = 0
 DTYPES = {torch.float32: OWN, torch.float64: OWN, torch.bfloat16: 1, torch.float16: 2}
@@ -34,7 +39,8 @@ BITS = 3
 QUERIES_OF_A_WORD = 32
 
 PRODUCTS = "plain", "pairs", "tiles"
-"""By what the library multiplies bfloat16 numbers: as float32, or by AVX512-BF16 or AMX as they are; see c/halves.h."""
+"""By what the library multiplies bfloat16 numbers: as float32, or as they are, by AVX512-BF16 or BFDOT, or by AMX; see
+c/halves.h."""
 
 FAR = 1 << 40
 """A diagonal beyond all keys: FAR of c/call.h."""
@@ -276,11 +282,8 @@ class Compiled:
         self.products = PRODUCTS[loaded.regard_products()]
         self._set_products = loaded.regard_set_products
         self._set_products.argtypes, self._set_products.restype = (_i64,), None
-        # torch's own threads: those of a second runtime would compete with them for the cores
-        runtime = ctypes.CDLL(None)
-        of_threads = (getattr(runtime, name, None) for name in ("GOMP_parallel", "omp_get_thread_num"))
         loaded.regard_set_threads.argtypes, loaded.regard_set_threads.restype = (_address, _address), None
-        loaded.regard_set_threads(*(None if one is None else ctypes.cast(one, _address) for one in of_threads))
+        loaded.regard_set_threads(*_functions_of_threads())
         self.forward, self.backward = loaded.regard_forward, loaded.regard_backward
         self.finish, self.look = loaded.regard_finish, loaded.regard_look
         for function in (self.forward, self.backward, self.finish, self.look):
@@ -361,6 +364,15 @@ _PythonOf = _address * (1 + len(_OF_PYTHON) + len(_OBJECTS))
 """`struct python` of c/again.h."""
 
 
+def _functions_of_threads() -> "list[ctypes.c_void_p | None]":
+    """The two functions of OpenMP that the library calls: of torch's own runtime, since the threads of a second one
+    would compete with its for the cores. macOS need not tell of one that came with another library, but by its name."""
+    beside_torch = Path(torch.__file__).parent / "lib" / "libomp.dylib"
+    runtime = ctypes.CDLL(str(beside_torch) if beside_torch.exists() else None)
+    found = (getattr(runtime, name, None) for name in ("GOMP_parallel", "omp_get_thread_num"))
+    return [None if function is None else ctypes.cast(function, _address) for function in found]
+
+
 def _functions_of_python() -> "ctypes.Array[ctypes.c_void_p]":
     """A `_PythonOf`."""
     python = ctypes.pythonapi
@@ -433,4 +445,6 @@ def compiled(dtype: torch.dtype = torch.float32) -> Compiled | None:
 
 def _instructions() -> str | None:
     """The set of instructions for this processor; None if the library is written for others."""
-    return ON_ARM if platform.machine() == "aarch64" else INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+    if platform.machine() in ARM:
+        return ON_ARM[processor.ARM_BFLOAT16]
+    return INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())

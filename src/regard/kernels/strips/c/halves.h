@@ -1,7 +1,8 @@
 /* Products of bfloat16 numbers as they are, with sums in float32, on processors that have instructions for them.
 
-   PAIRS  AVX512-BF16 multiplies two numbers by two others in the time of one product, and adds both. The left factor is
-          read where it is; the right one has two features of a query in the place of one number.
+   PAIRS  AVX512-BF16, and BFDOT of Arm's processors, multiply two numbers by two others in the time of one product, and
+          add both. The left factor is read where it is; the right one has two features of a query in the place of one
+          number.
    TILES  AMX multiplies 16 rows of 32 numbers by 32 rows of 16, in the time of 16 products of vectors. The left factor
           is read where it is, 16 rows at a time; the right one has pairs of rows in the place of one, as above.
 
@@ -23,34 +24,71 @@ enum products { PLAIN, PAIRS, TILES };
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
 #define WITH_PAIRS __attribute__((target("avx512bf16")))
 #define WITH_TILES __attribute__((target("avx512bf16,amx-tile,amx-bf16")))
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(FLOAT64)
+#include <arm_neon.h>
+#define WITH_PAIRS
+#endif
 
 /* --- pairs ------------------------------------------------------------------------------------------------------- */
+
+#ifdef WITH_PAIRS
+#if defined(__AVX512F__)
+#define PAIRS_AT_ONCE 1
+static inline WITH_PAIRS __attribute__((always_inline)) void add_pairs(
+    const int n, const int wide, const int pairs, const uint16_t *left, i64 row, const real *right, vec sum[][2])
+{
+    __m512bh x[2];
+    (void)pairs;
+    for (int c = 0; c < wide; c++) x[c] = (__m512bh)load(right + c * LANES);
+    UNROLL
+    for (int r = 0; r < n; r++) {
+        int32_t pair;
+        memcpy(&pair, left + r * row, sizeof pair);
+        __m512i repeated = _mm512_set1_epi32(pair);
+#if defined(__clang__) /* Clang 16 does not come to an end with repeated numbers that become others */
+        __asm__("" : "+v"(repeated));
+#endif
+        __m512bh of_row = (__m512bh)repeated;
+        for (int c = 0; c < wide; c++) sum[r][c] = (vec)_mm512_dpbf16_ps((__m512)sum[r][c], x[c], of_row);
+    }
+}
+#else
+#define PAIRS_AT_ONCE 4
+#define ADD_PAIR(k)                                                                                                    \
+    for (int c = 0; c < wide && (k) < pairs; c++)                                                                      \
+        sum[r][c] = (vec)vbfdotq_laneq_f32((float32x4_t)sum[r][c], (bfloat16x8_t)x[k][c], (bfloat16x8_t)of_row, k);
+INLINE void add_pairs(
+    const int n, const int wide, const int pairs, const uint16_t *left, i64 row, const real *right, vec sum[][2])
+{
+    vec x[PAIRS_AT_ONCE][2];
+    UNROLL
+    for (int k = 0; k < pairs; k++)
+        for (int c = 0; c < wide; c++) x[k][c] = load(right + k * UNIT + c * LANES);
+    UNROLL
+    for (int r = 0; r < n; r++) {
+        vec of_row = all(0);
+        memcpy(&of_row, left + r * row, pairs * 2 * sizeof *left);
+        ADD_PAIR(0)
+        ADD_PAIR(1)
+        ADD_PAIR(2)
+        ADD_PAIR(3)
+    }
+}
+#endif
 
 static inline WITH_PAIRS __attribute__((always_inline)) void block_of_pairs(
     const int n, const int wide, const uint16_t *left, i64 row, const real *right, i64 pairs, real factor, real *out)
 {
     vec sum[LEFT][2];
+    i64 k = 0;
     UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) sum[r][c] = all(0);
-    for (i64 k = 0; k < pairs; k++) {
-        __m512bh x[2];
-        for (int c = 0; c < wide; c++) x[c] = (__m512bh)load(right + k * UNIT + c * LANES);
-        UNROLL
-        for (int r = 0; r < n; r++) {
-            int32_t pair;
-            memcpy(&pair, left + r * row + 2 * k, sizeof pair);
-            __m512i repeated = _mm512_set1_epi32(pair);
-#if defined(__clang__) /* Clang 16 does not come to an end with repeated numbers that become others */
-            __asm__("" : "+v"(repeated));
-#endif
-            __m512bh of_row = (__m512bh)repeated;
-            for (int c = 0; c < wide; c++) sum[r][c] = (vec)_mm512_dpbf16_ps((__m512)sum[r][c], x[c], of_row);
-        }
-    }
+    for (; k + PAIRS_AT_ONCE <= pairs; k += PAIRS_AT_ONCE)
+        add_pairs(n, wide, PAIRS_AT_ONCE, left + 2 * k, row, right + k * UNIT, sum);
+    for (; k < pairs; k++) add_pairs(n, wide, 1, left + 2 * k, row, right + k * UNIT, sum);
     UNROLL
     for (int r = 0; r < n; r++)
         for (int c = 0; c < wide; c++) store(out + r * UNIT + c * LANES, sum[r][c] * factor);
@@ -66,7 +104,20 @@ static inline WITH_PAIRS __attribute__((always_inline)) void blocks_of_pairs(
     for (; r < n; r++) block_of_pairs(1, wide, left + r * row, row, right, pairs, factor, out + r * UNIT);
 }
 
+/* (1) and (3) of bfloat16, times a factor */
+static WITH_PAIRS void pairs_times(
+    i64 n, const uint16_t *left, i64 row, const real *right, i64 depth, int wide, real factor, real *out)
+{
+    if (wide == 2)
+        blocks_of_pairs(n, 2, left, row, right, depth / 2, factor, out);
+    else
+        blocks_of_pairs(n, 1, left, row, right, depth / 2, factor, out);
+}
+#endif
+
 /* --- tiles ------------------------------------------------------------------------------------------------------- */
+
+#ifdef WITH_TILES
 
 /* Written out, since compilers move the stores of what a tile is to load behind their own functions for it. */
 #define TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t ::)
@@ -133,9 +184,7 @@ static inline WITH_TILES __attribute__((always_inline)) void blocks_of_tiles(
     if (n) block_of_tiles(1, wide, left, right, low, steps, out, out_row, add);
 }
 
-/* --- products ---------------------------------------------------------------------------------------------------- */
-
-/* (1) and (3) of bfloat16, times a factor */
+/* the same products by what there is */
 static WITH_TILES void halves_times(
     enum products by, i64 n, const uint16_t *left, i64 row, const real *right, i64 depth, int wide, real factor,
     real *out)
@@ -152,11 +201,7 @@ static WITH_TILES void halves_times(
             for (int w = 0; w < wide * LANES; w += LANES)
                 store(out + j * UNIT + w, load(out + j * UNIT + w) * factor);
     }
-    left += whole * row, out += whole * UNIT;
-    if (wide == 2)
-        blocks_of_pairs(n - whole, 2, left, row, right, depth / 2, factor, out);
-    else
-        blocks_of_pairs(n - whole, 1, left, row, right, depth / 2, factor, out);
+    pairs_times(n - whole, left + whole * row, row, right, depth, wide, factor, out + whole * UNIT);
 }
 
 /* two rows of 16 numbers: of each pair, the first takes the lower half */
@@ -307,7 +352,11 @@ static void halves_times(
     enum products by, i64 n, const uint16_t *left, i64 row, const real *right, i64 depth, int wide, real factor,
     real *out)
 {
+#ifdef WITH_PAIRS
+    if (by == PAIRS) pairs_times(n, left, row, right, depth, wide, factor, out);
+#else
     (void)by, (void)n, (void)left, (void)row, (void)right, (void)depth, (void)wide, (void)factor, (void)out;
+#endif
 }
 static void to_half_columns(i64 n, const uint16_t *from, i64 row, i64 size, uint16_t *out, i64 apart)
 {
@@ -332,5 +381,9 @@ static void split_times(
 }
 static void set_tiles(const struct tiles *to) { (void)to; }
 static void begin_tiles(struct tiles *before) { (void)before; }
+#ifdef WITH_PAIRS /* compiled for processors that have them */
+static enum products best_products(void) { return PAIRS; }
+#else
 static enum products best_products(void) { return PLAIN; }
+#endif
 #endif
