@@ -15,11 +15,10 @@ the same lengths. What the library found out about data, as intervals of keys, i
 """
 
 import ctypes
-import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +40,15 @@ from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
 from regard.kernels.strips.work import by_query
 from regard.masks import Band, Dense, Document, Mask, Padding
-from regard.masks.planning import EVERY_DIAGONAL, Alternative, factors, from_own_key, product_of, seen_from_own_key
+from regard.masks.planning import (
+    EVERY_DIAGONAL,
+    Alternative,
+    Diagonals,
+    factors,
+    from_own_key,
+    product_of,
+    seen_from_own_key,
+)
 from regard.numerics import wide
 from regard.one_query import counts_from_the_last, row_of
 from regard.repeated import (
@@ -95,53 +102,18 @@ def note(given: tuple[Any, ...]) -> Results | None:
         Output and lse where calls like it are computed in another way than by a plan of their own, so that all of them
         have the same numbers to the last bit; None otherwise.
     """
-    library, mask, bias, sink = binding.compiled(torch.float32), given[MASK], given[BIAS], given[SINK]
-    if library is None or given[DROPOUT]:
+    library = binding.compiled(torch.float32)
+    if library is None or not _has_a_way(given, library):
         return None
-    offset = None if mask is None else _offset_of(mask)
-    diagonals, others = (EVERY_DIAGONAL, []) if mask is None else from_own_key(mask, offset)
-    alternatives: list[Alternative] = []
-    if others and offset is None:
-        alternatives, others = _alternatives_in(mask, others)
-    queries, keys = given[QUERY].shape[2], given[KEY].shape[2]
-    scores, several = math.prod((*given[QUERY].shape[:3], keys)), queries > 1
-    if len({*map(type, others)}) < len(others) or not all(_may_be_another(other, scores) for other in others):
+    seen, kind = _seen_under(given[MASK]), _kind_of(given)
+    if not (_is_found_out(seen, given, kind) and _is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
         return None
-    has_data, has_table = bool(others) or offset is not None, isinstance(bias, Tensor)
-    learning = (*given[: VALUE + 1], bias) if has_table else given[: VALUE + 1]
-    learned = torch.is_grad_enabled() and any(map(learns, learning))
-    any_table = has_table and not several and not learned
-    if has_table and not (has_data or any_table):  # such calls are known by their form
-        return None
-    if has_table and (bias.dim() != 4 or not is_read(bias, library.dtype)):
-        return None
-    if isinstance(bias, Bias) and not counts_from_the_last(bias):
-        return None
-    if alternatives and several and (queries * keys > MOST_CELLS or any(type(other) is Dense for other in others)):
-        return None
-    if alternatives and learned and not several:
-        return None
-    if not _has_a_way(given, learned, library) or not _has_its_turn():
-        return None
-    without_data = None if mask is None else product_of(part for part in factors(mask) if part not in others)
-    calls = [check_call("attention", *given[:NAME])] if has_table else _of_any_lengths(given, without_data)
+    calls = _of_any_lengths(given, seen, kind)
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return None
-    told = told_of_one(calls[0], diagonals, alternatives)
-    told.tile.spare = spare = 2 * library.lanes if several and not has_table else 0
-    told.has_lse, told.has_exact = learned or given[WANTS_LSE], learned and given[QUERY].dtype is not library.dtype
-    row = _row_of(bias, given[QUERY], given[KEY].shape[2], spare) if isinstance(bias, Bias) else None
-
-    def way(made: RepeatedOf) -> list[object]:
-        made.one, made.told = ctypes.addressof(told), (sink is not None) + has_table
-        made.row = None if row is None else id(row)
-        laid = given[QUERY].shape[3] == given[VALUE].shape[3]
-        results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
-        return [told, row, *results, *(_learning(made, given, has_data or bool(alternatives)) if learned else ())]
-
-    before = checked.noted
-    note_as(library, given, way, any_data=has_data, any_table=any_table)
-    if not (alternatives and several):
+    before, way = checked.noted, _way(given, calls[0], seen, kind, library)
+    note_as(library, given, way, any_data=seen.has_data, any_table=kind.any_table)
+    if not (seen.alternatives and kind.several):
         return None
     results = library.repeat(given, checked.noted)
     if results is None:  # the library leaves it to strips
@@ -149,15 +121,98 @@ def note(given: tuple[Any, ...]) -> Results | None:
     return results
 
 
-def _alternatives_in(mask: Mask, others: list[Mask]) -> tuple[list[Alternative], list[Mask]]:
-    """What a query sees under the bands and those of the others that are alternatives of positions; and the rest."""
-    rest = [other for other in others if seen_from_own_key(other) is None]
-    if len(rest) == len(others):
-        return [], others
-    found = seen_from_own_key(product_of(part for part in factors(mask) if part not in rest))
+class _Seen(NamedTuple):
+    """What a query sees, counted from its own key.
+
+    Attributes:
+        diagonals: of bands alone. alternatives: under bands and other masks of positions, if there are any.
+        data: masks that the library has to find out about in each call, as it has about the offset of bands.
+    """
+
+    diagonals: Diagonals
+    alternatives: list[Alternative]
+    data: list[Mask]
+    offset: Offset
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self.data) or self.offset is not None
+
+
+class _Kind(NamedTuple):
+    """What sort of call it is: whether there are several queries, whether it learns, whether its bias is a tensor, and
+    whether that may be of any length."""
+
+    several: bool
+    learned: bool
+    has_table: bool
+    any_table: bool
+
+
+def _seen_under(mask: Mask | None) -> _Seen:
+    if mask is None:
+        return _Seen(EVERY_DIAGONAL, [], [], None)
+    offset = next((part.offset for part in factors(mask) if isinstance(part, Band) and part.offset is not None), None)
+    diagonals, others = from_own_key(mask, offset)
+    data = others if offset is not None else [other for other in others if seen_from_own_key(other) is None]
+    if len(data) == len(others):
+        return _Seen(diagonals, [], others, offset)
+    found = seen_from_own_key(product_of(part for part in factors(mask) if part not in data))
     if not found or len(found) > MOST_ALTERNATIVES or sum(one.step > 1 for one in found) > 1:
-        return [], others
-    return found, rest
+        return _Seen(diagonals, [], others, offset)
+    return _Seen(diagonals, found, data, offset)
+
+
+def _kind_of(given: tuple[Any, ...]) -> _Kind:
+    several, has_table = given[QUERY].shape[2] > 1, isinstance(given[BIAS], Tensor)
+    learning = (*given[: VALUE + 1], given[BIAS]) if has_table else given[: VALUE + 1]
+    learned = torch.is_grad_enabled() and any(map(learns, learning))
+    return _Kind(several, learned, has_table, has_table and not several and not learned)
+
+
+def _is_found_out(seen: _Seen, given: tuple[Any, ...], kind: _Kind) -> bool:
+    """Whether the library finds out which keys are seen, in every such call."""
+    batch, heads, queries, _ = given[QUERY].shape
+    keys = given[KEY].shape[2]
+    if len({*map(type, seen.data)}) < len(seen.data):
+        return False
+    if not all(_may_be_another(mask, batch * heads * queries * keys) for mask in seen.data):
+        return False
+    if not seen.alternatives:
+        return True
+    if kind.several:
+        return queries * keys <= MOST_CELLS and not any(type(mask) is Dense for mask in seen.data)
+    return not kind.learned
+
+
+def _is_added(bias: Bias | Tensor | None, seen: _Seen, kind: _Kind, library: binding.Compiled) -> bool:
+    """Whether the library adds a bias to the scores of any such call. Those with a tensor, of the same lengths and
+    under a mask without data, are known by their form."""
+    if isinstance(bias, Tensor):
+        return (seen.has_data or kind.any_table) and bias.dim() == 4 and is_read(bias, library.dtype)
+    return bias is None or counts_from_the_last(bias)
+
+
+def _way(
+    given: tuple[Any, ...], call: Call, seen: _Seen, kind: _Kind, library: binding.Compiled
+) -> Callable[[RepeatedOf], list[object]]:
+    """How calls like one of these lengths are computed, as `note_as` takes it."""
+    bias, sink = given[BIAS], given[SINK]
+    told = told_of_one(call, seen.diagonals, seen.alternatives)
+    told.tile.spare = spare = 2 * library.lanes if kind.several and not kind.has_table else 0
+    told.has_lse = kind.learned or given[WANTS_LSE]
+    told.has_exact = kind.learned and given[QUERY].dtype is not library.dtype
+    row = _row_of(bias, given[QUERY], given[KEY].shape[2], spare) if isinstance(bias, Bias) else None
+
+    def way(made: RepeatedOf) -> list[object]:
+        made.one, made.told = ctypes.addressof(told), (sink is not None) + kind.has_table
+        made.row = None if row is None else id(row)
+        laid = given[QUERY].shape[3] == given[VALUE].shape[3]
+        results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
+        finds = seen.has_data or bool(seen.alternatives)
+        return [told, row, *results, *(_learning(made, given, finds) if kind.learned else ())]
+
+    return way
 
 
 def _has_its_turn() -> bool:
@@ -166,19 +221,13 @@ def _has_its_turn() -> bool:
     return checked.open_left >= 0 or checked.open_left % ONE_OF == 0
 
 
-def _offset_of(mask: Mask) -> Offset:
-    """That of a band, if it is a number, or one of each text."""
-    found = (part.offset for part in factors(mask) if isinstance(part, Band))
-    return next((offset for offset in found if offset is not None), None)
-
-
-def _has_a_way(given: tuple[Any, ...], learned: bool, library: binding.Compiled) -> bool:
+def _has_a_way(given: tuple[Any, ...], library: binding.Compiled) -> bool:
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
     of_bias = () if bias is None or isinstance(bias, Tensor) else bias.learned()
-    if torch.is_grad_enabled() and any(map(learns, (sink, *of_bias))):
+    if given[DROPOUT] or (torch.is_grad_enabled() and any(map(learns, (sink, *of_bias)))):
         return False
-    if learned and sink is not None:
+    if sink is not None and _kind_of(given).learned:
         return False
     if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
         return False
@@ -200,19 +249,18 @@ def _may_be_another(mask: Mask, scores: int) -> bool:
     return mask.closed_form or scores <= tuning.SCORES_WORTH_SORTING_DOCUMENTS
 
 
-def _of_any_lengths(given: tuple[Any, ...], mask: Mask | None) -> list[Call]:
+def _of_any_lengths(given: tuple[Any, ...], seen: _Seen, kind: _Kind) -> list[Call]:
     """Calls like this one with the least and the most queries and keys of the same magnitudes, and with the least whose
-    last queries leave lanes empty, under this mask."""
-    query, key, value, _, bias, *rest, _ = given
+    last queries leave lanes empty, under what of the mask holds no data; or this one, if a tensor is added to it."""
+    query, key, value, mask, bias, *rest, _ = given
+    if kind.has_table:
+        return [check_call("attention", *given[:NAME])]
+    mask = None if mask is None else product_of(part for part in factors(mask) if part not in seen.data)
     queries, keys = (_of_magnitude(tensor.shape[2].bit_length()) for tensor in (query, key))
     lengths = zip(queries, keys, strict=True) if query.shape[2] == key.shape[2] else product(queries, keys)
     calls = []
     for of_query, of_key in {*lengths}:
-        three: tuple[Tensor, Tensor, Tensor] = (
-            _of_length(query, of_query),
-            _of_length(key, of_key),
-            _of_length(value, of_key),
-        )
+        three = _of_length(query, of_query), _of_length(key, of_key), _of_length(value, of_key)
         calls.append(check_call("attention", *three, mask, bias, *rest))
     return calls
 
