@@ -125,12 +125,25 @@ CASES = FEATURES | {
 }  # fmt: skip
 
 
-@pytest.fixture
-def interpreted():
-    """The programs, run by Triton's interpreter: see conftest.py."""
+@pytest.fixture(scope="module")
+def patched_language():
+    """Triton's language as its interpreter patches it, which else does so anew in each call of a function."""
     if torch.cuda.is_available():
         pytest.skip("test_gpu.py runs them on the GPU")
     pytest.importorskip("triton", reason="Triton is for Linux")
+    from triton import language
+    from triton.runtime import interpreter
+
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", lambda function: interpreter._LangPatchScope())  # changes nothing
+        yield
+    scope.restore()
+
+
+@pytest.fixture
+def interpreted(patched_language):
+    """The programs, run by Triton's interpreter: see conftest.py."""
     return passes.programs()
 
 
