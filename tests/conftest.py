@@ -4,6 +4,10 @@ hypothesis profile."""
 import gc
 import os
 
+# Read as torch is imported, here and by processes that tests start: threads that wait sleep. Where there are as many
+# tests at a time as processors, they would take time from each other.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import pytest
 import torch
 from hypothesis import settings
