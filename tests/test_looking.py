@@ -64,14 +64,12 @@ def dense(query: Tensor, key: Tensor, scoring: regard.scores.Scoring) -> tuple[T
 
 
 def pooled(weights: Tensor, size: int, pool: str) -> Tensor:
-    rows, columns = (-(-length // max(1, -(-length // size))) for length in weights.shape[-2:])
     down, right = (max(1, -(-length // size)) for length in weights.shape[-2:])
-    pixels = weights.new_zeros(*weights.shape[:2], rows, columns)
-    for row in range(rows):
-        for column in range(columns):
-            part = weights[..., row * down : (row + 1) * down, column * right : (column + 1) * right]
-            pixels[..., row, column] = part.amax((-2, -1)) if pool == "max" else part.sum(-1).mean(-1)
-    return pixels
+    if pool == "max":
+        rows = torch.stack([part.amax(-2) for part in weights.split(down, -2)], -2)
+        return torch.stack([part.amax(-1) for part in rows.split(right, -1)], -1)
+    columns = torch.stack([part.sum(-1) for part in weights.split(right, -1)], -1)
+    return torch.stack([part.mean(-2) for part in columns.split(down, -2)], -2)
 
 
 def check(name: str, seed: int) -> None:
