@@ -197,6 +197,17 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def right_answers():
+    """What the reference answers to each of the calls, computed once: several kernels are compared with it."""
+
+    @functools.cache
+    def right(name, dtype, *, lse_in_loss):
+        return answers("reference", *CALLS[name](dtype), lse_in_loss=lse_in_loss)
+
+    return right
+
+
 @every_other_kernel
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_computes_in_float64_what_the_reference_computes(kernel, name):
@@ -218,14 +229,14 @@ def same_as_the_reference(kernel, tensors, parts, leaves):
 @every_kernel
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kernel_stays_within_twice_the_error_of_the_reference(kernel, dtype, name):
+def test_a_kernel_stays_within_twice_the_error_of_the_reference(right_answers, kernel, dtype, name):
     tensors, parts, leaves = CALLS[name](dtype)
     found = answers(kernel, tensors, parts, leaves)
     if found is None:
         return
     has_lse = found.lse is not None
-    plain = answers("reference", tensors, parts, leaves, lse_in_loss=has_lse)
-    exact = answers("reference", *CALLS[name](torch.float64), lse_in_loss=has_lse)
+    plain = right_answers(name, dtype, lse_in_loss=has_lse)
+    exact = right_answers(name, torch.float64, lse_in_loss=has_lse)
     assert_within_budget(found.output, exact.output, plain.output, "output")
     if has_lse:
         assert_within_budget(found.lse, exact.lse, plain.lse, "lse")
@@ -235,12 +246,12 @@ def test_a_kernel_stays_within_twice_the_error_of_the_reference(kernel, dtype, n
 
 @every_kernel
 @pytest.mark.parametrize("name", CALLS)
-def test_a_kernel_in_float32_is_right_to_five_digits(kernel, name):
+def test_a_kernel_in_float32_is_right_to_five_digits(right_answers, kernel, name):
     tensors, parts, leaves = CALLS[name](torch.float32)
     found = answers(kernel, tensors, parts, leaves)
     if found is None:
         return
-    exact = answers("reference", *CALLS[name](torch.float64), lse_in_loss=found.lse is not None)
+    exact = right_answers(name, torch.float64, lse_in_loss=found.lse is not None)
     assert_close(found.output.double(), exact.output, "output", tolerance=1e-5)
     if found.lse is not None:
         assert_close(found.lse.double(), exact.lse, "lse", tolerance=1e-5)
