@@ -29,8 +29,8 @@ settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items):
-    """The installations first: they take longest, and the other process does the rest meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_install.py")
+    """What takes longest first: at the end one process would wait for the other, which does it."""
+    items.sort(key=lambda item: item.path.name not in ("test_install.py", "test_strips.py"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
