@@ -244,6 +244,7 @@ def test_torchrun_starts_the_same_command_which_ctrl_c_ends_cleanly_and_one_proc
     assert err.count("parameters;") == 1
     assert "2 processes, 4 rows of each step in each" in err
     assert "regard/" not in err, "a traceback"
+    assert "forcefully" not in err, "the launcher had to kill a process"
     assert read_metrics(run)[-1]["step"] == step
     whole = tmp_path / "whole"
     with pytest.raises(KeyboardInterrupt):
@@ -268,5 +269,40 @@ leave()
 gc.collect()
 sys.exit(group() is not None)
 """)
+    launch(script)
+
+
+def test_nor_does_one_that_was_stopped_whose_error_still_holds_the_model(tmp_path: Path) -> None:
+    # the group would end with the model, when Python waits for its threads, which wait for Python
+    script = tmp_path / "stopped.py"
+    script.write_text("""
+import sys, weakref
+import torch, torch.distributed as dist
+from regard.training.processes import join, leave
+
+def work():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    step(lambda: model)
+
+def step(model):
+    try:
+        raise RuntimeError
+    except RuntimeError as error:
+        raise KeyboardInterrupt from error
+
+join()
+group = weakref.ref(dist.group.WORLD)
+try:
+    try:
+        work()
+    finally:
+        leave()
+except KeyboardInterrupt as stopped:
+    sys.exit(group() is not None)
+""")
+    launch(script)
+
+
+def launch(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     subprocess.run([*torchrun, str(script)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)

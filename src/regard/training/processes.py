@@ -7,7 +7,10 @@ starts the same command several times, and tells each process its number in envi
 What one of them cannot do, none goes on with: otherwise the others would wait for it for ever.
 """
 
+import gc
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -154,9 +157,19 @@ def join() -> Processes:
 
 
 def leave() -> None:
-    """Leaves the processes of the launch."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the processes of the launch.
+
+    What the frames of an error hold goes first, as the model of a run that was stopped: if their group ended with it,
+    Python would wait for the group's threads, and these for Python.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    error = sys.exception()
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()  # modules refer to themselves
+    dist.destroy_process_group()
 
 
 def _device() -> torch.device:
