@@ -45,7 +45,7 @@ from regard import (
     repeated,
 )
 from regard.biases import Given
-from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, ready, tuning
+from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, dealing, ready, tuning
 from regard.kernels.strips.autograd import Alike, attach
 from regard.kernels.strips.kernel import Planned
 from regard.masks.planning import product_of, seen_from_own_key
@@ -1020,14 +1020,23 @@ def test_data_that_does_not_fit_is_refused_whatever_came_before(mask):
         attention(*read(20, 20, torch.float32, 0), mask=mask, kernel="native")
 
 
-def test_the_library_sorts_and_cuts_from_where_python_does():
-    text = (Path(binding.__file__).parent / "c" / "data.h").read_text(encoding="utf-8")
-    numbers = {name: eval(value) for name, value in re.findall(r"^#define (\w+) (\(?[\d< ]+\)?)", text, re.MULTILINE)}
+def test_what_is_said_in_c_and_in_python_is_the_same():
+    texts = [path.read_text(encoding="utf-8") for path in (Path(binding.__file__).parent / "c").glob("*.[ch]")]
+    found = re.findall(r"^#define (\w+) (\d+|\(\d+ << \d+\))(?= |$)", "\n".join(texts), re.MULTILINE)
+    numbers = {name: eval(value) for name, value in found}
     assert numbers["MOST_TEXTS"] == any_length.MAX_TEXTS
     assert numbers["MOST_SCORES"] == any_length.MAX_SCORES
+    assert numbers["MOST_CELLS"] == any_length.MOST_CELLS
     assert numbers["MOST_UNSORTED"] == tuning.SCORES_WORTH_SORTING_DOCUMENTS
     assert 1 / numbers["KEYS_FOR_A_GAP"] == tuning.GAPS_WORTH_SORTING
     assert numbers["MOST_HIDDEN"] == tuning.SCORES_WORTH_SORTING
+    assert numbers["MOST_ALTERNATIVES"] == binding.MOST_ALTERNATIVES
+    assert numbers["MOST_TENSORS"] == binding.MOST_TENSORS
+    assert numbers["QUERIES_OF_A_WORD"] == binding.QUERIES_OF_A_WORD
+    assert (numbers["MOST_STEPS"], numbers["MOST_NOTED"]) == (repeated.MAX_STEPS, repeated.MAX_NOTED)
+    assert (numbers["BIAS"], numbers["SINK"]) == (repeated.BIAS, repeated.SINK)
+    assert numbers["KEYS_OF_A_QUERY"] == dealing.MIN_KEYS_OF_A_QUERY
+    assert numbers["LEAST_PIECE"] == dealing.MIN_PIECE
 
 
 def test_cells_that_do_not_fit_or_may_be_of_texts_are_refused_whatever_came_before():
