@@ -283,7 +283,7 @@ def test_with_vectors_of_16_bytes_as_arm_has_them_it_computes_the_same(tmp_path)
     folder.mkdir()
     for dtype in build().DTYPES:
         path = folder / f"attention-x86-64-v2-{dtype}.so.1"
-        flags = *build().FLAGS, "-O1", "-march=x86-64-v2", f"-D{dtype.upper()}", "-lm", "-lpthread"
+        flags = *build().FLAGS, "-O1", "-march=x86-64-v2", "-DBY_LANE=1", f"-D{dtype.upper()}", "-lm", "-lpthread"
         subprocess.run(["cc", str(source), "-o", str(path), *flags], check=True)
     instead = f"""
 from regard.kernels.strips import binding

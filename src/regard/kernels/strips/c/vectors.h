@@ -323,10 +323,12 @@ INLINE void fetch_row(const char *row, i64 bytes)
 /* Arm's processors multiply by any lane of a vector, but to load a number into all lanes takes them a vector operation, too,
    as a product does (LD1R in LLVM's model of Neoverse N2): there, numbers of the left factor that lie side by side are
    read as vectors. */
-#if defined(__ARM_NEON)
+#ifndef BY_LANE /* the tests choose it on other processors, too */
+#ifdef __ARM_NEON
 #define BY_LANE 1
 #else
 #define BY_LANE 0
+#endif
 #endif
 #define IS_1(apart) (__builtin_constant_p(apart) && (apart) == 1)
 #define STEPS_AT_ONCE 4 /* the most: lanes of NEON */
