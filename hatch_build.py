@@ -20,7 +20,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path("src/regard/kernels/strips/c/attention.c")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"]
-ON_MACOS = "11.0"  # the first one of Macs with processors of Apple's
+OLDEST_MACOS = "11.0"  # the first one of Macs with processors of Apple's
+FOR_MACOS = ["-arch", "arm64", f"-mmacosx-version-min={OLDEST_MACOS}"]
 INSTRUCTIONS = {  # of a system and a machine, with the flags for each; kernels/strips/binding.py chooses
     ("linux", "x86_64"): {
         "x86-64-v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],  # AVX-512
@@ -31,8 +32,8 @@ INSTRUCTIONS = {  # of a system and a machine, with the flags for each; kernels/
         "armv8-a+bf16": ["-march=armv8.2-a+bf16"],
     },
     ("darwin", "arm64"): {
-        "armv8-a": ["-arch", "arm64", f"-mmacosx-version-min={ON_MACOS}"],  # of the first processor
-        "armv8-a+bf16": ["-arch", "arm64", f"-mmacosx-version-min={ON_MACOS}", "-march=armv8.2-a+bf16"],
+        "armv8-a": FOR_MACOS,
+        "armv8-a+bf16": [*FOR_MACOS, "-march=armv8.2-a+bf16"],
     },
 }
 DTYPES = ("float32", "float64")
@@ -57,7 +58,7 @@ class Compile(BuildHookInterface):
 
 def _platform() -> str:
     """The one that a wheel is for. Python's own name for it may be that of two processors."""
-    name = f"macosx-{ON_MACOS}-{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
+    name = f"macosx-{OLDEST_MACOS}-{platform.machine()}" if sys.platform == "darwin" else sysconfig.get_platform()
     return name.replace("-", "_").replace(".", "_")
 
 

@@ -103,9 +103,12 @@ def note(given: tuple[Any, ...]) -> Results | None:
         have the same numbers to the last bit; None otherwise.
     """
     library = binding.compiled(torch.float32)
-    if library is None or not _has_a_way(given, library):
+    if library is None:
         return None
-    seen, kind = _seen_under(given[MASK]), _kind_of(given)
+    kind = _kind_of(given)
+    if not _has_a_way(given, kind, library):
+        return None
+    seen = _seen_under(given[MASK])
     if not (_is_found_out(seen, given, kind) and _is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
         return None
     calls = _of_any_lengths(given, seen, kind)
@@ -221,13 +224,13 @@ def _has_its_turn() -> bool:
     return checked.open_left >= 0 or checked.open_left % ONE_OF == 0
 
 
-def _has_a_way(given: tuple[Any, ...], library: binding.Compiled) -> bool:
+def _has_a_way(given: tuple[Any, ...], kind: _Kind, library: binding.Compiled) -> bool:
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
     of_bias = () if bias is None or isinstance(bias, Tensor) else bias.learned()
     if given[DROPOUT] or (torch.is_grad_enabled() and any(map(learns, (sink, *of_bias)))):
         return False
-    if sink is not None and _kind_of(given).learned:
+    if sink is not None and kind.learned:
         return False
     if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
         return False

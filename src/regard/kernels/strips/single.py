@@ -69,12 +69,8 @@ def told_of_one(call: Call, diagonals: Diagonals = EVERY_DIAGONAL, alternatives:
     told.alternatives = len(alternatives)
     for to, one in zip(told.alternative, alternatives, strict=False):
         to.low, to.high = (-FAR if one.low is None else one.low), (FAR if one.high is None else one.high)
-        to.since, to.until, to.step, to.chunk = (
-            one.since or 0,
-            (FAR if one.until is None else one.until),
-            one.step,
-            one.chunk or 0,
-        )
+        to.since, to.until = one.since or 0, (FAR if one.until is None else one.until)
+        to.step, to.chunk = one.step, one.chunk or 0
     told.alone = tuning.NUMBERS_OF_A_THREAD // max(1, batch * kv_heads * size) if rows == 1 else 0
     return told
 

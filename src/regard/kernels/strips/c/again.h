@@ -166,7 +166,7 @@ FOR_PYTHON(regard_again)
     return python.new_number(tensors > MOST_TENSORS ? UNLIKE : again(known, python.number(argument[1]), t, tensors));
 }
 
-/* Keys that the query of a call of one sees: from its own + low to its own + high, both included, from `since` to before
+/* Keys that a query sees: from its own + low to its own + high, both included, from `since` to before
    `until`, those of its own chunk of so many, and of these every step-th, counted from its own. chunk 0: of all chunks. */
 struct alternative {
     i64 low, high, since, until, step, chunk;
