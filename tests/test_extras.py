@@ -220,6 +220,35 @@ def test_an_interruption_that_a_library_hides_is_quiet() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+IN_A_CLASS = """
+import os, signal, sys
+from regard import cli, extras
+from regard.cli import app
+
+class Interrupting:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def interrupted_import(*given, **more):
+    try:
+        type("Interrupted", (), {"attribute": Interrupting()})
+    except RuntimeError as error:  # until Python 3.11
+        raise KINDS[sys.argv.pop()](error) from error
+
+KINDS = {"RuntimeError": RuntimeError, "ImportError": ImportError}
+setattr({"extras": extras, "app": app}[sys.argv.pop()], sys.argv.pop(), interrupted_import)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "ImportError"])
+@pytest.mark.parametrize(("module", "function"), [("extras", "need"), ("app", "run")])
+def test_an_interruption_in_the_body_of_a_class_is_quiet(module: str, function: str, error: str) -> None:
+    command = [sys.executable, "-c", IN_A_CLASS, error, function, module]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 LOSING = """
 import os, signal
 from regard import cli

@@ -40,6 +40,8 @@ def main() -> None:
         try:
             need("regard's command line", "cli", "typer", "rich")
         except ImportError as error:
+            if interrupted:
+                raise
             print(f"regard: {error}", file=sys.stderr)
             sys.exit(2)
         from regard.cli.app import run
@@ -48,6 +50,10 @@ def main() -> None:
         run(interrupted=lambda: interrupted)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception:
+        if not interrupted:
+            raise
+        sys.exit(130)  # what interrupts the body of a class comes out of it as another error
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before[0])
