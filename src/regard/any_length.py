@@ -168,7 +168,7 @@ def _seen_under(mask: Mask | None) -> _Seen:
 
 def _kind_of(given: tuple[Any, ...]) -> _Kind:
     several, has_table = given[QUERY].shape[2] > 1, isinstance(given[BIAS], Tensor)
-    learning = (*given[: VALUE + 1], given[BIAS]) if has_table else given[: VALUE + 1]
+    learning = *given[: VALUE + 1], given[SINK], given[BIAS] if has_table else None
     learned = torch.is_grad_enabled() and any(map(learns, learning))
     return _Kind(several, learned, has_table, has_table and not several and not learned)
 
@@ -228,9 +228,7 @@ def _has_a_way(given: tuple[Any, ...], kind: _Kind, library: binding.Compiled) -
     """Whether the library computes such calls of other lengths by itself, and gradients follow from what stays."""
     query, key, value, sink, bias = given[QUERY], given[KEY], given[VALUE], given[SINK], given[BIAS]
     of_bias = () if bias is None or isinstance(bias, Tensor) else bias.learned()
-    if given[DROPOUT] or (torch.is_grad_enabled() and any(map(learns, (sink, *of_bias)))):
-        return False
-    if sink is not None and kind.learned:
+    if given[DROPOUT] or (torch.is_grad_enabled() and any(map(learns, of_bias))):
         return False
     if torch._C._is_any_autocast_enabled() or wide(query.dtype) is not library.dtype:
         return False
@@ -299,7 +297,8 @@ def _learning(made: RepeatedOf, given: tuple[Any, ...], has_data: bool) -> list[
     rule = None if given[MASK] is None else _rule_of(given[MASK])
     bias = settled(given[BIAS]) if isinstance(given[BIAS], Bias) else None
     made.keeps_bias = isinstance(given[BIAS], Tensor)
-    fixed = _Fixed(rule, bias, given[BIAS + 1 : NAME], has_table=bool(made.keeps_bias))
+    rest = *given[BIAS + 1 : SINK], None, *given[SINK + 1 : NAME]
+    fixed = _Fixed(rule, bias, rest, has_table=bool(made.keeps_bias))
     learned = () if bias is None else bias.learned()
     return note_gradients(made, fixed, learned, fixed.with_data if has_data else None)
 
@@ -342,7 +341,7 @@ class _Fixed(_OfLengths):
     """The same of calls under one mask.
 
     Args:
-        rule: the mask. bias: if it is no tensor. rest: the arguments of `check_call` after it.
+        rule: the mask. bias: if it is no tensor. rest: the arguments of `check_call` after it, without a sink.
     """
 
     def __init__(self, rule: Mask | None, bias: Bias | None, rest: tuple[Any, ...], *, has_table: bool) -> None:

@@ -169,7 +169,7 @@ def note_gradients(
     Args:
         fix: which calls are alike follows by this from what the library found out about the data of a mask.
     """
-    rest = None, *learned
+    rest = tuple(learned)
     made.attach, made.alike, made.rest = id(attach), id(alike), id(rest)
     made.fix = None if fix is None else id(fix)
     return [alike, rest, fix]

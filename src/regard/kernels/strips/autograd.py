@@ -132,7 +132,7 @@ def _pulled(
 
 
 class Computed(Strips):
-    """The same of a call that the library has computed already (`regard.repeated`), without dropout or a sink."""
+    """The same of a call that the library has computed already (`regard.repeated`), without dropout."""
 
     @staticmethod
     def forward(ctx: Any, alike: Alike, results: tuple[Tensor, ...], *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -160,23 +160,23 @@ def _with_fixed(alike: Alike, saved: tuple[Any, ...]) -> tuple[Fixed, tuple[Any,
         return alike.fixed(*saved[2:5]), saved
     with torch.enable_grad():  # a view of what learns does so, too
         fixed = alike.fixed(*saved[2:5], *saved[6:])
-    return fixed, (*saved[:6], *fixed[1].learned())  # on which query, key and value do not depend
+    return fixed, (*saved[:6], *fixed[1].learned())  # on which nothing before them depends
 
 
 def _pulled_at_first(alike: Alike, saved: tuple[Any, ...], grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """As `_pulled`; by what the library is told then, later gradients may be found without all this."""
     fixed, taken = _with_fixed(alike, saved)
     scoring, plan = fixed[1], fixed[3]
-    output, lse, query, key, value, _, *learned = taken
+    output, lse, query, key, value, sink, *learned = taken
     bias = plan.in_order(scoring).bias
-    found = ready.backward(query, key, value, None, bias, None, plan, learned, output, lse, grad_output, None)
+    found = ready.backward(query, key, value, sink, bias, None, plan, learned, output, lse, grad_output, None)
     if found is None:
         return _pulled(fixed, taken, grad_output, None)
     grads, of_learned, last = found
     is_told = last.interval is plan.interval or alike.kept is not None
     if is_told and last.needs_only(saved[6:], bias):
         alike.passes[alike.has_gaps] = last
-    return *grads, None, *ready.of_each(learned, of_learned)
+    return *grads, *ready.of_each(learned, of_learned)
 
 
 apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Strips).apply

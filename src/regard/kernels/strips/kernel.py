@@ -223,10 +223,9 @@ class Planned:
         """That of the last such call, if the library can be told all of it at once."""
         if not self.learns:
             return ready.last_forward(self.plan, sink, self.wants_lse, learns=False)
-        others = sink is not None or self.plan.others or self.dropout is not None
-        if others or any(map(learns, self.scoring.learned())):
+        if self.plan.others or self.dropout is not None or any(map(learns, self.scoring.learned())):
             return None
-        return ready.last_forward(self.plan, None, wants_lse=True, learns=True)
+        return ready.last_forward(self.plan, sink, wants_lse=True, learns=True)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | Tensor | None,

@@ -23,7 +23,7 @@ from regard.dropout import Dropout
 from regard.graphs import concrete
 from regard.kernels import fused
 from regard.kernels.call import Call, learns
-from regard.kernels.strips import engine, ready, tuning
+from regard.kernels.strips import ready, tuning
 from regard.kernels.strips.added import is_of_distance, read_by_place
 from regard.kernels.strips.binding import DTYPES, PRODUCTS, is_there
 from regard.kernels.strips.dealing import dealing, most_sums_of_a_thread, sums_of_a_thread
@@ -34,7 +34,7 @@ from regard.kernels.strips.plan import PlanOptions
 from regard.kernels.strips.reordering import Reordering, reordering
 from regard.kernels.strips.unions import by_documents, plan_union
 from regard.masks import Mask
-from regard.numerics import row_products, upcast, wide
+from regard.numerics import upcast, wide
 from regard.scores import Scoring
 from regard.shapes import Grid
 
@@ -389,25 +389,25 @@ def backward(
     if found is not None:
         grads, of_learned, _ = found
     else:
+        grad_sink = None if sink is None else sink.new_empty(sink.shape, dtype=lse.dtype)
         order = Order(query, key, value, sink, scoring, dropout, plan, learned)
         order.tensors("output" if output.dtype is query.dtype else "exact", output)
         order.tensors("grad_output", grad_output)
         order.numbers("lse", lse)
         if grad_lse is not None:
             order.numbers("grad_lse", grad_lse.to(lse.dtype))
+        if grad_sink is not None:
+            order.numbers("grad_sink", grad_sink)
         three = query, key, value
-        grads, sums = _gradients(order, *three)
+        of_three, sums = _gradients(order, *three)
         if order.is_suspect():
             order.begin_again()
-            grads, _ = _gradients(order, *three, careful=True)
+            of_three, _ = _gradients(order, *three, careful=True)
         elif plan.told is not None:
             ready.remember_backward(order, three, sink, learned, dropout, output, grad_output, lse, grad_lse, sums)
+        grads = [*of_three, None if sink is None or grad_sink is None else grad_sink.to(sink.dtype)]
         of_learned = order.added.finish() if order.learns else []
-    grad_sink = None
-    if sink is not None:
-        delta = row_products(grad_output, output)
-        grad_sink = engine.gradient_of_sink(sink, lse, delta if grad_lse is None else delta.sub_(grad_lse))
-    return (*grads, grad_sink, *ready.of_each(learned, of_learned))
+    return (*grads, *ready.of_each(learned, of_learned))
 
 
 def _gradients(

@@ -77,7 +77,7 @@ class Pass:
         for lying, tensor in zip(known.tensor, checked.values(), strict=False):
             self.compiled.lie(ctypes.addressof(lying), tensor)
         self.at = ctypes.addressof(known)
-        others_are_told = any(words[AT[name]] for name in ("grad_lse", "sink", "row_bits"))
+        others_are_told = any(words[AT[name]] for name in ("grad_lse", "row_bits"))
         self._needs_more = not all(like) or gradients is not None or others_are_told
 
     def needs_only(self, tables: Sequence[Tensor], bias: Bias | None) -> bool:
@@ -93,7 +93,7 @@ class Pass:
         none; None if they lie in another way, or something hidden may have had a part.
 
         Args:
-            saved: output (unrounded, if it is), lse, query, key, value, None, and the bias tensors. kept: what the
+            saved: output (unrounded, if it is), lse, query, key, value, sink, and the bias tensors. kept: what the
                 library found out about the data of the mask, if it holds any.
         """
         return self.compiled.pull(self.at, torch.get_num_threads(), saved, grad_output, kept)
@@ -177,9 +177,9 @@ def backward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
     plan: StripPlan, learned: Sequence[Tensor], output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor | None,
-) -> tuple[list[Tensor], list[Tensor], Pass] | None:  # fmt: skip
-    """The gradients of query, key and value, and of those of `learned` that want one, and the pass that computed them;
-    None where the general way has to be taken."""
+) -> tuple[list[Tensor | None], list[Tensor], Pass] | None:  # fmt: skip
+    """The gradients of query, key, value and sink, and of those of `learned` that want one, and the pass that computed
+    them; None where the general way has to be taken."""
     assert plan.told is not None
     passes: list[Pass] | None = plan.told.get(_kind(sink, learned, dropout, grad_lse))
     three = query, key, value
@@ -195,12 +195,16 @@ def backward(
         tensors = [*three, output, grad_output, lse, *grads, *rooms]
         if grad_lse is not None:
             tensors.append(grad_lse.to(compiled.dtype).resolve_neg().contiguous())
+        grad_sink = None if sink is None else sink.new_empty(sink.shape, dtype=compiled.dtype)
+        if grad_sink is not None:
+            tensors.append(grad_sink)
         wanted = learned if told.gradients is not None else ()
         of_learned = [tensor.new_zeros(tensor.shape, dtype=compiled.dtype) for tensor in wanted if tensor.requires_grad]
         outcome = told.run(tensors, sink, bias, dropout, plan.interval, of_learned)
         if outcome == DONE:
             passes[0], passes[n] = told, passes[0]
-            return grads, of_learned, told
+            of_sink = None if sink is None or grad_sink is None else grad_sink.to(sink.dtype)
+            return [*grads, of_sink], of_learned, told
         if outcome == SUSPECT:
             return None
     return None
@@ -258,7 +262,7 @@ def remember_backward(
     names = "query", "key", "value"
     others = [f"grad_{name}" if words[AT[f"grad_{name}"]] else f"sum_{name}" for name in names]
     others += [f"sum_{name}" for name, numbers in zip(names, sums, strict=True) if numbers]
-    others += ["grad_lse"] * (grad_lse is not None) + ["sink"] * (sink is not None)
+    others += ["grad_lse"] * (grad_lse is not None) + ["grad_sink", "sink"] * (sink is not None)
     like = tuple(map(_is_laid, three))
     told = Pass(
         order.compiled, words, order.plan.interval, held, checked, others, backward=True, like=like, sums=sums,

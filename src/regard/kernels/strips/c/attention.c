@@ -517,6 +517,25 @@ static void finish_work(void *of_call)
     }
 }
 
+/* The gradient of a sink, which is a key with value 0: -sum over batch indices and queries of weight * delta. */
+static void sink_work(void *of_call)
+{
+    struct call *c = of_call;
+    real room[c->value_dim], grad[c->value_dim];
+    for (i64 head; (head = take(c, c->heads)) >= 0;) {
+        double sum = 0;
+        for (i64 n = 0; n < c->batches * c->query_len; n++) {
+            i64 batch = n / c->query_len, token = n % c->query_len, at = (batch * c->heads + head) * c->query_len + token;
+            if (c->lse[at] == NONE) continue;
+            const real *output = exact_output(c, batch, head, token, room);
+            widen(c->grad_output.data, place_in(&c->grad_output, batch, head, token), c->value_dim, c->dtype, grad);
+            double delta = dot(output, grad, c->value_dim) - (c->grad_lse ? c->grad_lse[at] : 0);
+            sum -= exp((double)c->sink[head] - c->lse[at]) * delta;
+        }
+        c->grad_sink[head] = sum;
+    }
+}
+
 static void backward_of(const struct place *p, real *memory)
 {
     if (p->rows <= FEW)
@@ -646,6 +665,7 @@ API void regard_backward(struct call *c)
         c->first_batch = batch, c->last_batch = apart ? batch : c->batches - 1;
         run(c, backward_work);
     }
+    if (c->grad_sink && !c->goes_on) run(c, sink_work);
     free(c->softmax), c->softmax = NULL;
 }
 

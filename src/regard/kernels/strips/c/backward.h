@@ -13,6 +13,16 @@ static i64 backward_numbers(const struct call *c)
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
 
+/* The output of a query as it was before it was rounded, if that is known; in `room`, unless it is read where it is. */
+INLINE const real *exact_output(const struct call *c, i64 batch, i64 head, i64 token, real *room)
+{
+    const struct tensor *output = c->exact.data ? &c->exact : &c->output;
+    i64 dtype = c->exact.data ? OWN : c->dtype, from = place_in(output, batch, head, token);
+    if (dtype == OWN) return (const real *)output->data + from;
+    widen(output->data, from, c->value_dim, dtype, room);
+    return room;
+}
+
 /* Prepares a query: what is subtracted from its scores, in units of log 2, before they become weights, the gradient of
    its output, and delta = sum_j weight dweight, which is output times gradient. As score - lse is rounded where weights
    are small, and lse is, most of lse is left to a factor: returns that, by which gradient and delta are multiplied, and
@@ -20,13 +30,9 @@ static i64 backward_numbers(const struct call *c)
 static real begin_gradients(const struct place *p, i64 r, real *grad, real *lse, real *rest, real *delta)
 {
     const struct call *c = p->call;
-    const struct tensor *output = c->exact.data ? &c->exact : &c->output;
-    i64 at = number_of(p, r), from = place_in(output, p->batch, p->head[r], p->token[r]);
-    i64 dtype = c->exact.data ? OWN : c->dtype;
-    real room[c->value_dim];
-    const real *row = dtype == OWN ? (const real *)output->data + from : room;
-    if (dtype != OWN) widen(output->data, from, c->value_dim, dtype, room);
-    real factor = 1;
+    i64 at = number_of(p, r);
+    real room[c->value_dim], factor = 1;
+    const real *row = exact_output(c, p->batch, p->head[r], p->token[r], room);
     if (!is_far(p, r)) {
         double exact = c->lse[at] == NONE ? 0 : fmax(c->lse[at] / LN_2, LEAST);
         double left = c->products == PLAIN ? rint(fmin(fmax(exact, 0), MOST_LEFT)) : 0;

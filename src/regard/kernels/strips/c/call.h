@@ -83,6 +83,7 @@ struct call {
     real *lse;               /* [batch, heads, query_len]; not written where NULL */
     const real *grad_lse;    /* the same, or NULL */
     const real *sink;        /* [heads], or NULL */
+    real *grad_sink;         /* the same: where its gradient is written */
     const int32_t *row_bits;  /* dropout: random numbers of rows [batch, heads, query_len], or NULL: no dropout */
     const int32_t *column_bits, *column_odd; /* and of columns [batch or 1, key_len] */
     i64 column_batch;

@@ -42,7 +42,7 @@ struct noted {
    key, value, sink and bias. The tensors that are told to them after the results are the first `told` of those noted.
 
    Something learns where `attach` is not NULL: it is called with `alike`, (output, lse, output as it was before it was
-   rounded), query, key, value, what is in the tuple `rest`, and the bias if `keeps_bias`, and returns output and lse.
+   rounded), query, key, value, sink, what is in the tuple `rest`, and the bias if `keeps_bias`, and returns output and lse.
    Where `fix` is not NULL, it is called with what `kept_intervals` made of the data, and returns what is `alike` of this
    call.
 
@@ -233,13 +233,14 @@ static void *returned(const struct repeated *r, void *given, void *result[RESULT
     }
     void *exact = result[EXACT] ? result[EXACT] : kept(result[OUTPUT]);
     void *results[] = {result[OUTPUT], result[LSE], exact};
-    i64 rest = python.length(r->rest), count = 5 + rest + (r->keeps_bias != 0);
+    i64 rest = python.length(r->rest), count = 6 + rest + (r->keeps_bias != 0);
     void *taken[count];
     taken[0] = !r->fix ? kept(r->alike) : intervals ? called(r->fix, tuple_of(1, &intervals)) : NULL;
     taken[1] = tuple_of(3, results);
     if (!taken[0]) return python.drop(taken[1]), NULL;
     for (i64 i = 0; i < 3; i++) taken[2 + i] = kept(python.item(given, i));
-    for (i64 i = 0; i < rest; i++) taken[5 + i] = kept(python.item(r->rest, i));
+    taken[5] = kept(python.item(given, SINK));
+    for (i64 i = 0; i < rest; i++) taken[6 + i] = kept(python.item(r->rest, i));
     if (r->keeps_bias) taken[count - 1] = kept(python.item(given, BIAS));
     return called(r->attach, tuple_of(count, taken));
 }
@@ -326,14 +327,14 @@ static void tell_intervals(struct call *c, const char *kept)
             words > 1 ? keys : 0, keys > 1};
 }
 
-/* The gradients of a call like an earlier one, of query, key and value: given the address of its backward pass, the
+/* The gradients of a call like an earlier one, of query, key, value and sink: given the address of its backward pass, the
    number of threads, a tuple of what was saved of the call, the gradient of the output, and None or what
    `kept_intervals` made. Returns them in a tuple, in the places of what they belong to, with None in all others; and
    None instead of it where they cannot be found so. */
 FOR_PYTHON(regard_pull)
 {
     struct again known = *(const struct again *)python.address(argument[0]);
-    void *saved = argument[2], *grad[3] = {0}, *found = NULL;
+    void *saved = argument[2], *grad[4] = {0}, *found = NULL, *sink = python.item(saved, SAVED_SINK);
     i64 threads = python.number(argument[1]), tensors = python.length(saved), n = 0;
     void *checked[] = {
         python.item(saved, SAVED_QUERY), python.item(saved, SAVED_KEY), python.item(saved, SAVED_VALUE),
@@ -353,20 +354,24 @@ FOR_PYTHON(regard_pull)
         room[i] = malloc(known.room[i] * sizeof(real));
         t[n++] = (struct dl_tensor){.data = room[i]}, fails = !room[i];
     }
+    if (sink != python.none && !fails) {
+        void *like = kept(sink);
+        grad[3] = called(python.like, tuple_of(1, &like));
+        fails = !grad[3] || python.read(grad[3], t + n++) || python.read(sink, t + n++);
+    }
     for (i64 i = SAVED_BIASES; i < tensors && known.call.given && !fails; i++)
         fails = python.read(python.item(saved, i), t + n++);
     if (argument[4] != python.none) tell_intervals(&known.call, python.text(argument[4]));
     if (!fails && again(&known, threads, t, n) == DONE) {
         found = python.tuple(tensors);
         for (i64 i = 0; i < tensors; i++) {
-            int is_grad = i >= SAVED_QUERY && i <= SAVED_VALUE;
-            python.set_item(found, i, kept(is_grad ? grad[i - SAVED_QUERY] : python.none));
+            void *of_it = i >= SAVED_QUERY && i <= SAVED_SINK ? grad[i - SAVED_QUERY] : NULL;
+            python.set_item(found, i, kept(of_it ? of_it : python.none));
         }
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++)
         if (grad[i]) python.drop(grad[i]);
-        free(room[i]);
-    }
+    for (int i = 0; i < 3; i++) free(room[i]);
     if (!found) python.clear();
     return found ? found : kept(python.none);
 }
