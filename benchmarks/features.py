@@ -120,10 +120,25 @@ def _padded(length: int) -> dict[str, Any]:
     return {"mask": Causal() & Padding(lengths[torch.randperm(32, generator=_TEXTS)])}
 
 
-def _documents_anew(length: int) -> Mask:
-    """8 rows of four documents, of other lengths each time."""
-    ends = torch.rand(8, 3, generator=_TEXTS).mul(length).long().sort(1).values
-    return Document(torch.searchsorted(ends, torch.arange(length).repeat(8, 1), right=True))
+def _ids_anew(length: int, rows: int) -> Tensor:
+    """Rows of four documents, of other lengths each time."""
+    ends = torch.rand(rows, 3, generator=_TEXTS).mul(length).long().sort(1).values
+    return torch.searchsorted(ends, torch.arange(length).repeat(rows, 1), right=True)
+
+
+def _documents_anew(length: int, rows: int = 8) -> Mask:
+    return Document(_ids_anew(length, rows))
+
+
+def _function_anew(length: int) -> dict[str, Any]:
+    """Such documents by a function, which is another one each time."""
+    ids = _ids_anew(length, 1)
+    return {"mask": Where(lambda batch, head, query, key: ids[batch, query] == ids[batch, key])}
+
+
+def _prefixes_anew(length: int) -> dict[str, Any]:
+    """8 texts, of which each sees a part of its own from everywhere, as a question."""
+    return {"mask": Causal() | Prefix(torch.randint(1, length // 2, (8,), generator=_TEXTS))}
 
 
 def _keys(length: int, share: float) -> Mask:
@@ -280,6 +295,10 @@ ROWS = (
         lambda n: {"mask": Causal() & _documents_anew(n)}, batch=8, most=2048, anew=True),
     Row("8 rows of documents or a prefix, new in every call",
         lambda n: {"mask": _documents_anew(n) | Prefix(n // 8)}, batch=8, most=2048, anew=True),
+    Row("documents or a prefix, new in every call",
+        lambda n: {"mask": _documents_anew(n, 1) | Prefix(n // 8)}, most=2048, anew=True),
+    Row("8 texts, causal or a prefix of each, new in every call", _prefixes_anew, batch=8, most=2048, anew=True),
+    Row("documents by a function, new in every call", _function_anew, most=2048, anew=True),
     Row("half of the keys, new in every call", _keys_anew, most=2048, anew=True),
     Row("random mask, new in every call", _cells_anew, most=2048, anew=True),
     Row("random mask, 1 head, new in every call", _cells_anew, heads=1, kv_heads=1, most=2048, anew=True),

@@ -44,7 +44,7 @@ from regard.biases import Given, as_bias
 from regard.checked import forget
 from regard.dropout import Dropout
 from regard.kernels import KERNELS, KernelError, choose, fused
-from regard.kernels.strips import binding, dealing, native, work
+from regard.kernels.strips import binding, dealing, intervals, native, work
 from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order, form_of, library_for
 from regard.reference import reference
@@ -950,6 +950,7 @@ def test_keys_that_queries_side_by_side_do_not_see_are_not_computed(is_function,
 
 @needs_library
 def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
+    monkeypatch.setattr(intervals, "MAX_CELLS", 0)  # of more, strips are cut
     monkeypatch.setattr(work, "MAX_KEPT_SCORES", 100)
     call, calls = checked(apart(1, 300), shape=(1, 2, 300, 8)), []
     real = binding.compiled(torch.float32).forward
@@ -970,6 +971,7 @@ def test_masks_that_hold_much_are_given_in_parts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_gradients_of_a_call_that_is_given_in_parts_are_those_of_all_parts(dtype, batch, monkeypatch):
+    monkeypatch.setattr(intervals, "MAX_CELLS", 0)
     draw = torch.Generator().manual_seed(1)
     inputs = torch.randn(3, batch, 2, 300, 16, generator=draw).to(dtype)
     numbers, found, calls = torch.randn(1, 1, 300, 300, generator=draw), [], []

@@ -45,7 +45,7 @@ from regard import (
     repeated,
 )
 from regard.biases import Given
-from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, dealing, ready, tuning
+from regard.kernels.strips import NATIVE_KERNEL, autograd, binding, dealing, intervals, ready, terms, tuning
 from regard.kernels.strips.autograd import Alike, attach
 from regard.kernels.strips.kernel import Planned
 from regard.masks.planning import product_of, seen_from_own_key
@@ -1026,6 +1026,8 @@ def test_what_is_said_in_c_and_in_python_is_the_same():
     assert numbers["MOST_TEXTS"] == any_length.MAX_TEXTS
     assert numbers["MOST_SCORES"] == any_length.MAX_SCORES
     assert numbers["MOST_CELLS"] == any_length.MOST_CELLS
+    assert numbers["MOST_EVALUATED"] == intervals.MAX_CELLS
+    assert (numbers["MOST_DEPTH"], numbers["PARTS"]) == (terms.MOST_DEPTH, terms.MOST_PARTS)
     assert numbers["MOST_UNSORTED"] == tuning.SCORES_WORTH_SORTING_DOCUMENTS
     assert 1 / numbers["KEYS_FOR_A_GAP"] == tuning.GAPS_WORTH_SORTING
     assert numbers["MOST_HIDDEN"] == tuning.SCORES_WORTH_SORTING

@@ -31,21 +31,23 @@ from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import is_read, of_all_distances
 from regard.kernels.strips.autograd import Alike, Fixed, beside, without_table
-from regard.kernels.strips.binding import MOST_ALTERNATIVES, RepeatedOf
+from regard.kernels.strips.binding import MOST_ALTERNATIVES, RepeatedOf, TermOf
 from regard.kernels.strips.engines import NATIVE
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.intervals import Interval, Within, has_gaps, intervals_from
+from regard.kernels.strips.intervals import Interval, Within, cells_of, has_gaps, intervals_from
 from regard.kernels.strips.native import plan_within
 from regard.kernels.strips.order import by_form
 from regard.kernels.strips.single import told_of_one
+from regard.kernels.strips.terms import PARTS, Term, terms_of
 from regard.kernels.strips.work import by_query
-from regard.masks import Band, Dense, Document, Mask, Padding
+from regard.masks import And, Band, Dense, Document, Mask, Not, Or, Padding
 from regard.masks.planning import (
     EVERY_DIAGONAL,
     Alternative,
     Diagonals,
     factors,
     from_own_key,
+    holds_data,
     product_of,
     seen_from_own_key,
 )
@@ -90,6 +92,7 @@ MOST_CELLS = 1 << 17
 """MOST_CELLS of c/repeated.h."""
 
 _DATA = frozenset({torch.bool, torch.int64})
+_BY_LIBRARY = frozenset({"auto", NATIVE_KERNEL.name})
 
 
 def note(given: tuple[Any, ...]) -> Results | None:
@@ -105,17 +108,17 @@ def note(given: tuple[Any, ...]) -> Results | None:
     library = binding.compiled(torch.float32)
     if library is None:
         return None
-    kind = _kind_of(given)
+    given, kind = with_cells(given) or given, _kind_of(given)
     if not _has_a_way(given, kind, library):
         return None
-    seen = _seen_under(given[MASK])
-    if not (_is_found_out(seen, given, kind) and _is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
+    seen = _seen_by_the_library(given, kind)
+    if seen is None or not (_is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
         return None
     calls = _of_any_lengths(given, seen, kind)
     if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
         return None
     before, way = checked.noted, _way(given, calls[0], seen, kind, library)
-    note_as(library, given, way, any_data=seen.has_data, any_table=kind.any_table)
+    note_as(library, given, way, any_data=seen.has_data, any_table=kind.any_table, by_terms=bool(seen.terms))
     if not (seen.alternatives and kind.several):
         return None
     results = library.repeat(given, checked.noted)
@@ -124,18 +127,57 @@ def note(given: tuple[Any, ...]) -> Results | None:
     return results
 
 
+def with_cells(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A call with the answers of the functions in its mask as cells: to plan strips by these takes Python longer than a
+    small call, and they may be other functions in every call. None for a call without any, and for too many scores."""
+    query, key, _, mask, *_ = given
+    if not isinstance(mask, Mask) or all(map(_is_known, mask.leaves())) or given[NAME] not in _BY_LIBRARY:
+        return None
+    if not (type(query) is type(key) is Tensor and query.is_cpu and len(query.shape) == len(key.shape) == 4):
+        return None
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    if batch * heads * queries * keys > MAX_SCORES:
+        return None
+    try:
+        with torch.inference_mode(False):
+            changed = _evaluated(mask, Grid(batch, heads, queries, keys, query.device))
+    except (TypeError, ValueError, RuntimeError):  # which the ordinary way words
+        return None
+    return None if changed is None else (*given[:MASK], changed, *given[BIAS:])
+
+
+def _is_known(leaf: Mask) -> bool:
+    return type(leaf) in PARTS or leaf.closed_form
+
+
+def _evaluated(mask: Mask, grid: Grid) -> Mask | None:
+    """A mask with functions as cells; None if these are too many."""
+    if isinstance(mask, And | Or):
+        left, right = _evaluated(mask.left, grid), _evaluated(mask.right, grid)
+        return None if left is None or right is None else type(mask)(left, right)
+    if type(mask) is Not:
+        hidden = _evaluated(mask.mask, grid)
+        return None if hidden is None else Not(hidden)
+    if _is_known(mask):
+        return mask
+    cells = cells_of(mask.bind(grid), grid)
+    return None if cells is None else Dense(cells)
+
+
 class _Seen(NamedTuple):
     """What a query sees, counted from its own key.
 
     Attributes:
         diagonals: of bands alone. alternatives: under bands and other masks of positions, if there are any.
-        data: masks that the library has to find out about in each call, as it has about the offset of bands.
+        data: masks that the library has to find out about in each call, as it has about the offset of bands. terms:
+            what these say together, if it finds that out by terms.
     """
 
     diagonals: Diagonals
     alternatives: list[Alternative]
     data: list[Mask]
     offset: Offset
+    terms: list[Term] = []  # noqa: RUF012
 
     @property
     def has_data(self) -> bool:
@@ -152,6 +194,12 @@ class _Kind(NamedTuple):
     any_table: bool
 
 
+def _seen_by_the_library(given: tuple[Any, ...], kind: _Kind) -> _Seen | None:
+    """The same if the library finds out about data in every such call, by itself or by terms."""
+    seen = _seen_under(given[MASK])
+    return seen if _is_found_out(seen, given, kind) else _in_terms(given)
+
+
 def _seen_under(mask: Mask | None) -> _Seen:
     if mask is None:
         return _Seen(EVERY_DIAGONAL, [], [], None)
@@ -164,6 +212,18 @@ def _seen_under(mask: Mask | None) -> _Seen:
     if not found or len(found) > MOST_ALTERNATIVES or sum(one.step > 1 for one in found) > 1:
         return _Seen(diagonals, [], others, offset)
     return _Seen(diagonals, found, data, offset)
+
+
+def _in_terms(given: tuple[Any, ...]) -> _Seen | None:
+    """The same by bands, and by terms for all other masks, of which a plan would evaluate cells; None if there are no
+    terms for some."""
+    (batch, heads, queries, _), keys = given[QUERY].shape, given[KEY].shape[2]
+    scores = batch * heads * queries * keys
+    diagonals, others = from_own_key(given[MASK])
+    if scores > MAX_SCORES or not (others and all(map(holds_data, others))):
+        return None
+    terms = terms_of(product_of(others))
+    return None if terms is None else _Seen(diagonals, [], others, None, terms)
 
 
 def _kind_of(given: tuple[Any, ...]) -> _Kind:
@@ -207,13 +267,16 @@ def _way(
     told.has_exact = kind.learned and given[QUERY].dtype is not library.dtype
     row = _row_of(bias, given[QUERY], given[KEY].shape[2], spare) if isinstance(bias, Bias) else None
 
+    terms = (TermOf * len(seen.terms))(*(term.told() for term in seen.terms))
+
     def way(made: RepeatedOf) -> list[object]:
         made.one, made.told = ctypes.addressof(told), (sink is not None) + kind.has_table
         made.row = None if row is None else id(row)
+        made.term, made.terms = ctypes.addressof(terms), len(terms)
         laid = given[QUERY].shape[3] == given[VALUE].shape[3]
         results = note_results(made, given, library, laid, told.has_exact, _new_lse if told.has_lse else None)
         finds = seen.has_data or bool(seen.alternatives)
-        return [told, row, *results, *(_learning(made, given, finds) if kind.learned else ())]
+        return [told, row, terms, *results, *(_learning(made, given, finds) if kind.learned else ())]
 
     return way
 

@@ -33,9 +33,13 @@ MAX_FORMS = 16
 NEW: Any = object()
 """In place of a call whose form is not in a cache."""
 
+MAX_ASKED = 64
+"""Forms of which it is remembered that there was a call: by a number, so that nothing is kept for that."""
+
 _NUMBERS = frozenset({float, int, type(None)})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _KNOWN: dict[Form, "Checked"] = {}
+_ASKED: dict[int, None] = {}
 _BY_NUMBERS: dict[Form, None] = {}
 """Forms with a bias tensor whose kernel keeps what it reads: such calls are alike only if its numbers are."""
 
@@ -183,6 +187,15 @@ def kinds_of(
     return kinds, learns, scale, softcap, of_sink, torch._C._is_any_autocast_enabled()
 
 
+def is_again(form: Form) -> bool:
+    """Whether a call of the form was asked for before, as far as is remembered."""
+    known = hash(form)
+    if known in _ASKED:
+        return True
+    keep(_ASKED, known, None, MAX_ASKED)
+    return False
+
+
 recall: Callable[[Form], Checked | None] = _KNOWN.get
 """The validated call of that form, if it is cached."""
 
@@ -223,4 +236,5 @@ def forget() -> None:
     global noted, open_left
     noted, open_left = (), MAX_OPEN
     _KNOWN.clear()
+    _ASKED.clear()
     _BY_NUMBERS.clear()

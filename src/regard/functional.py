@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from regard import any_length, checked, hints, repeated, untraced
 from regard.biases import Bias
 from regard.checked import Form, form_of, recall, remember
-from regard.graphs import tracing
+from regard.graphs import as_it_stands, tracing
 from regard.hints import hinted
 from regard.kernels import KERNELS, Call, Kernel, choose, kernel_with_lse, preference, why_not
 from regard.kernels.strips import NATIVE_KERNEL, compiled
@@ -155,10 +155,19 @@ def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None]
     form = form_of(*given)
     known = None if form is None else recall(form)
     if form is None or known is None:
-        return None, form
+        return _like_one_under_cells(given, form), form
     results = known.run(query, key, value, sink, bias)
     repeated.note(given, form, known)
     return results, form
+
+
+def _like_one_under_cells(given: Arguments, form: Form | None) -> tuple[Tensor, Tensor | None] | None:
+    """Output and lse of a call with a function as mask, if it is like an earlier one but for the answers. Only of the
+    first of a form: the second is planned, and from then on known by that."""
+    if not as_it_stands() or not checked.noted or (form is not None and checked.is_again(form)):
+        return None
+    cells = any_length.with_cells(given)
+    return None if cells is None else repeated.repeat(cells, checked.noted)
 
 
 def _first(form: Form | None, call: Call, given: Arguments) -> tuple[Tensor, Tensor | None]:

@@ -21,10 +21,22 @@ from regard import checked
 from regard.checked import Checked, Form, InPlace
 from regard.kernels.strips import binding
 from regard.kernels.strips.autograd import Alike, Same, WithTable, attach
-from regard.kernels.strips.binding import DATA, EXACT, LSE, NUMBERS, OUTPUT, NotedOf, RepeatedOf, StepOf
+from regard.kernels.strips.binding import (
+    DATA,
+    EXACT,
+    LSE,
+    NUMBER,
+    NUMBERS,
+    OPERAND,
+    OUTPUT,
+    NotedOf,
+    RepeatedOf,
+    StepOf,
+)
 from regard.kernels.strips.kernel import Planned
-from regard.kernels.strips.order import laid_like, sink_as_read
+from regard.kernels.strips.order import laid_like
 from regard.kernels.strips.ready import Pass
+from regard.kernels.strips.terms import is_operand
 from regard.rules import Rule
 from regard.versions import is_few
 
@@ -93,16 +105,18 @@ def note_as(
     *,
     any_data: bool = False,
     any_table: bool = False,
+    by_terms: bool = False,
 ) -> None:
     """Notes a call, if nothing about it may change unnoticed.
 
     Args:
         way: notes how it is computed; returns what has to be kept for that.
         any_data: whether the data of its mask may be another in each call. any_table: whether a tensor that is its bias
-            may have numbers for more keys or for fewer.
+            may have numbers for more keys or for fewer. by_terms: whether its mask is told in terms, of which the data
+            are the operands.
     """
     try:
-        notes = _Notes(library, given, any_data, any_table)
+        notes = _Notes(library, given, any_data, any_table, by_terms)
     except (_CannotBeNotedError, RuntimeError, BufferError):  # those of torch, for tensors without memory of their own
         return
     if len(notes.steps) > MAX_STEPS or len(notes.tensors) > MAX_NOTED:
@@ -176,7 +190,7 @@ def note_gradients(
 
 
 def is_read_as_it_is(sink: Tensor, library: binding.Compiled) -> bool:
-    return sink_as_read(sink, library.dtype).data_ptr() == sink.data_ptr()
+    return sink.dtype is library.dtype and sink.is_contiguous() and not sink.is_neg()
 
 
 class _CannotBeNotedError(Exception):
@@ -187,11 +201,13 @@ class _Notes:
     """What a call has to be like.
 
     Args:
-        given: its arguments. any_data, any_table: as of `note_as`.
+        given: its arguments. any_data, any_table, by_terms: as of `note_as`.
     """
 
-    def __init__(self, library: binding.Compiled, given: tuple[Any, ...], any_data: bool, any_table: bool) -> None:
-        self._library, self._any_data, self._any_table = library, any_data, any_table
+    def __init__(
+        self, library: binding.Compiled, given: tuple[Any, ...], any_data: bool, any_table: bool, by_terms: bool
+    ) -> None:
+        self._library, self._any_data, self._any_table, self._by_terms = library, any_data, any_table, by_terms
         self._held: list[object] = []  # as long as an object is there, no other has its address
         self.steps: list[StepOf] = []
         self.tensors: list[NotedOf] = []
@@ -243,6 +259,9 @@ class _Notes:
             value = getattr(rule, name)
             if isinstance(value, Rule):
                 self._of_rule(value, self.look(type(value), place, name, by_type=True))
+            elif self._by_terms and is_operand(name, value):
+                kind = OPERAND if isinstance(value, Tensor) else NUMBER
+                self.tensors.append(NotedOf(self.look(type(value), place, name, by_type=True), data=kind))
             elif isinstance(value, Tensor):
                 self._in_rule(value, place, name, getattr(rule, "_axes", None) == 4)
             elif self._any_data and name in NUMBERS and type(value) is int:

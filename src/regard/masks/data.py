@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -310,6 +311,8 @@ def _ids(ids: Tensor, name: str) -> Tensor:
 
 def _arguments(fn: Callable[..., object]) -> str | None:
     """The signature of a function that does not take four positional arguments; None if it does, or is unknown."""
+    if type(fn) is FunctionType and fn.__code__.co_argcount == 4 and not fn.__code__.co_kwonlyargcount:
+        return None  # in a fiftieth of the time
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # not written in Python

@@ -207,6 +207,12 @@ DATA = {"keys": 1, "query_ids": 2, "key_ids": 3, "mask": 4, "offset": 5}
 NUMBERS = {"offset": 6}
 """Attributes of masks that may be others in each call, tensors and whole numbers: `enum kind_of_data` of c/data.h."""
 
+GIVEN, NOT_GIVEN = -1, -2
+"""Where a part of a term is from that is no operand: of c/terms.h."""
+
+OPERAND, NUMBER = 7, 8
+"""What is an operand of a term, a tensor or a whole number: of the same."""
+
 OUTPUT, EXACT, LSE = RESULTS = range(3)
 """The results that are made for a call: RESULTS of c/repeated.h."""
 
@@ -216,14 +222,22 @@ class RepeatedOf(ctypes.Structure):
 
     _fields_ = (
         ("three", LyingOf * 3),
-        *((name, _address) for name in ("step", "noted", "pass_", "one", "row", "run")),
+        *((name, _address) for name in ("step", "noted", "pass_", "one", "term", "row", "run")),
         ("make", _address * len(RESULTS)),
         *((name, _address) for name in ("threads", "attach", "alike", "fix", "rest")),
-        *((name, _i64) for name in ("steps", "count", "told", "keeps_bias")),
+        *((name, _i64) for name in ("steps", "count", "told", "keeps_bias", "terms")),
     )
 
 
-STRUCTURES = CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf, AgainOf, OneOf, StepOf, NotedOf, RepeatedOf
+class TermOf(ctypes.Structure):
+    """`struct term` of c/terms.h."""
+
+    _fields_ = (("kind", _i64), ("from_", _i64 * 3), ("number", _i64 * 3))
+
+
+STRUCTURES = (
+    CallOf, StripOf, SpanOf, TileAt, GradientAt, StatisticOf, AgainOf, OneOf, StepOf, NotedOf, RepeatedOf, TermOf,
+)  # fmt: skip
 
 Words = _i64 * (ctypes.sizeof(CallOf) // 8)
 """A `CallOf` as numbers of eight bytes, which are set in a fraction of the time."""

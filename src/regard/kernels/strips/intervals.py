@@ -43,6 +43,9 @@ MAX_CELLS = 1 << 23
 """Most cells of a mask that is no tensor of them, but is evaluated: a few hundredths of a second, and 1 MiB in words.
 Row "8 rows of documents or a prefix, new in every call" of features.py."""
 
+MAX_KEPT_CELLS = 1 << 20
+"""Most of them that are kept, as bytes, until the mask has its plan."""
+
 MAX_LOOKED_AT = 1 << 24
 """Most cells of a mask that are looked at to find out whether keys are side by side: some hundredths of a second, once
 for all texts of the same lengths."""
@@ -158,13 +161,14 @@ def _is_inside(ends: "Between | Within", batch: Tensor, query: Tensor, key: Tens
 def by_interval(mask: Mask, grid: Grid) -> tuple[Mask, Interval | None]:
     """A bound mask as a rule, and an interval of keys that it leaves out of the rule; None if there is none.
 
-    The factors that hold data go into the interval, and unions, of which the strips would be several, unless some query
-    sees keys that are apart. If more cells are evaluated than are kept, strips follow from the documents as well.
+    The factors that hold data go into the interval, and functions, and unions, of which the strips would be several,
+    unless some query sees keys that are apart. If more cells are evaluated than are kept, strips follow from the
+    documents as well.
     """
     rules, found, documents = [], [], []
     for factor in factors(mask):
         interval = _interval_of(factor, grid) if isinstance(factor, Or) or holds_data(factor) else None
-        if interval is None and holds_data(factor):
+        if interval is None and _is_evaluated(factor):
             interval = _evaluated(factor, grid)
         if interval is None:
             rules.append(factor)
@@ -305,11 +309,27 @@ def _of_dense(mask: Dense, grid: Grid) -> Interval | None:
 
 def _evaluated(mask: Mask, grid: Grid) -> Interval | None:
     """By looking at every cell, if they are not too many."""
-    texts, heads, *_ = mask.allowed(range(min(1, grid.query_len)), range(min(1, grid.key_len))).shape  # that differ
-    if texts * heads * grid.query_len * grid.key_len > MAX_CELLS:
+    cells = cells_of(mask, grid)
+    return None if cells is None else _of_cells(cells)
+
+
+def cells_of(mask: Mask, grid: Grid) -> Tensor | None:
+    """What a bound mask says of every cell, [batch or 1, heads or 1, query_len or 1, key_len]; None if they are too
+    many."""
+    texts, heads, queries, keys, _ = grid
+    if texts * heads * queries * keys > MAX_CELLS:
+        texts, heads, *_ = mask.allowed(range(min(1, queries)), range(min(1, keys))).shape  # that differ
+    cells = texts * heads * queries * keys
+    if cells > MAX_CELLS:
         return None
-    cells = mask.allowed(range(grid.query_len), range(grid.key_len))
-    return _of_cells(cells.expand(-1, -1, -1, grid.key_len))
+    return _kept_cells_of(mask, grid) if cells <= MAX_KEPT_CELLS else _all_cells_of(mask, grid)
+
+
+def _all_cells_of(mask: Mask, grid: Grid) -> Tensor:
+    return mask.allowed(range(grid.query_len), range(grid.key_len)).expand(-1, -1, -1, grid.key_len)
+
+
+_kept_cells_of = cached_by_mask(maxsize=4)(_all_cells_of)
 
 
 def _of_documents(mask: Document, grid: Grid) -> Interval | None:

@@ -748,5 +748,6 @@ API i64 regard_size_of_structures(void)
 {
     return sizeof(struct call) + sizeof(struct strip) + sizeof(struct span) + sizeof(struct tile) +
            sizeof(struct gradient) + sizeof(struct statistic) + sizeof(struct again) + sizeof(struct one) +
-           sizeof(struct step) + sizeof(struct noted) + sizeof(struct repeated) + sizeof(struct python);
+           sizeof(struct step) + sizeof(struct noted) + sizeof(struct repeated) + sizeof(struct term) +
+           sizeof(struct python);
 }

@@ -9,14 +9,23 @@
 
 /* Which keys are real, bools [1 or batch, key], or how many of each text are, [batch]; the documents of queries and of keys,
    [1 or batch, token]; who sees whom, bools [1 or batch, 1 or head, 1 or query, key]; which key is the first query's
-   own, [batch], and the same as a whole number. */
-enum kind_of_data { NO_DATA, REAL_KEYS, QUERY_IDS, KEY_IDS, CELLS, OFFSETS, OFFSET };
+   own, [batch], and the same as a whole number. Or an operand of terms.h, a tensor of any kind, or a whole number. */
+enum kind_of_data { NO_DATA, REAL_KEYS, QUERY_IDS, KEY_IDS, CELLS, OFFSETS, OFFSET, OPERAND, NUMBER };
+
+#define MOST_NOTED 8 /* tensors and numbers that are looked at, and so the most operands, too */
+
+/* A tensor; or a number, if that has no axes. */
+struct operand {
+    struct dl_tensor tensor;
+    i64 number;
+};
 
 /* The data of a call, without axes where there is none. has_offset: otherwise the last key is the last query's. four_axes:
    cells were given with all of them. */
 struct data {
     struct dl_tensor tensor[OFFSET];
-    i64 has_offset, offset, four_axes;
+    i64 has_offset, offset, four_axes, operands;
+    struct operand operand[MOST_NOTED];
 };
 
 #define MOST_TEXTS 256          /* that are padded */
@@ -85,9 +94,9 @@ struct cells {
 
 /* Returns whether they are those of such a call, beyond doubt: cells of as many heads or queries as there are texts, given
    with fewer than four axes, may have been meant for each text, which is an error. */
-static int place_cells(struct cells *to, const struct data *data, const struct dl_tensor *query, i64 keys)
+static int place_cells(
+    struct cells *to, const struct dl_tensor *t, int four_axes, const struct dl_tensor *query, i64 keys)
 {
-    const struct dl_tensor *t = data->tensor + CELLS;
     if (t->kind != DL_BOOL || t->axes != 4 || t->device != query->device) return 0;
     if (t->shape[3] != keys || t->strides[3] != 1) return 0;
     i64 texts = query->shape[0], apart[3];
@@ -96,9 +105,21 @@ static int place_cells(struct cells *to, const struct data *data, const struct d
         apart[axis] = t->shape[axis] > 1 ? t->strides[axis] : 0;
     }
     int may_be_of_texts = t->shape[0] == 1 && (t->shape[1] == texts || t->shape[2] == texts);
-    if (texts > 1 && !data->four_axes && may_be_of_texts) return 0;
+    if (texts > 1 && !four_axes && may_be_of_texts) return 0;
     *to = (struct cells){(const uint8_t *)t->data + t->offset, apart[0], apart[1], apart[2]};
     return 1;
+}
+
+/* Tells of cells that are not the caller's. shape: its place, with the sizes of four axes, and that of strides. */
+static void tell_cells(
+    struct data *data, uint8_t *cells, const struct dl_tensor *query, const i64 size[4], i64 shape[8])
+{
+    for (int axis = 3; axis >= 0; axis--)
+        shape[axis] = size[axis], shape[4 + axis] = axis == 3 ? 1 : shape[5 + axis] * size[axis + 1];
+    data->tensor[CELLS] = (struct dl_tensor){
+        .data = (char *)cells, .device = query->device, .number = query->number, .axes = 4, .kind = DL_BOOL, .bits = 8,
+        .lanes = 1, .shape = shape, .strides = shape + 4};
+    data->four_axes = 1;
 }
 
 /* Keys from `start` to before `stop` that are real in each of so many rows, which lie so far apart. */
@@ -140,17 +161,16 @@ static int has_many_gaps(const struct intervals *found, const struct dl_tensor *
 }
 
 /* Whether the ids of queries and of keys are as many as these are. */
-static int are_ids(const struct data *data, const struct dl_tensor *query, i64 keys)
+static int are_ids(
+    const struct dl_tensor *ids, const struct dl_tensor *of_keys, const struct dl_tensor *query, i64 keys)
 {
-    const struct dl_tensor *ids = data->tensor + QUERY_IDS, *of_keys = data->tensor + KEY_IDS;
     if (!is_whole(ids) || !is_for_each(ids, query, query->shape[2])) return 0;
     return is_whole(of_keys) && is_for_each(of_keys, query, keys);
 }
 
 /* Whether queries and keys are the same tokens, and documents come one after another. */
-static int are_in_order(const struct data *data)
+static int are_in_order(const struct dl_tensor *ids, const struct dl_tensor *of_keys)
 {
-    const struct dl_tensor *ids = data->tensor + QUERY_IDS, *of_keys = data->tensor + KEY_IDS;
     if (ids->data != of_keys->data || ids->offset != of_keys->offset || ids->shape[0] != of_keys->shape[0]) return 0;
     if (ids->shape[1] != of_keys->shape[1] || apart_of(ids) != apart_of(of_keys)) return 0;
     for (i64 row = 0; row < ids->shape[0]; row++) {
@@ -180,13 +200,14 @@ static void find_documents_apart(
     }
 }
 
-/* The same of cells, of all heads. */
-static void find_cells(
+/* The same of cells, of all heads; returns whether nothing is hidden in between from any. */
+static int find_cells(
     const struct cells *cells, i64 batch, i64 heads, i64 queries, i64 keys, int32_t *first, int32_t *end)
 {
+    int all = !cells->head || heads == 1;
     for (i64 i = 0; i < queries; i++) {
         const uint8_t *row = cells->at + batch * cells->batch + i * cells->query;
-        regard_keys(row, 1, keys, 0, first + i, end + i);
+        all &= regard_keys(row, 1, keys, 0, first + i, end + i);
         for (i64 head = 1; cells->head && head < heads; head++) {
             int32_t begin, stop, sees_none = first[i] == end[i];
             regard_keys(row + head * cells->head, 1, keys, 0, &begin, &stop);
@@ -194,6 +215,7 @@ static void find_cells(
             end[i] = sees_none ? stop : most(end[i], stop), first[i] = least(first[i], begin);
         }
     }
+    return all;
 }
 
 /* Leaves of each query's interval what is in another: first keys, and after them the ends. */
@@ -206,10 +228,11 @@ static void leave(int32_t *first, int32_t *end, const int32_t *other, i64 querie
 }
 
 /* The interval of each query, by its document or cells, by where it is among the keys, and of those that are real. span: its
-   low and high are counted from a query's own key. cells: NULL if there are none. */
+   low and high are counted from a query's own key. cells: NULL if there are none. in_between: is set if they hide a key
+   between others. */
 static int find_of_queries(
     const struct data *data, const struct span *span, const struct dl_tensor *query, i64 keys, int in_order,
-    const struct cells *cells, struct intervals *found)
+    const struct cells *cells, struct intervals *found, int *in_between)
 {
     const struct dl_tensor *ids = data->tensor + QUERY_IDS, *of_keys = data->tensor + KEY_IDS;
     const struct dl_tensor *offsets = data->tensor + OFFSETS;
@@ -234,7 +257,7 @@ static int find_of_queries(
             leave(first, end, of_one, queries);
         }
         if (cells) {
-            find_cells(cells, row, query->shape[1], queries, keys, of_one, of_one + queries);
+            *in_between |= !find_cells(cells, row, query->shape[1], queries, keys, of_one, of_one + queries);
             leave(first, end, of_one, queries);
         }
         if (has_offsets) {
@@ -304,11 +327,12 @@ static int find_intervals(
     struct intervals *found)
 {
     const struct dl_tensor *real = data->tensor + REAL_KEYS, *offsets = data->tensor + OFFSETS;
+    const struct dl_tensor *ids = data->tensor + QUERY_IDS, *of_keys = data->tensor + KEY_IDS;
     struct cells cells;
-    int has_cells = data->tensor[CELLS].axes, has_ids = data->tensor[QUERY_IDS].axes;
+    int has_cells = data->tensor[CELLS].axes, has_ids = ids->axes;
     see_all(found, keys);
-    if (has_ids && !are_ids(data, query, keys)) return 0;
-    if (has_cells && !place_cells(&cells, data, query, keys)) return 0;
+    if (has_ids && !are_ids(ids, of_keys, query, keys)) return 0;
+    if (has_cells && !place_cells(&cells, data->tensor + CELLS, data->four_axes, query, keys)) return 0;
     if (offsets->axes) {
         if (!is_whole(offsets) || offsets->axes != 1 || offsets->device != query->device) return 0;
         if (offsets->shape[0] != query->shape[0]) return 0;
@@ -323,15 +347,17 @@ static int find_intervals(
         has_cells = 0;
     }
     if (found->real && has_many_gaps(found, query, keys)) return 0;
-    int in_order = has_ids && are_in_order(data), apart = has_ids && !in_order;
+    int in_order = has_ids && are_in_order(ids, of_keys), apart = has_ids && !in_order;
     i64 scores = query->shape[0] * query->shape[1] * query->shape[2] * keys;
     if ((has_cells && scores > MOST_SCORES) || (apart && scores > MOST_UNSORTED)) return 0;
     const struct cells *given = has_cells ? &cells : NULL;
-    if ((found->real || has_cells || apart) && !find_mask(data, given, apart, query, keys, found)) return 0;
-    if (has_ids || has_cells || offsets->axes) return find_of_queries(data, span, query, keys, in_order, given, found);
-    found->told[0] = (i64)found->first_real, found->told[1] = (i64)found->end_real;
-    found->told[2] = found->texts > 1, found->told[3] = 0;
-    return 1;
+    int in_between = found->real || apart;
+    if (!has_ids && !has_cells && !offsets->axes) {
+        found->told[0] = (i64)found->first_real, found->told[1] = (i64)found->end_real;
+        found->told[2] = found->texts > 1, found->told[3] = 0;
+    } else if (!find_of_queries(data, span, query, keys, in_order, given, found, &in_between))
+        return 0;
+    return !in_between || find_mask(data, given, apart, query, keys, found);
 }
 
 #define SIZES 6 /* of batch indices and queries that have intervals of their own; of the words, which may be none */

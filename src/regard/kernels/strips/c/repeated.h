@@ -5,13 +5,12 @@
 
 #pragma once
 
-#include "data.h"
+#include "terms.h"
 
 #define ARGUMENTS 13 /* of a call, from the query to the kernel's name */
 #define BIAS 4       /* the places of some of them */
 #define SINK 7
 #define MOST_STEPS 48
-#define MOST_NOTED 8
 enum { OUTPUT, EXACT, LSE, RESULTS }; /* of which only the first is always there */
 #define EQUAL 2 /* Py_EQ */
 
@@ -28,7 +27,7 @@ struct step {
 };
 
 /* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
-   call of any lengths, of which `kind_of_data` it is: any numbers. four_axes: as of `struct data`. open: it may have any
+   call of any lengths, of which `kind_of_data` it is: any numbers, or any whole number. four_axes: as of `struct data`. open: it may have any
    numbers of columns, and lie in any way. */
 struct noted {
     i64 from;
@@ -48,15 +47,17 @@ struct noted {
 
    Where `one` computes it, lengths may be others: only their magnitudes are told in `three`, and not how they lie. row:
    NULL, or what is added to scores by the distance of a key from a query: for one query, from the farthest key before it
-   to its own; for several, from the farthest key after it to the farthest before. */
+   to its own; for several, from the farthest key after it to the farthest before. term: what each query sees besides, if
+   there are terms; their operands are the data, in the order in which it is noted. */
 struct repeated {
     struct lying three[3];
     const struct step *step;
     const struct noted *noted;
     const struct again *pass;
     const struct one *one;
+    const struct term *term;
     void *row, *run, *make[RESULTS], *threads, *attach, *alike, *fix, *rest;
-    i64 steps, count, told, keeps_bias;
+    i64 steps, count, told, keeps_bias, terms;
 };
 
 INLINE i64 magnitude(i64 n) { return n > 0 ? 64 - __builtin_clzll(n) : 0; }
@@ -133,9 +134,18 @@ static int is_like(const struct repeated *r, void *given, struct data *data)
             like = take_offset(data, found[noted->from]);
             continue;
         }
+        if (noted->data == NUMBER) {
+            i64 number = data->operand[data->operands++].number = python.number(found[noted->from]);
+            like = number != -1; /* which may be an error */
+            continue;
+        }
         if (python.read(found[noted->from], &t)) {
             like = 0;
             break;
+        }
+        if (noted->data == OPERAND) {
+            data->operand[data->operands++].tensor = t;
+            continue;
         }
         if (noted->data) {
             struct dl_tensor *known = data->tensor + noted->data; /* bands with an offset of their own have others */
@@ -176,11 +186,7 @@ static uint8_t *cells_of(
         in_vain += most(0, end - first);
     }
     if (query->shape[0] * query->shape[1] * in_vain > MOST_IN_VAIN) free(cells), cells = NULL;
-    memcpy(shape, (i64[]){1, 1, queries, keys, 0, 0, keys, 1}, 8 * sizeof *shape);
-    data->tensor[CELLS] = (struct dl_tensor){
-        .data = (char *)cells, .device = query->device, .number = query->number, .axes = 4, .kind = DL_BOOL, .bits = 8,
-        .lanes = 1, .shape = shape, .strides = shape + 4};
-    data->four_axes = 1;
+    tell_cells(data, cells, query, (i64[]){1, 1, queries, keys}, shape);
     return cells;
 }
 
@@ -191,10 +197,11 @@ static i64 one_again(
     i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4], of_cells[8];
     i64 ahead = data->has_offset ? data->offset : ahead_of(t);
     uint8_t *cells = NULL;
-    if (queries > 1 && r->one->alternatives) {
+    if (r->terms)
+        cells = cells_by_terms(r->term, r->terms, t, keys, ahead, data, of_cells);
+    else if (queries > 1 && r->one->alternatives)
         cells = cells_of(r->one, t, keys, ahead, data, of_cells);
-        if (!cells) return UNLIKE;
-    }
+    if (!cells && (r->terms || (queries > 1 && r->one->alternatives))) return UNLIKE;
     if (r->row) { /* each key's number lies before that of the next, if there is one query; otherwise after it */
         struct dl_tensor *row = t + count++;
         if (python.read(r->row, row)) return free(cells), UNLIKE;
