@@ -2,6 +2,7 @@
 
 import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -714,18 +715,34 @@ def test_a_graph_computes_few_scores_by_operators_that_it_fuses(given, rows):
     assert not any("regard" in name for name in nodes)
 
 
-def test_what_a_mask_hides_has_no_part_in_a_graph():
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("given", [{"sink": torch.zeros(HEADS)}, {}, {"softcap": 2.0}, {"bias": Alibi(HEADS)}], ids=str)
+def test_what_a_mask_hides_has_no_part_in_a_graph(given, rows, bad, learns):
+    """Neither keys and values, nor queries that see no key, as those of the first text."""
     torch.compiler.reset()
-    query, key, value = step()
-    sink, mask = torch.zeros(HEADS), Causal() & Padding(LEFT)
-    right = attention(query, key, value, mask=mask, sink=sink)
-    key, value = key.clone(), value.clone()
-    for tensor in (key, value):
-        tensor.transpose(1, 2)[~LEFT] = math.nan
+    three, real = step(rows), LEFT.clone()
+    real[0] = False
     compiled = torch.compile(
-        lambda *three: attention(*three, mask=mask, sink=sink), backend="aot_eager", fullgraph=True
+        lambda *three: attention_with_lse(*three, mask=Causal() & Padding(real), **given),
+        backend="aot_eager",
+        fullgraph=True,
     )
-    assert_close(compiled(query, key, value), right)
+    spoilt = [tensor.clone() for tensor in three]
+    spoilt[0][0] = bad
+    for tensor in spoilt[1:]:
+        tensor.transpose(1, 2)[~real] = bad
+    found = []
+    for tensors, kernel in ((spoilt, compiled), (three, partial(attention_with_lse, kernel="reference", **given))):
+        leaves = [tensor.clone().requires_grad_(learns) for tensor in tensors]
+        more = {} if kernel is compiled else {"mask": Causal() & Padding(real)}
+        output, lse = kernel(*leaves, **more)
+        grads = torch.autograd.grad(output.sin().sum(), leaves) if learns else ()
+        found.append([output, lse, *grads])
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard import processor
 from regard.biases import Bias, Given
-from regard.graphs import exporting
+from regard.graphs import exporting, tracing
 from regard.kernels.call import Call, Kernel, Prepared, Single, all_scores, learns
 from regard.kernels.fused import FLASH, HALF, SHORT, reads_a_table
 from regard.kernels.hidden import (
@@ -31,7 +31,7 @@ from regard.kernels.hidden import (
     numbers_added,
     table_key,
 )
-from regard.kernels.stacked import Fixed, Stacked, added_by, attend, formula
+from regard.kernels.stacked import Fixed, Stacked, added_by, adds_up_in_a_graph, attend, formula
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_beats_fused, onednn_is_faster
@@ -217,8 +217,17 @@ def _sees_all(call: Call, hidden: Hidden | None) -> bool:
 def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
     hidden, *more = _in_full(call)
-    query, key, value = _zeroed(hidden, *call[:3])
+    query, key, value = call[:3]
+    if hidden is not None and not call.learns and _adds_up_in_a_graph(call):  # then scores do not tell of hidden keys
+        value = hidden.seen(value)
+    else:
+        query, key, value = _zeroed(hidden, query, key, value)
     return _attend(call._replace(query=query, key=key, value=value), hidden, *more)
+
+
+def _adds_up_in_a_graph(call: Call) -> bool:
+    few = adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
+    return few and tracing() and call.dropout is None
 
 
 def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

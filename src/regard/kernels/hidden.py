@@ -136,6 +136,10 @@ class Hidden:
                     self._numbers[dtype] = less.bitwise_and_(infinity).view(dtype)
                 elif self._ask:
                     self._numbers[dtype] = torch.where(self.allowed, *_ENDS[dtype])
+                elif tracing():  # which is fused with the scores
+                    self._numbers[dtype] = torch.zeros_like(self.allowed, dtype=dtype).masked_fill(
+                        ~self.allowed, -math.inf
+                    )
                 else:  # 1 - 1/1 = 0 and 1 - 1/0 = -inf: faster than masked_fill
                     self._numbers[dtype] = self.allowed.to(dtype).reciprocal_().neg_().add_(1.0)
         return self._numbers[dtype]

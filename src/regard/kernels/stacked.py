@@ -156,6 +156,11 @@ def _outputs(weights: Tensor, kept: Tensor | None, value: Tensor, adds_up: bool)
     return bmm(*in_one_dtype(weights, value))
 
 
+def _hidden_by(added: Tensor, scores: Tensor) -> Tensor:
+    """The scores with what is added; where that is -inf, whatever they are."""
+    return torch.where(added == -math.inf, added, scores + added)
+
+
 def _of_rows(sink: Tensor, scores: Tensor, kv_heads: int, fixed: Fixed) -> Tensor:
     """The logit of each row of a stack of scores: [stack, rows, 1]."""
     heads, rows = fixed.scoring.grid[1:3]
@@ -206,7 +211,7 @@ def _result(
     adds_up = tracing() and kept is None and adds_up_in_a_graph(query)
     if adds_up:
         scores = (query[:, :, None] * key[:, None]).sum(-1) * factor
-        scores = scores if added is None or softcap is not None else scores + added
+        scores = scores if added is None or softcap is not None else _hidden_by(added, scores)
     elif softcap is None and added is not None:
         scores = baddbmm(added, query, key.mT, alpha=factor, out=space)
     elif space is not None:  # without another pass over the scores
@@ -217,7 +222,8 @@ def _result(
         capped = torch.sigmoid(scores, out=None if space is None or fixed.keeps else scores)
         scores = torch.mul(capped, 2.0 * softcap, out=space)
         scores = torch.sub(scores, softcap, out=space)
-        scores = scores if added is None else torch.add(scores, added, out=space)
+        if added is not None:
+            scores = _hidden_by(added, scores) if adds_up else torch.add(scores, added, out=space)
     if adds_up and sink is not None and scores.shape[2]:
         weights, lse = _beside_a_sink(scores, _of_rows(sink, scores, kv_heads, fixed))
         return Result(_outputs(weights, kept, value, adds_up), lse, weights, None, capped)
