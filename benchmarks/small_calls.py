@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard import Alibi, Causal, Document, Padding, Prefix, Window, bench
+from regard import Alibi, Causal, Document, Padding, Prefix, Where, Window, bench
 from regard.shapes import Grid
 
 Shape = tuple[int, int, int, int]
@@ -161,6 +161,15 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
         length = query.shape[2]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=cells[..., :length, :length])
 
+    early = torch.arange(255) < 8
+
+    def torch_prefix(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        seen = (ids.mT == ids) | early[: key.shape[2]]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+
+    def by_function(ids: Tensor) -> Where:
+        return Where(lambda batch, head, query, key: ids[batch, query] == ids[batch, key])
+
     pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "causal": (
             another(partial(F.scaled_dot_product_attention, is_causal=True)),
@@ -181,6 +190,14 @@ def any_length() -> list[tuple[str, Shape, torch.dtype, Callable[..., Tensor], C
         "documents": (
             another(lambda q, k, v, ids: F.scaled_dot_product_attention(q, k, v, attn_mask=ids.mT == ids), ids),
             another(lambda q, k, v, ids: regard.attention(q, k, v, mask=Document(ids)), ids),
+        ),
+        "documents or a prefix": (
+            another(torch_prefix, ids),
+            another(lambda q, k, v, ids: regard.attention(q, k, v, mask=Document(ids) | Prefix(8)), ids),
+        ),
+        "documents by a function": (
+            another(lambda q, k, v, ids: F.scaled_dot_product_attention(q, k, v, attn_mask=ids.mT == ids), ids),
+            another(lambda q, k, v, ids: regard.attention(q, k, v, mask=by_function(ids)), ids),
         ),
     }
     of_graphs = {"ALiBi, causal": (torch_alibi, partial(regard.attention, mask=Causal(), bias=slopes))}

@@ -6,6 +6,9 @@ library is told for one length holds for all. It finds out about padding, docume
 itself, in every call. The choice is made for a few lengths of the same magnitude, the least and the most among them,
 and holds if it is the library for all of them.
 
+What `&`, `|` and `~` make of masks that hold data, it finds out by terms (`kernels.strips.terms`). The answers of
+functions are asked for, as cells.
+
 Of what other masks of positions say, as a window or a prefix, alternatives are noted (`seen_from_own_key`). One query
 reads the keys of each. Of several, the library writes down who sees whom, as if it were data, and computes what lies
 between, too, if that is little: to plan strips that leave it out takes Python several times as long.
@@ -97,9 +100,9 @@ _BY_LIBRARY = frozenset({"auto", NATIVE_KERNEL.name})
 
 def note(given: tuple[Any, ...]) -> Results | None:
     """Notes a call that the library can compute, for any lengths of the same magnitudes, and offsets: if what each
-    query sees is counted from its own key, but for padding, documents and cells, and nothing is added to its scores but
-    what follows from how far a key is from the last query's, which is the last; or a tensor, for one query, or for
-    calls of the same lengths whose data are others.
+    query sees is counted from its own key, but for masks that hold data, and nothing is added to its scores but what
+    follows from how far a key is from the last query's, which is the last; or a tensor, for one query, or for calls of
+    the same lengths whose data are others.
 
     Returns:
         Output and lse where calls like it are computed in another way than by a plan of their own, so that all of them

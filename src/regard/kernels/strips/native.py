@@ -17,7 +17,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from regard import measured
+from regard import measured, processor
 from regard.biases import Given
 from regard.dropout import Dropout
 from regard.graphs import concrete
@@ -177,7 +177,7 @@ def _by_torch(call: Call, scores: float, by_table: bool) -> tuple[float, float]:
     elif few:
         to_begin = tuning.QUERIES_TO_BEGIN_HALVES if in_half else tuning.QUERIES_TO_BEGIN
         scores *= 1 + (tuning.QUERIES_TO_BEGIN_GRADIENTS if call.learns else to_begin) / queries
-        if not in_half and queries > tuning.QUERIES_AT_A_TIME:
+        if queries > tuning.QUERIES_AT_A_TIME and (processor.AMX or not in_half):
             scores *= in_full
     if by_table and isinstance(call.scoring.bias, Given) and queries > 1:  # what it hides shows in the output alone
         scores += tuning.SCORES_PER_LOOK * call.query.shape[:3].numel()

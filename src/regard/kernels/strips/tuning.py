@@ -127,8 +127,9 @@ with AVX-512. In bfloat16, with AVX2, of 5 to 12 queries and 128 to 2,048 keys 0
 
 QUERIES_AT_A_TIME = 16
 """Queries take torch's own function at least as long as the next multiple of so many, unless they are few, or in half
-precision, of many keys: 17 of them, with AVX-512, 1.4 to 2.3 times as long as the library, and texts of 9 to 24 tokens
-2 to 7 times. Rows "17 queries, 32 texts" and "texts of 19 tokens"."""
+precision without AMX, of many keys: 17 of them, with AVX-512, 1.4 to 2.3 times as long as the library, and texts of 9
+to 24 tokens 2 to 7 times; 20 in bfloat16, with AMX, 1.2 to 3 times. Rows "17 queries, 32 texts", "texts of 19 tokens"
+and "20 queries, 1 head"."""
 
 SCORES_PER_LOOK = 16
 """Looking at the output of a query, where torch's own function was given a finished table that may hide something. On a

@@ -27,8 +27,8 @@ struct step {
 };
 
 /* A tensor that a step found, or that is an argument: how it lies, and its numbers where they have to be the same. Or, of a
-   call of any lengths, of which `kind_of_data` it is: any numbers, or any whole number. four_axes: as of `struct data`. open: it may have any
-   numbers of columns, and lie in any way. */
+   call of any lengths, of which `kind_of_data` it is: any numbers, or any whole number. four_axes: as of `struct data`.
+   open: it may have any numbers of columns, and lie in any way. */
 struct noted {
     i64 from;
     struct lying lying;

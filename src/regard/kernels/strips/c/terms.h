@@ -85,7 +85,7 @@ static void show_term(const struct shown *s, i64 batch, i64 head, i64 query, i64
 {
     const struct term *term = s->term;
     const i64 *number = s->number;
-    const uint8_t *from = s->cells.at + batch * s->cells.batch + head * s->cells.head + query * s->cells.query;
+    i64 of_row = batch * s->cells.batch + head * s->cells.head + query * s->cells.query;
     int offset = term->kind == BAND ? 2 : 1;
     if (term->from[offset] != NOT_GIVEN) own = query + number[offset];
     switch (term->kind) {
@@ -107,7 +107,7 @@ static void show_term(const struct shown *s, i64 batch, i64 head, i64 query, i64
         break;
     default: /* bools, or so many keys from the first on */
         if (!s->cells.at) show(row, keys, 0, number[0]);
-        for (i64 j = 0; s->cells.at && j < keys; j++) row[j] = from[j] != 0;
+        for (i64 j = 0; s->cells.at && j < keys; j++) row[j] = s->cells.at[of_row + j] != 0;
     }
 }
 
@@ -115,18 +115,18 @@ static void show_term(const struct shown *s, i64 batch, i64 head, i64 query, i64
 static void show_terms(
     const struct shown *shown, i64 terms, i64 batch, i64 head, i64 query, i64 keys, i64 own, uint8_t *stack)
 {
-    uint8_t *top = stack - keys;
+    uint8_t *next = stack; /* after the last row */
     for (const struct shown *s = shown; s < shown + terms; s++) {
         if (s->term->kind < AND) {
-            top += keys;
-            show_term(s, batch, head, query, keys, own, top);
-        } else if (s->term->kind == NOT)
-            for (i64 j = 0; j < keys; j++) top[j] ^= 1;
-        else {
-            top -= keys;
-            for (i64 j = 0; s->term->kind == AND && j < keys; j++) top[j] &= top[j + keys];
-            for (i64 j = 0; s->term->kind == OR && j < keys; j++) top[j] |= top[j + keys];
+            show_term(s, batch, head, query, keys, own, next);
+            next += keys;
+            continue;
         }
+        next -= s->term->kind == NOT ? 0 : keys;
+        uint8_t *last = next - keys;
+        for (i64 j = 0; s->term->kind == NOT && j < keys; j++) last[j] ^= 1;
+        for (i64 j = 0; s->term->kind == AND && j < keys; j++) last[j] &= next[j];
+        for (i64 j = 0; s->term->kind == OR && j < keys; j++) last[j] |= next[j];
     }
 }
 
