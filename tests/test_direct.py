@@ -2,7 +2,6 @@
 
 import math
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -725,22 +724,26 @@ def test_what_a_mask_hides_has_no_part_in_a_graph(given, rows, bad, learns):
     torch.compiler.reset()
     three, real = step(rows), LEFT.clone()
     real[0] = False
-    compiled = torch.compile(
-        lambda *three: attention_with_lse(*three, mask=Causal() & Padding(real), **given),
-        backend="aot_eager",
-        fullgraph=True,
-    )
+    mask = Causal() & Padding(real)
+
+    def run(*three):
+        return *attention_with_lse(*three, mask=mask, **given), attention(*three, mask=mask, **given)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     spoilt = [tensor.clone() for tensor in three]
     spoilt[0][0] = bad
     for tensor in spoilt[1:]:
         tensor.transpose(1, 2)[~real] = bad
     found = []
-    for tensors, kernel in ((spoilt, compiled), (three, partial(attention_with_lse, kernel="reference", **given))):
+    for tensors in (spoilt, three):
         leaves = [tensor.clone().requires_grad_(learns) for tensor in tensors]
-        more = {} if kernel is compiled else {"mask": Causal() & Padding(real)}
-        output, lse = kernel(*leaves, **more)
-        grads = torch.autograd.grad(output.sin().sum(), leaves) if learns else ()
-        found.append([output, lse, *grads])
+        if tensors is spoilt:
+            output, lse, alone = compiled(*leaves)
+        else:
+            output, lse = attention_with_lse(*leaves, mask=mask, kernel="reference", **given)
+            alone = output
+        grads = torch.autograd.grad(output.sin().sum() + alone.cos().sum(), leaves) if learns else ()
+        found.append([output, lse, alone, *grads])
     for ours, right in zip(*found, strict=True):
         assert_close(ours, right)
 
