@@ -111,9 +111,10 @@ def note(given: tuple[Any, ...]) -> Results | None:
     library = binding.compiled(torch.float32)
     if library is None:
         return None
-    given, kind = with_cells(given) or given, _kind_of(given)
+    kind = _kind_of(given)
     if not _has_a_way(given, kind, library):
         return None
+    given = with_cells(given) or given
     seen = _seen_by_the_library(given, kind)
     if seen is None or not (_is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
         return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from regard.graphs import exporting, tracing, transformed
-from regard.kernels import direct, fused, sdpa, stacked, strips
+from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
@@ -166,7 +166,7 @@ def _suits_the_library(call: Call) -> bool:
     function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
     here."""
     if tracing():
-        if _may_add_up(call) and not call.learns:  # and more scores than sums are good for
+        if direct.may_add_up(call) and not call.learns:  # and more scores than sums are good for
             return strips_kernel.is_one_node(call)
         share = 0.5 if hides_later_keys(call.scoring.mask_or_everything) else 1.0
         saved, to_begin = native.saved_by_a_node(*_kind(call), share)
@@ -201,15 +201,9 @@ def _most_scores_in_a_graph(of_a_thread: int, learns: bool) -> int:
 _most_scores_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the answer is as it is
 
 
-def _may_add_up(call: Call) -> bool:
-    """Whether a graph may add up products by itself: not beside dropout, of whose hash it would make one for every
-    number of a product."""
-    return call.dropout is None and stacked.adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
-
-
 def _suits_sums(call: Call) -> bool:
     """Whether a graph adds up the products of few queries in less time than a node begins and computes them."""
-    few = tracing() and _may_add_up(call)
+    few = tracing() and direct.may_add_up(call)
     return few and all_scores(call) <= _most_scores_in_a_graph(SCORES_ADDED_UP, call.learns)
 
 

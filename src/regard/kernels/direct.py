@@ -218,16 +218,17 @@ def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
     """The result, with zeros in place of hidden queries, keys and values."""
     hidden, *more = _in_full(call)
     query, key, value = call[:3]
-    if hidden is not None and not call.learns and _adds_up_in_a_graph(call):  # then scores do not tell of hidden keys
+    if hidden is not None and tracing() and may_add_up(call) and not call.learns:  # scores do not tell of hidden keys
         value = hidden.seen(value)
     else:
         query, key, value = _zeroed(hidden, query, key, value)
     return _attend(call._replace(query=query, key=key, value=value), hidden, *more)
 
 
-def _adds_up_in_a_graph(call: Call) -> bool:
-    few = adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
-    return few and tracing() and call.dropout is None
+def may_add_up(call: Call) -> bool:
+    """Whether a graph may add up products by itself: not beside dropout, of whose hash it would make one for every
+    number of a product."""
+    return call.dropout is None and adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
 
 
 def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Its data may be others in each call: the operands, which are looked up in the order in which the masks have them.
 
     Causal() & (Document(ids) | Prefix(n))      ids, ids and n are the operands 0, 1 and 2
-        CAUSAL  DOCUMENT(0, 1)  PREFIX(2)  OR  AND
+        BAND  DOCUMENT(0, 1)  PREFIX(2)  OR  AND
 """
 
 from collections.abc import Iterator

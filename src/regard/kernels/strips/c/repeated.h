@@ -197,11 +197,11 @@ static i64 one_again(
     i64 queries = t[0].shape[2], keys = t[1].shape[2], start, stop, shape[4], stride[4], of_cells[8];
     i64 ahead = data->has_offset ? data->offset : ahead_of(t);
     uint8_t *cells = NULL;
-    if (r->terms)
-        cells = cells_by_terms(r->term, r->terms, t, keys, ahead, data, of_cells);
-    else if (queries > 1 && r->one->alternatives)
-        cells = cells_of(r->one, t, keys, ahead, data, of_cells);
-    if (!cells && (r->terms || (queries > 1 && r->one->alternatives))) return UNLIKE;
+    if (r->terms || (queries > 1 && r->one->alternatives)) {
+        cells = r->terms ? cells_by_terms(r->term, r->terms, t, keys, ahead, data, of_cells)
+                         : cells_of(r->one, t, keys, ahead, data, of_cells);
+        if (!cells) return UNLIKE;
+    }
     if (r->row) { /* each key's number lies before that of the next, if there is one query; otherwise after it */
         struct dl_tensor *row = t + count++;
         if (python.read(r->row, row)) return free(cells), UNLIKE;

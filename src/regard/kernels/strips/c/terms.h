@@ -58,7 +58,8 @@ static int take_term(
         if (term->from[part] >= 0) t[part] = &data->operand[term->from[part]].tensor;
     if (term->kind == DOCUMENT) {
         i64 scores = query->shape[0] * query->shape[1] * query->shape[2] * keys;
-        if (!are_ids(t[0], t[1], query, keys) || (scores > MOST_UNSORTED && !are_in_order(t[0], t[1]))) return 0;
+        if (batch == 0 && !are_ids(t[0], t[1], query, keys)) return 0; /* those of all batch indices at once */
+        if (batch == 0 && scores > MOST_UNSORTED && !are_in_order(t[0], t[1])) return 0;
         to->id = whole_numbers(t[0]) + batch * apart_of(t[0]);
         to->id_of_key = whole_numbers(t[1]) + batch * apart_of(t[1]);
         return 1;
