@@ -73,10 +73,10 @@ to 128 queries with a sink, a softcap, dropout or a bias that learns, on two thr
 "1 query, sink, compiled" of features.py."""
 
 SCORES_ADDED_UP = 1 << 13
-"""Scores of few queries that a graph computes on a thread, by sums of products, in the time in which a node does it;
-with gradients four times as many. From calls of 1 to 8 queries of 8 or 32 heads, of which 1 to 8 share keys and values,
-with a sink or padding: 4,096 to 131,072 scores, in float32 and bfloat16; rows "1 query, sink, compiled" and "1 query,
-padded left, compiled" of features.py."""
+"""Scores of few queries, of 64 features, that a graph computes on a thread by sums of products, in the time in which a
+node does it; with gradients four times as many. From calls of 1 to 8 queries of 8 or 32 heads, of which 1 to 8 share
+keys and values, with a sink or padding: 1,024 to 131,072 scores, in float32 and bfloat16; rows "1 query, sink,
+compiled" and "1 query, padded left, compiled" of features.py."""
 
 MAX_SCORES_ON_A_GPU = 1 << 27
 """Scores that a GPU computes and holds at once, 512 MiB in float32, where its programs do not support a call."""
@@ -203,8 +203,10 @@ _most_scores_in_a_graph._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 def _suits_sums(call: Call) -> bool:
     """Whether a graph adds up the products of few queries in less time than a node begins and computes them."""
-    few = tracing() and direct.may_add_up(call)
-    return few and all_scores(call) <= _most_scores_in_a_graph(SCORES_ADDED_UP, call.learns)
+    if not (tracing() and direct.may_add_up(call)):
+        return False
+    products = all_scores(call) * max(64, call.query.shape[3], call.value.shape[3])
+    return products <= 64 * _most_scores_in_a_graph(SCORES_ADDED_UP, call.learns)
 
 
 def _suits_all_at_once(call: Call) -> bool:

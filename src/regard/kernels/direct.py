@@ -31,7 +31,7 @@ from regard.kernels.hidden import (
     numbers_added,
     table_key,
 )
-from regard.kernels.stacked import Fixed, Stacked, added_by, adds_up_in_a_graph, attend, formula
+from regard.kernels.stacked import Fixed, Stacked, added_by, attend, formula
 from regard.masks import EVERYTHING
 from regard.masks.planning import is_top_left_causal
 from regard.matmul import MIN_PRODUCTS, is_regular, onednn_beats_fused, onednn_is_faster
@@ -64,6 +64,13 @@ MIN_STACK = 16
 """Fewest matrices of one row at which torch's operator is slow in half precision without AMX; four times as many where
 the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of models.py in bfloat16."""
 
+
+FEW_ROWS = 1
+FEW_ROWS_IN_HALF_PRECISION = 8
+"""Most queries, of all heads that share one of keys and values, of which a graph adds up products by itself: that it
+fuses with what hides values and what widens them, of which operators for products want copies; of several in float32
+these take less time all the same. From calls of 1 to 8 such queries, with heads of 64 to 512 and 128 to 4,096 keys,
+with padding, a sink, a softcap and dropout."""
 
 LARGE_HEAD = 256
 LARGE_HEAD_OF_A_TABLE = 512
@@ -226,9 +233,11 @@ def _with_zeros(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def may_add_up(call: Call) -> bool:
-    """Whether a graph may add up products by itself: not beside dropout, of whose hash it would make one for every
-    number of a product."""
-    return call.dropout is None and adds_up_in_a_graph(call.query, call.scoring.grid.heads // call.key.shape[1])
+    """Whether a graph may add up the products of few queries by itself, without gradients of dropped weights, of whose
+    hash it would make one for every number of a product."""
+    rows = call.scoring.grid.query_len * (call.scoring.grid.heads // call.key.shape[1])
+    few = rows <= (FEW_ROWS_IN_HALF_PRECISION if call.query.dtype in HALF else FEW_ROWS)
+    return call.query.device.type == "cpu" and few and not (call.dropout is not None and call.learns)
 
 
 def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,7 +249,8 @@ def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) ->
 def _attend(
     call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse, keeps=call.concrete and call.learns)
+    ways = call.concrete and call.learns, tracing() and may_add_up(call)
+    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse, *ways)
     return _attended(fixed, *call[:3], call.scoring.sink, biases)
 
 

@@ -31,10 +31,6 @@ from regard.matmul import baddbmm, bmm
 from regard.numerics import in_one_dtype, wide
 from regard.scores import Scoring
 
-FEW_ROWS = 8
-"""Most queries, of all heads that share one of keys and values, of which a graph adds up products by itself: that it
-fuses with what hides keys and values and what widens them, of which operators for products want copies."""
-
 
 class Fixed(NamedTuple):
     """What a call is given beside the tensors that may learn.
@@ -43,6 +39,7 @@ class Fixed(NamedTuple):
         hidden: what mask and bias hide. added: what they add, in the layout of `fold`; None for nothing, and where a
             bias learns. kept: 0 for weights that are dropped, 1 / (1 - dropout) for others, likewise.
         keeps: whether the weights are used later, for the gradients; otherwise they are gone after the call.
+        adds_up: whether products are sums that a graph fuses with all else.
     """
 
     scoring: Scoring
@@ -51,6 +48,7 @@ class Fixed(NamedTuple):
     kept: Tensor | None
     wants_lse: bool
     keeps: bool
+    adds_up: bool = False
 
 
 class Result(NamedTuple):
@@ -152,6 +150,8 @@ def _outputs(weights: Tensor, kept: Tensor | None, value: Tensor, adds_up: bool)
     """Sums of values, weighted by what dropout keeps."""
     weights = weights if kept is None else weights * kept
     if adds_up:
+        if kept is not None:  # so that a graph writes them, and makes no hash for every number of a product
+            weights = weights.as_strided(weights.shape, weights.stride())
         return (weights[..., None] * value.to(weights.dtype)[:, None]).sum(-2)
     return bmm(*in_one_dtype(weights, value))
 
@@ -176,15 +176,6 @@ def _beside_a_sink(scores: Tensor, logit: Tensor) -> tuple[Tensor, Tensor]:
     return powers / total, top + torch.log(total)
 
 
-def adds_up_in_a_graph(query: Tensor, heads_in_one: int = 1) -> bool:
-    """Whether a graph adds up products of so few queries by itself.
-
-    Args:
-        query: [*, rows, head_dim]. heads_in_one: how many heads share one of keys and values, if not stacked in rows.
-    """
-    return query.device.type == "cpu" and query.shape[-2] * heads_in_one <= FEW_ROWS
-
-
 def _rows_of(numbers: Tensor | None, kv_heads: int, part: slice) -> Tensor | None:
     """The part of some batch indices of numbers in the layout of `fold`."""
     if numbers is None or len(numbers) in (1, kv_heads):  # the same for all of them
@@ -201,14 +192,13 @@ def _result(
     Args:
         added, kept: as in `Fixed`, for these stacks. space: where scores are written; None for new tensors.
     """
-    scoring, softcap, capped = fixed.scoring, fixed.scoring.softcap, None
+    scoring, softcap, capped, adds_up = fixed.scoring, fixed.scoring.softcap, None, fixed.adds_up
     factor = scoring.scale if softcap is None else 2.0 * scoring.scale / softcap
     if added is not None and len(added) not in (1, len(query)):  # the same for all batch indices
         if space is None or softcap is not None:
             added = added.repeat(len(query) // kv_heads, 1, 1)
         else:
             added = space.unflatten(0, (-1, kv_heads)).copy_(added).flatten(0, 1)
-    adds_up = tracing() and kept is None and adds_up_in_a_graph(query)
     if adds_up:
         scores = (query[:, :, None] * key[:, None]).sum(-1) * factor
         scores = scores if added is None or softcap is not None else _hidden_by(added, scores)

@@ -1,11 +1,13 @@
 """The strips of a call as a custom operator, one node in a graph of torch.compile, with its backward pass.
 
-The graph holds mask and bias as a line of text each, with their tensors and numbers (`regard.rules.serialise`), so that
-one graph works for every length. When the node runs, the compiled library is called as without a graph, so that lengths
-and data may be others in every call; the gradients are of strips that are planned then.
+The graph holds what stays of a call as a line of text, with the tensors and numbers of mask and bias
+(`regard.rules.serialise`), so that one graph works for every length. When the node runs, the compiled library is called
+as without a graph, so that lengths and data may be others in every call; the gradients are of strips that are planned
+then.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +21,7 @@ from regard.kernels.fused import HALF
 from regard.kernels.known import keep
 from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import by_form, likeness_of
+from regard.kernels.strips.order import by_form, laid_like, lies_by_token, likeness_of
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import wide
 from regard.rules import Positioned, Rule, deserialise, serialise, settled
@@ -35,73 +37,112 @@ def line_of(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
     return None if rule is None else serialise(rule, tensors, numbers), tensors, numbers
 
 
-attention_with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
+attend: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor | None]] | None = None
 """That of `regard.functional`, which is made of what is here, and sets it."""
 
 
+class Line(NamedTuple):
+    """What a node is told in one line: each argument takes torch time to hand on, and between the layers of a model
+    several times as long.
+
+    Attributes:
+        mask, bias: as lines of `regard.rules.serialise`. split: how many of the numbers are the mask's.
+        by: the name of the engine. learns: whether there will be a backward pass. wants_lse: whether that or the call
+            does.
+    """
+
+    mask: str
+    bias: str | None
+    split: int
+    by: str
+    learns: bool
+    wants_lse: bool
+
+
+def write(call: Call, by: str) -> tuple[list[Tensor], list[Tensor], list[int], str]:
+    """The tensors of mask and bias, the numbers of both, and the line of a call."""
+    mask, of_mask, numbers = line_of(call.scoring.mask_or_everything)
+    bias, of_bias, more = line_of(call.scoring.bias)
+    flags = f"{int(call.learns)} {int(call.learns or call.wants_lse)}"
+    return of_mask, of_bias, [*numbers, *more], f"{mask}\n{bias or ''}\n{by} {len(numbers)} {flags}"
+
+
+@functools.lru_cache(maxsize=64)
+def read(line: str) -> Line:
+    """What `write` wrote."""
+    mask, bias, rest = line.split("\n")
+    by, split, learns, wants_lse = rest.split()
+    return Line(mask, bias or None, int(split), by, learns == "1", wants_lse == "1")
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, of_mask: list[Tensor], of_bias: list[Tensor],
+    numbers: list[int], line: Line, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Output and lse of a node without dropout, of which nothing is kept for gradients, as without a graph."""
+    assert attend is not None
+    last = key.shape[2] - query.shape[2]
+    mask = _mask(line.mask, of_mask, numbers[: line.split], last)
+    bias = _bias(line.bias, of_bias, numbers[line.split :], last)
+    rest = scale, softcap, sink, None, 0.0, None, line.wants_lse, "auto"
+    return attend((query, key, value, None if mask is EVERYTHING else mask, bias, *rest))
+
+
 def _strips(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: str, mask_tensors: list[Tensor],
-    mask_numbers: list[int], bias: str | None, bias_tensors: list[Tensor], bias_numbers: list[int], scale: float,
-    softcap: float | None, seed: Tensor | None, rate: float, by: str, learns: bool,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, of_mask: list[Tensor], of_bias: list[Tensor],
+    numbers: list[int], line: str, scale: float, softcap: float | None, seed: Tensor | None, rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`Strips` as a custom operator: output, log-sum-exp, and the output in float32 if the backward pass takes that,
-    else nothing. A graph wants to know how they lie in memory: outputs are [batch, query_len, heads, value_dim], as
-    layers take them back, and so are gradients.
+    else nothing. A graph wants to know how they lie in memory: as `laid_like` the query, and gradients likewise.
 
     Args:
-        mask, bias: as lines, each with its tensors and numbers (`regard.rules.serialise`).
-        seed, rate: of the dropout.
-        by: the name of the engine. learns: whether there will be a backward pass.
+        of_mask, of_bias, numbers, line: as of `write`. seed, rate: of the dropout.
     """
-    none = query.new_empty(0, 0, 0, dtype=torch.float32)
-    if by == NATIVE.name and seed is None and not _keeps_exact(query, by, learns):
-        assert attention_with_lse is not None
-        last = key.shape[2] - query.shape[2]
-        hidden, added = _mask(mask, mask_tensors, mask_numbers, last), _bias(bias, bias_tensors, bias_numbers, last)
-        output, lse = attention_with_lse(
-            query, key, value, mask=None if hidden is EVERYTHING else hidden, bias=added, scale=scale, softcap=softcap,
-            sink=sink,
-        )  # fmt: skip
-        return _by_token(output), lse, none
-    given = mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers
-    engine, scoring, plan = _of_node(query, key, value, sink, *given, scale, softcap, rate, by)
+    said, none = read(line), query.new_empty(0, 0, 0, dtype=torch.float32)
+    rules = of_mask, of_bias, numbers, said, scale, softcap
+    keeps_exact = _keeps_exact(query, said)
+    if said.by == NATIVE.name and seed is None and not keeps_exact:
+        output, lse = attended(query, key, value, sink, *rules)
+        return as_laid(query, output), cast(Tensor, lse), none
+    engine, scoring, plan = _of_node(query, key, value, sink, *rules, rate)
     dropout = _dropout(seed, rate)
-    output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan, learns=learns, by_token=True)
-    return _by_token(output), lse, _by_token(kept.float()) if _keeps_exact(query, by, learns) else none
+    output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan, learns=said.learns)
+    return as_laid(query, output), lse, as_laid(query, kept.float()) if keeps_exact else none
 
 
-def _by_token(tensor: Tensor) -> Tensor:
-    """Heads and tokens change places, in memory, too."""
-    return tensor.transpose(1, 2).contiguous()
+def as_laid(like: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor as `laid_like` lays it: itself, if it lies so."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2) if lies_by_token(like) else tensor.contiguous()
 
 
-def _keeps_exact(query: Tensor, by: str, learns: bool) -> bool:
-    return learns and by == NATIVE.name and query.dtype in HALF
+def _keeps_exact(query: Tensor, line: Line) -> bool:
+    return line.learns and line.by == NATIVE.name and query.dtype in HALF
 
 
 def _strips_backward(
     grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, sink: Tensor | None, seed: Tensor | None, mask_tensors: list[Tensor], bias_tensors: list[Tensor],
-    mask: str, mask_numbers: list[int], bias: str | None, bias_numbers: list[int], scale: float,
-    softcap: float | None, rate: float, by: str, learns: list[bool],
+    value: Tensor, sink: Tensor | None, seed: Tensor | None, of_mask: list[Tensor], of_bias: list[Tensor],
+    numbers: list[int], line: str, scale: float, softcap: float | None, rate: float, learns: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """`Gradients` likewise; the gradient of a sink, or of a tensor of the bias, is empty if there is none.
 
     Args:
         learns: whether each tensor of the bias does.
     """
-    leaves = [one.detach().requires_grad_(wants) for one, wants in zip(bias_tensors, learns, strict=True)]
-    rules = mask, mask_tensors, mask_numbers, bias, leaves, bias_numbers
+    leaves = [one.detach().requires_grad_(wants) for one, wants in zip(of_bias, learns, strict=True)]
+    rules = of_mask, leaves, numbers, read(line), scale, softcap, rate
     with _recording() if any(learns) else contextlib.nullcontext():
-        engine, scoring, plan = _of_node(query, key, value, sink, *rules, scale, softcap, rate, by)
+        engine, scoring, plan = _of_node(query, key, value, sink, *rules)
         learned = scoring.learned()
         with torch.no_grad():
             grads = engine.backward(
                 query, key, value, sink, scoring, _dropout(seed, rate), plan, *learned,
-                output=output.transpose(1, 2), lse=lse, grad_output=grad_output.transpose(1, 2), grad_lse=grad_lse,
+                output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse,
             )  # fmt: skip
         of_leaves = gradients_of(leaves, learned, grads[4:])
-    of_query, of_key, of_value = (_by_token(grad) for grad in grads[:3] if grad is not None)
+    of_query, of_key, of_value = (
+        as_laid(tensor, grad) for tensor, grad in zip((query, key, value), grads, strict=False) if grad is not None
+    )
     none = query.new_empty(0)
     of_sink, *of_bias = (none if grad is None else grad for grad in (grads[3], *of_leaves))
     return of_query, of_key, of_value, of_sink, of_bias
@@ -200,74 +241,70 @@ _nodes: dict[Hashable, _Node] = {}
 
 
 def _of_node(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, mask: str, mask_tensors: Sequence[Tensor],
-    mask_numbers: Sequence[int], bias: str | None, bias_tensors: Sequence[Tensor], bias_numbers: Sequence[int],
-    scale: float, softcap: float | None, rate: float, by: str,
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, of_mask: list[Tensor], of_bias: list[Tensor],
+    numbers: list[int], line: Line, scale: float, softcap: float | None, rate: float,
 ) -> tuple[Engine, Scoring, StripPlan]:  # fmt: skip
     """Engine, scoring and strips of a node, from its arguments."""
     batch, heads, query_len, _ = query.shape
     grid = Grid(batch, heads, query_len, key.shape[2], query.device)
-    hidden, alike = _mask(mask, mask_tensors, mask_numbers, key.shape[2] - query_len), None
-    bound: Bias | None = None if bias is None else deserialise(bias, bias_tensors, bias_numbers).bind(grid)
-    added = likeness_of(bound, wide(query.dtype))
-    if added is not None and query.is_cpu and _are_copied(mask_tensors):
-        like, learning = (query.shape, key.shape, value.shape, query.dtype), tuple(map(learns, bias_tensors))
-        alike = like, id(hidden), added, learning, sink is None, scale, softcap, rate, by
+    mask, alike = _mask(line.mask, of_mask, numbers[: line.split], key.shape[2] - query_len), None
+    bias = None if line.bias is None else deserialise(line.bias, of_bias, numbers[line.split :]).bind(grid)
+    added = likeness_of(bias, wide(query.dtype))
+    if added is not None and query.is_cpu and _are_copied(of_mask):
+        like, learning = (query.shape, key.shape, value.shape, query.dtype), tuple(map(learns, of_bias))
+        alike = like, id(mask), added, learning, sink is None, scale, softcap, rate, line.by
         found = _nodes.get(alike)
         if found is not None:
-            return found.engine, found.scoring.with_bias(bound).with_sink(sink), found.plan
-    scoring = Scoring(grid, scale, softcap, bound, hidden.bind(grid), sink, None)
+            return found.engine, found.scoring.with_bias(bias).with_sink(sink), found.plan
+    scoring = Scoring(grid, scale, softcap, bias, mask.bind(grid), sink, None)
     call = Call(query, key, value, scoring, Dropout(rate, 0) if rate else None, wants_lse=True)
-    engine = able(ENGINES[by], call)
+    engine = able(ENGINES[line.by], call)
     plan = engine.plan_of(call)
     if alike is None or not plan.is_kept:
         return engine, scoring, plan
     plan = by_form(plan, query, value, scoring) if engine is NATIVE else plan.of_form(None)
-    keep(_nodes, alike, _Node(hidden, engine, scoring.with_bias(None).with_sink(None), plan), MAX_NODES)
+    keep(_nodes, alike, _Node(mask, engine, scoring.with_bias(None).with_sink(None), plan), MAX_NODES)
     return engine, scoring, plan
 
 
 def _like_strips(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    batch, heads, query_len, _ = query.shape
-    output = query.new_empty(batch, query_len, heads, value.shape[3])
-    exact = output.shape if _keeps_exact(query, *rest[-2:]) else (0, 0, 0)
-    return output, lse, query.new_empty(exact, dtype=torch.float32)
+    output, exact = laid_like(query, value.shape[3]), query.new_empty(0, 0, 0, dtype=torch.float32)
+    if _keeps_exact(query, read(rest[4])):
+        exact = laid_like(query, value.shape[3], torch.float32)
+    return output, lse, exact
 
 
 def _like_strips_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     query, key, value, sink = inputs[4:8]
-    none, bias_tensors, learns = query.new_empty(0), inputs[10], inputs[-1]
-    of_query, of_key, of_value = (tensor.new_empty(tensor.transpose(1, 2).shape) for tensor in (query, key, value))
-    of_bias = [one.new_empty(one.shape if wants else 0) for one, wants in zip(bias_tensors, learns, strict=True)]
+    none, of_leaves, learns = query.new_empty(0), inputs[10], inputs[-1]
+    of_query, of_key, of_value = (laid_like(tensor, tensor.shape[3]) for tensor in (query, key, value))
+    of_bias = [one.new_empty(one.shape if wants else 0) for one, wants in zip(of_leaves, learns, strict=True)]
     return of_query, of_key, of_value, none if sink is None else sink.new_empty(sink.shape), of_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *four, mask, mask_tensors, mask_numbers, bias, bias_tensors, bias_numbers = inputs[:10]
-    scale, softcap, seed, rate, by, learning = inputs[10:]
+    *four, of_mask, of_bias, numbers, line, scale, softcap, seed, rate = inputs
     rounded, lse, exact = output
-    kept = exact if _keeps_exact(four[0], by, learning) else rounded
-    ctx.save_for_backward(kept, lse, *four, seed, *mask_tensors, *bias_tensors)
-    ctx.tensors_of_mask = len(mask_tensors)
-    ctx.fixed = mask, mask_numbers, bias, bias_numbers, scale, softcap, rate, by, [learns(one) for one in bias_tensors]
+    kept = exact if _keeps_exact(four[0], read(line)) else rounded
+    ctx.save_for_backward(kept, lse, *four, seed, *of_mask, *of_bias)
+    ctx.of_mask, ctx.fixed = len(of_mask), (numbers, line, scale, softcap, rate, [learns(one) for one in of_bias])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     output, lse, query, key, value, sink, seed, *tensors = ctx.saved_tensors
-    of_mask, of_bias = tensors[: ctx.tensors_of_mask], tensors[ctx.tensors_of_mask :]
+    of_mask, of_bias = tensors[: ctx.of_mask], tensors[ctx.of_mask :]
     if grad_output is None:
         grad_output = torch.zeros_like(output, dtype=query.dtype)
     *three, of_sink, grads = _in_graph_backward(
         grad_output, grad_lse, output, lse, query, key, value, sink, seed, of_mask, of_bias, *ctx.fixed
     )
-    _, mask_numbers, _, bias_numbers, *_, learning = ctx.fixed
+    numbers, *_, learning = ctx.fixed
     return (
-        *(grad.transpose(1, 2) for grad in three), None if sink is None else of_sink,
-        None, [None] * len(of_mask), _of_numbers(mask_numbers),
-        None, [grad if wants else None for grad, wants in zip(grads, learning, strict=True)], _of_numbers(bias_numbers),
-        *[None] * 6,
+        *three, None if sink is None else of_sink, [None] * len(of_mask),
+        [grad if wants else None for grad, wants in zip(grads, learning, strict=True)], _of_numbers(numbers),
+        *[None] * 5,
     )  # fmt: skip
 
 
@@ -276,7 +313,7 @@ def _of_numbers(numbers: list[int]) -> list[None] | None:
     return None if numbers else []
 
 
-def _node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
+def node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
     """An operator of torch's; `custom_op` would make one that takes longer to call."""
     library.define(name, library.infer_schema(run, mutates_args=()))
     library.impl(name, "default", run)
@@ -285,6 +322,6 @@ def _node(name: str, run: Callable[..., Any], like: Callable[..., Any]) -> Any:
     return getattr(getattr(torch.ops, namespace), overload).default
 
 
-in_graph = _node("regard::strips", _strips, _like_strips)
-_in_graph_backward = _node("regard::strips_backward", _strips_backward, _like_strips_backward)
+in_graph = node("regard::strips", _strips, _like_strips)
+_in_graph_backward = node("regard::strips_backward", _strips_backward, _like_strips_backward)
 library.register_autograd("regard::strips", _backward, setup_context=_keep)

@@ -21,7 +21,7 @@ from regard.scores import Scoring
 
 def _by_operators(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
-    plan: StripPlan, *, wants_lse: bool = True, learns: bool = True, by_token: bool = False,
+    plan: StripPlan, *, wants_lse: bool = True, learns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `native.forward`, but that outputs lie as torch's operators lay them. Results are merged in float32,
     unrounded."""

@@ -18,10 +18,10 @@ from regard.graphs import exporting, tracing, transformed
 from regard.kernels import fused
 from regard.kernels.call import Call, Kernel, Prepared, learns
 from regard.kernels.hidden import Hidden, hidden_in, known_numbers
-from regard.kernels.strips import engine, native, options, products, ready, transforms
+from regard.kernels.strips import alone, engine, native, options, products, ready, transforms
 from regard.kernels.strips.added import is_by_distance
 from regard.kernels.strips.autograd import apply, unwrap_if_dead
-from regard.kernels.strips.compiled import in_graph, line_of
+from regard.kernels.strips.compiled import in_graph, line_of, write
 from regard.kernels.strips.engines import GPU, NATIVE, OPERATORS, Engine, able
 from regard.kernels.strips.gpu import passes
 from regard.kernels.strips.grouping import StripPlan
@@ -71,14 +71,14 @@ def run(call: Call, by: Engine = OPERATORS) -> tuple[Tensor, Tensor | None]:
         broken: Callable[[Call, Engine], tuple[Tensor, Tensor | None]] = torch.compiler.disable(_run)
         return broken(call, by)  # a graph break
     scoring, dropout = call.scoring, call.dropout
+    given = scoring.sink, *write(call, by.name), scoring.scale, scoring.softcap
+    if by is NATIVE and dropout is None and not call.learns:
+        output, *only = alone.in_graph(*call[:3], *given)
+        return output, only[0] if only else None
     three = _in_precision(call[:3], scoring, dropout, call.wants_lse) if by is OPERATORS else call[:3]
-    output, lse, _ = in_graph(
-        *three,
-        scoring.sink, *line_of(scoring.mask_or_everything), *line_of(scoring.bias), scoring.scale, scoring.softcap,
-        None if dropout is None else torch.as_tensor(dropout.seed), 0.0 if dropout is None else dropout.rate, by.name,
-        call.learns,
-    )  # fmt: skip
-    return output.transpose(1, 2).to(call.query.dtype), lse
+    seed, rate = (None, 0.0) if dropout is None else (torch.as_tensor(dropout.seed), dropout.rate)
+    output, lse, _ = in_graph(*three, *given, seed, rate)
+    return output.to(call.query.dtype), lse
 
 
 def _transformed(call: Call, by: Engine) -> tuple[Tensor, Tensor | None]:

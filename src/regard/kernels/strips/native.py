@@ -255,9 +255,10 @@ def saved_by_a_node(dtype: torch.dtype, learns: bool, table: bool, of_head: int,
     """What part of the scores of torch's own function a node in a graph of torch.compile saves, which computes this
     share of them; and how many it has to save to make up for the time in which it begins. table, of_head: as of
     `price`."""
-    to_begin = tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
-    if learns and dtype in fused.HALF:  # torch's own function takes nearly as long to begin
-        to_begin //= 8
+    if learns:  # in half precision torch's own function takes nearly as long to begin
+        to_begin = tuning.SCORES_TO_BEGIN_NODES_THAT_LEARN // (8 if dtype in fused.HALF else 1)
+    else:
+        to_begin = tuning.SCORES_TO_BEGIN_A_NODE * fused.speed(dtype)
     return 1 - share * price(dtype, learns, table, of_head), to_begin * torch.get_num_threads()
 
 
@@ -328,15 +329,11 @@ def forward(
     *,
     wants_lse: bool = True,
     learns: bool = True,
-    by_token: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (which holds anything if it is not wanted), and the output as `backward` takes it: in half
     precision unrounded, if something learns, since the gradients of scores are differences from it.
-
-    Args:
-        by_token: as of `laid_like`.
     """
-    likeness = wants_lse, learns, by_token
+    likeness = wants_lse, learns
     alike = plan.told is not None and not plan.others
     if alike:
         bias = plan.in_order(scoring).bias
@@ -345,9 +342,9 @@ def forward(
             return found
     orders = orders_of(query, key, value, sink, scoring, dropout, plan)
     dtype, wants_lse = wide(query.dtype), wants_lse or len(orders) > 1
-    exact = output = laid_like(query, value.shape[3], by_token=by_token)
+    exact = output = laid_like(query, value.shape[3])
     if query.dtype is not dtype and (learns or len(orders) > 1):
-        exact = laid_like(query, value.shape[3], dtype, by_token=by_token)
+        exact = laid_like(query, value.shape[3], dtype)
     lse = query.new_empty(query.shape[:3] if wants_lse else (0,), dtype=dtype)
     for order in orders:
         order.tensors("output", output)

@@ -40,15 +40,15 @@ def as_read(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None, *, by_token: bool = False) -> Tensor:
-    """Memory for [batch, heads, length, size] whose axes lie as those of a tensor do: heads within each token, as a
-    layer projects them and takes them back, or each head by itself.
+def lies_by_token(tensor: Tensor) -> bool:
+    """Whether heads lie within each token, as a layer projects them and takes them back, not each head by itself."""
+    return tensor.stride(1) < tensor.stride(2)
 
-    Args:
-        by_token: heads within each token in any case.
-    """
+
+def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for [batch, heads, length, size] whose heads and tokens lie as those of a tensor do."""
     batch, heads, length, _ = tensor.shape
-    row = size if tensor.stride(1) >= tensor.stride(2) and not by_token else heads * size
+    row = heads * size if lies_by_token(tensor) else size
     head = length * size if row == size else size
     return tensor.new_empty_strided((batch, heads, length, size), (heads * length * size, head, row, 1), dtype=dtype)
 

@@ -139,21 +139,19 @@ _WordsOfAgain = ctypes.c_int64 * (ctypes.sizeof(AgainOf) // 8)
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Bias | None, dropout: Dropout | None,
-    plan: StripPlan, wants_lse: bool, learns: bool, by_token: bool = False,
+    plan: StripPlan, wants_lse: bool, learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """As `native.forward`; None where the general way has to be taken."""
     assert plan.told is not None
-    passes: list[Pass] | None = plan.told.get((sink is None, dropout is None, wants_lse, learns, by_token))
+    passes: list[Pass] | None = plan.told.get((sink is None, dropout is None, wants_lse, learns))
     if passes is None or query.is_neg() or key.is_neg() or value.is_neg():
         return None
     for n, told in enumerate(passes):
         compiled = told.compiled
-        lse = exact = output = (
-            torch.empty_like(query) if told.like[0] else laid_like(query, value.shape[3], by_token=by_token)
-        )
+        lse = exact = output = torch.empty_like(query) if told.like[0] else laid_like(query, value.shape[3])
         tensors = [query, key, value, output]
         if told.has_exact:
-            exact = laid_like(query, value.shape[3], compiled.dtype, by_token=by_token)
+            exact = laid_like(query, value.shape[3], compiled.dtype)
             tensors.append(exact)
         if wants_lse:
             lse = query.new_empty(query.shape[:3], dtype=compiled.dtype)
@@ -169,7 +167,7 @@ def forward(
 
 def last_forward(plan: StripPlan, sink: Tensor | None, wants_lse: bool, learns: bool) -> Pass | None:
     """The last forward pass without dropout, if it needs nothing but its tensors, but for what the gradients need."""
-    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, wants_lse, learns, False), [])
+    passes: list[Pass] = [] if plan.told is None else plan.told.get((sink is None, True, wants_lse, learns), [])
     return passes[0] if passes and passes[0].has_exact <= learns else None
 
 
@@ -227,11 +225,11 @@ def remember_forward(
     """
     if not _may_be_kept(order, (query, key, value)):
         return
-    wants_lse, _, by_token = kind
+    wants_lse, _ = kind
     words, held = order.of_form()
     others = ["output"] + ["exact"] * (words[AT["exact"]] != 0)
     others += ["lse"] * wants_lse + ["sink"] * (sink is not None)
-    like = value.shape[3] == query.shape[3] and not by_token and _is_laid(query)
+    like = value.shape[3] == query.shape[3] and _is_laid(query)
     checked = {"query": query, "key": key, "value": value}
     told = Pass(order.compiled, words, order.plan.interval, held, checked, others, like=(like,))
     _remember(order, (sink is None, dropout is None, *kind), told)

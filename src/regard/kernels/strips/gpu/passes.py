@@ -266,12 +266,12 @@ def whole_rows(scoring: Scoring, queries: range) -> Strip:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, scoring: Scoring, dropout: Dropout | None,
-    plan: Blocks, *, wants_lse: bool = True, learns: bool = True, by_token: bool = False,
+    plan: Blocks, *, wants_lse: bool = True, learns: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `native.forward`; the gradients take the output as it is."""
     query, key, value = as_read(query), as_read(key), as_read(value)
     launch = Launch(query, key, value, scoring, dropout, plan, Added(scoring, NO_PLAN, query.dtype))
-    output = laid_like(query, value.shape[3], by_token=by_token)
+    output = laid_like(query, value.shape[3])
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     of_heads = query if sink is None else sink.resolve_neg().contiguous()
     launch.run(
