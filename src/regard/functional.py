@@ -92,7 +92,10 @@ def attention(
               [0.2689, 0.7311]]]])
     """
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, False, kernel
-    return _attended(given)[0]
+    results, form = _like_an_earlier_one(given)
+    if results is None:
+        results = _first(form, check_call("attention", *given[:-1]), given)
+    return results[0]
 
 
 @hinted(hints.ATTENTION)
@@ -122,20 +125,15 @@ def attention_with_lse(
         lse [batch, heads, query_len], natural logarithm, float32 or wider; -inf for a fully masked query.
     """
     given = query, key, value, mask, bias, scale, softcap, sink, additive, dropout, generator, True, kernel
-    output, lse = _attended(given)
+    results, form = _like_an_earlier_one(given)
+    if results is None:
+        results = _first(form, check_call("attention_with_lse", *given[:-1]), given)
+    output, lse = results
     assert lse is not None  # the call wants it, and a kernel without lse does not support such a call
     return AttentionOutput(output, lse)
 
 
-def _attended(given: Arguments) -> tuple[Tensor, Tensor | None]:
-    """Output, and lse if it is wanted, perhaps even if it is not."""
-    results, form = _like_an_earlier_one(given)
-    if results is None:
-        results = _first(form, check_call("attention_with_lse" if given[-2] else "attention", *given[:-1]), given)
-    return results
-
-
-compiled.attend = _attended
+compiled.attention, compiled.attention_with_lse = attention, attention_with_lse
 
 
 def _like_an_earlier_one(given: Arguments) -> tuple[tuple[Tensor, Tensor | None] | None, Form | None]:
@@ -219,7 +217,7 @@ def _warn_of_squares(call: Call, kernel: Kernel) -> None:
             f"attention: kernel {kernel.name!r} holds {kernel.quadratic_numbers(call):,} numbers of query_len x "
             f"key_len for the scores {grid}; regard.plan(...) says why",
             QuadraticMemoryWarning,
-            stacklevel=6,  # the caller of the public function, past the wrapper of `hinted`
+            stacklevel=5,  # the caller of the public function, past the wrapper of `hinted`
         )
 
 

@@ -37,8 +37,9 @@ def line_of(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
     return None if rule is None else serialise(rule, tensors, numbers), tensors, numbers
 
 
-attend: Callable[[tuple[Any, ...]], tuple[Tensor, Tensor | None]] | None = None
-"""That of `regard.functional`, which is made of what is here, and sets it."""
+attention: Callable[..., Tensor] | None = None
+attention_with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
+"""Those of `regard.functional`, which is made of what is here, and sets them."""
 
 
 class Line(NamedTuple):
@@ -80,12 +81,15 @@ def attended(
     numbers: list[int], line: Line, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Output and lse of a node without dropout, of which nothing is kept for gradients, as without a graph."""
-    assert attend is not None
+    assert attention is not None
+    assert attention_with_lse is not None
     last = key.shape[2] - query.shape[2]
     mask = _mask(line.mask, of_mask, numbers[: line.split], last)
     bias = _bias(line.bias, of_bias, numbers[line.split :], last)
-    rest = scale, softcap, sink, None, 0.0, None, line.wants_lse, "auto"
-    return attend((query, key, value, None if mask is EVERYTHING else mask, bias, *rest))
+    seen, rest = None if mask is EVERYTHING else mask, {"scale": scale, "softcap": softcap, "sink": sink}
+    if line.wants_lse:
+        return attention_with_lse(query, key, value, mask=seen, bias=bias, **rest)
+    return attention(query, key, value, mask=seen, bias=bias, **rest), None
 
 
 def _strips(
