@@ -65,12 +65,11 @@ MIN_STACK = 16
 the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of models.py in bfloat16."""
 
 
-FEW_ROWS = 1
-FEW_ROWS_IN_HALF_PRECISION = 8
+FEW_ROWS = 8
 """Most queries, of all heads that share one of keys and values, of which a graph adds up products by itself: that it
-fuses with what hides values and what widens them, of which operators for products want copies; of several in float32
-these take less time all the same. From calls of 1 to 8 such queries, with heads of 64 to 512 and 128 to 4,096 keys,
-with padding, a sink, a softcap and dropout."""
+fuses with what hides values and what widens them, of which operators for products want copies. Where there is neither,
+it is one. From calls of 1 to 8 such queries, with heads of 64 to 512 and 128 to 4,096 keys, with padding, a sink, a
+softcap and dropout; row "Llama generates, static cache, compiled" of models.py."""
 
 LARGE_HEAD = 256
 LARGE_HEAD_OF_A_TABLE = 512
@@ -236,7 +235,8 @@ def may_add_up(call: Call) -> bool:
     """Whether a graph may add up the products of few queries by itself, without gradients of dropped weights, of whose
     hash it would make one for every number of a product."""
     rows = call.scoring.grid.query_len * (call.scoring.grid.heads // call.key.shape[1])
-    few = rows <= (FEW_ROWS_IN_HALF_PRECISION if call.query.dtype in HALF else FEW_ROWS)
+    copies = call.query.dtype in HALF or call.scoring.mask_or_everything is not EVERYTHING
+    few = rows <= (FEW_ROWS if copies else 1)
     return call.query.device.type == "cpu" and few and not (call.dropout is not None and call.learns)
 
 
