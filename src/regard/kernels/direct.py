@@ -64,7 +64,6 @@ MIN_STACK = 16
 """Fewest matrices of one row at which torch's operator is slow in half precision without AMX; four times as many where
 the values have to be widened, too. Row "GPT-2 generates, 8 rows padded left" of models.py in bfloat16."""
 
-
 FEW_ROWS = 8
 """Most queries, of all heads that share one of keys and values, of which a graph adds up products by itself: that it
 fuses with what hides values and what widens them, of which operators for products want copies. Where there is neither,
@@ -249,8 +248,8 @@ def _zeroed(hidden: Hidden | None, query: Tensor, key: Tensor, value: Tensor) ->
 def _attend(
     call: Call, hidden: Hidden | None, added: Tensor | None, biases: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    ways = call.concrete and call.learns, tracing() and may_add_up(call)
-    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse, *ways)
+    keeps, adds_up = call.concrete and call.learns, tracing() and may_add_up(call)
+    fixed = Fixed(call.scoring, hidden, added, _kept(call), call.wants_lse, keeps=keeps, adds_up=adds_up)
     return _attended(fixed, *call[:3], call.scoring.sink, biases)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.kernels.strips.compiled import as_laid, attended, node, read
-from regard.kernels.strips.order import laid_like
+from regard.kernels.strips.compiled import attended, node, read
+from regard.kernels.strips.order import as_laid, laid_like
 from regard.numerics import wide
 
 
@@ -22,10 +22,9 @@ def _alone(
     Args:
         of_mask, of_bias, numbers, line: as of `compiled.write`.
     """
-    said = read(line)
-    output, lse = attended(query, key, value, sink, of_mask, of_bias, numbers, said, scale, softcap)
+    output, lse = attended(query, key, value, sink, of_mask, of_bias, numbers, read(line), scale, softcap)
     output = as_laid(query, output)
-    return [output, lse] if said.wants_lse and lse is not None else [output]
+    return [output] if lse is None else [output, lse]
 
 
 def _like_alone(

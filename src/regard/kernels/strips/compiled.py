@@ -21,7 +21,7 @@ from regard.kernels.fused import HALF
 from regard.kernels.known import keep
 from regard.kernels.strips.engines import ENGINES, NATIVE, Engine, able
 from regard.kernels.strips.grouping import StripPlan
-from regard.kernels.strips.order import by_form, laid_like, lies_by_token, likeness_of
+from regard.kernels.strips.order import as_laid, by_form, laid_like, likeness_of
 from regard.masks import EVERYTHING, Mask
 from regard.numerics import wide
 from regard.rules import Positioned, Rule, deserialise, serialise, settled
@@ -68,7 +68,11 @@ def write(call: Call, by: str) -> tuple[list[Tensor], list[Tensor], list[int], s
     return of_mask, of_bias, [*numbers, *more], f"{mask}\n{bias or ''}\n{by} {len(numbers)} {flags}"
 
 
-@functools.lru_cache(maxsize=64)
+MAX_LINES = 64
+"""Lines of nodes that are read once."""
+
+
+@functools.lru_cache(MAX_LINES)
 def read(line: str) -> Line:
     """What `write` wrote."""
     mask, bias, rest = line.split("\n")
@@ -112,11 +116,6 @@ def _strips(
     dropout = _dropout(seed, rate)
     output, lse, kept = engine.forward(query, key, value, sink, scoring, dropout, plan, learns=said.learns)
     return as_laid(query, output), lse, as_laid(query, kept.float()) if keeps_exact else none
-
-
-def as_laid(like: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor as `laid_like` lays it: itself, if it lies so."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2) if lies_by_token(like) else tensor.contiguous()
 
 
 def _keeps_exact(query: Tensor, line: Line) -> bool:

@@ -40,7 +40,7 @@ def as_read(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous()
 
 
-def lies_by_token(tensor: Tensor) -> bool:
+def _lies_by_token(tensor: Tensor) -> bool:
     """Whether heads lie within each token, as a layer projects them and takes them back, not each head by itself."""
     return tensor.stride(1) < tensor.stride(2)
 
@@ -48,9 +48,14 @@ def lies_by_token(tensor: Tensor) -> bool:
 def laid_like(tensor: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for [batch, heads, length, size] whose heads and tokens lie as those of a tensor do."""
     batch, heads, length, _ = tensor.shape
-    row = heads * size if lies_by_token(tensor) else size
+    row = heads * size if _lies_by_token(tensor) else size
     head = length * size if row == size else size
     return tensor.new_empty_strided((batch, heads, length, size), (heads * length * size, head, row, 1), dtype=dtype)
+
+
+def as_laid(like: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor as `laid_like` lays it: itself, if it lies so."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2) if _lies_by_token(like) else tensor.contiguous()
 
 
 class Order:
