@@ -306,6 +306,52 @@ def test_what_a_selecting_family_learns_and_its_weights_are_eagers(kind, sizes):
             assert_close(actual.grad, expected.grad, tolerance=TOLERANCE * max(1.0, expected.grad.abs().max().item()))
 
 
+APPENDING: dict[str, Any] = {
+    **PLAIN, "head_dim": 8, "num_hidden_layers": 3, "sliding_window": WINDOW, "q_lora_rank": 11, "o_groups": 2,
+    "o_lora_rank": 5, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 3, "moe_intermediate_size": HIDDEN,
+    "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "no mask"])
+def test_a_model_that_knows_masks_of_numbers_only_may_append_keys_and_columns(side):
+    """DeepSeek V4 appends keys that stand for several tokens, and 0 or -inf for them in the dtype of its mask: as bools
+    these would be turned round."""
+    theirs, ours = pair("DeepseekV4ForCausalLM", APPENDING)
+    tokens = some_tokens()
+    masked = {} if side == "no mask" else {"attention_mask": real_tokens(side).long()}
+    agree(theirs, ours, masked["attention_mask"].bool() if masked else None, input_ids=tokens, **masked)
+    if side != "right":
+        assert torch.equal(generated(ours, tokens, **masked), generated(theirs, tokens, **masked))
+
+
+@torch.no_grad()
+def test_what_a_model_appends_to_its_mask_in_a_graph_is_right_or_refused():
+    theirs, ours = pair("DeepseekV4ForCausalLM", APPENDING)
+    compiled = torch.compile(ours, backend="eager")
+    agree(theirs, compiled, input_ids=some_tokens(), use_cache=False)
+    with pytest.raises(ShapeError, match="the mask is for"):  # a regard mask, to which nothing can be appended
+        compiled(some_tokens(), attention_mask=real_tokens("left").long(), use_cache=False)
+
+
+def test_a_mask_of_numbers_is_the_tensor_of_eager():
+    config = transformers.GptOssForCausalLM.config_class()
+    for places, padding in ((AT_ONCE, None), (AFTER, torch.arange(17).expand(2, 17) > 4)):
+        lazy, whole = both(places, stranger, padding, config=config)
+        numbers = torch.zeros(whole.shape).masked_fill(~whole, torch.finfo(torch.float32).min)
+        assert lazy.dtype == torch.float32
+        appended = torch.randn(*whole.shape[:3], 3)
+        assert torch.equal(torch.cat([lazy, appended], -1), torch.cat([numbers, appended], -1))
+        assert torch.equal(torch.nn.functional.pad(lazy, (0, 2)), torch.nn.functional.pad(numbers, (0, 2)))
+        assert torch.equal(lazy[..., :2], numbers[..., :2])
+        assert torch.equal(lazy < 0, numbers < 0)
+        assert torch.equal(lazy.dense() == 0, whole)
+        with pytest.raises(ValueError, match=r"works on its mask itself \(add_\)"):
+            lazy.add_(1.0)
+
+
 def test_the_keys_that_a_query_selects_are_those_of_the_mask_that_it_names():
     query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
     numbers = torch.tensor([[0, 3, 3, -1], [6, 1, 2, 0], [-1, -1, -1, 4], [5, 6, 7, 9], [-1, -1, -1, -1]])
@@ -861,13 +907,14 @@ def test_a_sum_with_a_mask_stands_for_the_scores_of_a_model_that_computes_its_we
         found.mul_(2.0)
 
 
-def test_a_model_that_takes_its_mask_for_numbers_in_another_way_is_refused():
-    _, ours = pair("NllbMoeModel", {"vocab_size": VOCAB, "d_model": DIM, "encoder_layers": 1, "decoder_layers": 1,
-                                    "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
-                                    "encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 2,
-                                    "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN})  # fmt: skip
-    with pytest.raises(ValueError, match=r'works on its mask itself \(bool\).*attn_implementation="eager"'):
-        ours(some_tokens(), attention_mask=real_tokens("right").long(), decoder_input_ids=some_tokens(5))
+def test_a_model_that_looks_at_its_mask_of_numbers_gives_the_same():
+    """NLLB-MoE takes it for padding, wherever it is not 0."""
+    theirs, ours = pair("NllbMoeModel", {"vocab_size": VOCAB, "d_model": DIM, "encoder_layers": 1, "decoder_layers": 1,
+                                         "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
+                                         "encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 2,
+                                         "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN})  # fmt: skip
+    agree(theirs, ours, None, input_ids=some_tokens(), attention_mask=real_tokens("right").long(),
+          decoder_input_ids=some_tokens(5))  # fmt: skip
 
 
 def test_a_mask_takes_part_in_logic_and_in_nothing_else():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from regard.checked import NEW, Checked, Form, InPlace, form_of, kinds_of, recall, remember
 from regard.huggingface.lazy import _INSIDE_PROPERTIES, _LOGICAL, _OUTSIDE, Lazy, writes
@@ -33,18 +34,22 @@ _VIEWS = {getattr(where, name) for where in (Tensor, torch) for name in _ARRANGI
 
 
 class LazyMask(Lazy):
-    """A regard mask in place of transformers' bool tensor [batch, 1, query_len, key_len], True = may attend.
+    """A regard mask in place of transformers' tensor [batch, 1, query_len, key_len]: of bools, True = may attend, or of
+    numbers, 0 and the least one, for models that know no other.
 
     A model may add numbers to it, as BEiT adds its positions: the result stands for these, with -inf where hidden. What
-    else is done with the result, as by MPNet, which takes the softmax itself, is done with scores as under eager.
+    else is done with numbers, as by MPNet, which takes the softmax itself, or by DeepSeek V4, which appends columns, is
+    done with an ordinary tensor, as under eager.
 
     Args:
         mask: with fixed offsets. shape: batch, query_len and key_len.
         bias: what was added, broadcastable to [batch, heads, query_len, key_len], or None.
         real: bool [batch, key_len], which keys are no padding; None: all, or the mask says so itself.
+        dtype: of the tensor that it stands for, where nothing was added.
     """
 
     bias: Tensor | None
+    _kind: torch.dtype
     _alone: "LazyMask | None"
     _added: dict[torch.dtype, Tensor | None]
     _rule: Mask
@@ -60,12 +65,15 @@ class LazyMask(Lazy):
         device: torch.device,
         bias: Tensor | None = None,
         real: Tensor | None = None,
+        dtype: torch.dtype = torch.bool,
     ) -> "LazyMask":
         batch, query_len, key_len = shape
         whole: tuple[int, ...] = (batch, 1, query_len, key_len)
         if bias is not None:
             whole = torch.broadcast_shapes(whole, bias.shape)
-        made: LazyMask = cls._empty(cls, whole, torch.bool if bias is None else bias.dtype, device)
+        kind = dtype if bias is None else bias.dtype
+        made: LazyMask = cls._empty(cls, whole, kind, device)
+        made._kind = kind
         made._rule, made._real, made.bias, made._made_for = mask, real, bias, (batch, query_len, key_len, device)
         made._mask = mask if real is None else None
         made._checked, made._added, made._alone = {}, {}, None
@@ -186,14 +194,17 @@ class LazyMask(Lazy):
     def dense(self) -> Tensor:
         self._check_size()
         allowed = self._computed()
-        return allowed if self.bias is None else self.bias.expand(self.shape).masked_fill(~allowed, -math.inf)
+        if self._kind == torch.bool:
+            return allowed
+        added = torch.zeros((), dtype=self._kind, device=self.device) if self.bias is None else self.bias
+        return added.expand(self.shape).masked_fill(~allowed, -math.inf)
 
     def _scores(self) -> Tensor:
         """What was added, and the least number where hidden, as under eager: no row of weights is NaN."""
-        assert self.bias is not None
-        assert self._alone is not None
-        numbers = self._alone._numbers(self.bias.dtype)
-        return self.bias if numbers is None else self.bias + numbers
+        numbers = (self if self._alone is None else self._alone)._numbers(self._kind)
+        if numbers is None:
+            return torch.zeros(self.shape, dtype=self._kind, device=self.device) if self.bias is None else self.bias
+        return numbers.expand(self.shape) if self.bias is None else self.bias + numbers
 
     def _numbers(self, dtype: torch.dtype) -> Tensor | None:
         """0 for who may attend and otherwise the least number, made once for all layers that add them; None if nothing
@@ -226,7 +237,7 @@ class LazyMask(Lazy):
         return self._computed()
 
     def __getitem__(self, index: Any) -> Tensor:
-        if self.bias is not None:
+        if self._kind != torch.bool:
             return super().__getitem__(index)
         return self._cells[index].as_subclass(Cells)  # in every layer of some models: not by way of torch
 
@@ -248,18 +259,20 @@ class LazyMask(Lazy):
             lazy, other = args if isinstance(args[0], LazyMask) else args[::-1]
             if lazy._may_be_added(other):
                 return lazy._with(other if lazy.bias is None else lazy.bias + other)
-        if func is Tensor.__getitem__ and isinstance(args[0], LazyMask) and args[0].bias is None:
+        of_bools = all(one._kind == torch.bool for one in _masks_in(args))
+        if func is Tensor.__getitem__ and isinstance(args[0], LazyMask) and of_bools:
             return args[0][args[1]]
-        if _chooses(func, args, LazyMask) and args[_WHERE[func]].bias is None:
+        if _chooses(func, args, LazyMask) and of_bools:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*(one._cells if isinstance(one, LazyMask) else one for one in args), **kwargs)
-        logical = func in _LOGICAL and all(one.bias is None for one in args if isinstance(one, LazyMask))
+        logical = func in _LOGICAL and of_bools
         copied = func in (Tensor.contiguous, Tensor.clone, Tensor.__deepcopy__, Tensor.__reduce_ex__)
         if func in _OUTSIDE or logical or copied or getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs)
-        summed = args and isinstance(args[0], LazyMask) and args[0].bias is not None
-        if summed and func not in _LOGICAL and not writes(func):
-            return func(args[0]._scores(), *args[1:], **kwargs)  # of a model that computes attention itself
+        # of a model that appends to it, or that computes attention itself
+        if not of_bools and (func is torch.cat or func not in _LOGICAL) and not writes(func):
+            args, kwargs = tree_map_only(LazyMask, LazyMask._scores, (args, kwargs))
+            return func(*args, **kwargs)
         raise _works_on_its_mask(func)
 
     def _may_be_added(self, other: object) -> bool:
@@ -280,7 +293,7 @@ class LazyMask(Lazy):
         batch, query_len, key_len, own_device = self._made_for
         if device is None or device == own_device:
             return self
-        moved = LazyMask(self.mask.to(device), (batch, query_len, key_len), device)
+        moved = LazyMask(self.mask.to(device), (batch, query_len, key_len), device, dtype=self._kind)
         return moved if self.bias is None else moved._with(self.bias.to(device))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -315,6 +328,12 @@ class Cells(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return result.as_subclass(Cells) if arranged else result
+
+
+def _masks_in(args: tuple[Any, ...]) -> list[LazyMask]:
+    """The masks among a function's arguments, and in lists of these, as of `torch.cat`."""
+    listed = [one for given in args if isinstance(given, (list, tuple)) for one in given]
+    return [one for one in (*args, *listed) if isinstance(one, LazyMask)]
 
 
 def _chooses(func: Any, args: tuple[Any, ...], kind: type) -> bool:

@@ -1,7 +1,7 @@
 """Translates transformers' mask functions to regard masks."""
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from itertools import product
 from operator import and_, or_
 from types import CodeType
@@ -31,11 +31,14 @@ def mask_for_transformers(
     device: torch.device | str = "cpu",
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    config: object = None,
     **others: Any,
 ) -> LazyMask | GraphMask | Tensor | None:
     """The function that transformers calls to create a mask; argument names are its own. Builds nothing quadratic.
 
-    None for one query that sees every key, where transformers allows its own function to say nothing then.
+    None for one query that sees every key, where transformers allows its own function to say nothing then. A model that
+    supports nothing but "eager" gets its mask always, and sees numbers in it: it may append columns to them.
 
     Args:
         q_offset, kv_offset: positions of the first query and the first key.
@@ -43,6 +46,8 @@ def mask_for_transformers(
         attention_mask: bool [batch, length], True where a token is real; position 0 first. Keys beyond it are hidden.
         use_vmap: whether the function accepts only single numbers.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a causal mask, or for none.
+        dtype: of the numbers that a model adds to its scores, if it knows no masks of bools.
+        config: of the model, which says whether it does (`_knows_bools`).
         others: options for transformers' own shortcuts, which are not needed here.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
@@ -51,8 +56,9 @@ def mask_for_transformers(
     """
     if tracing():
         return _in_graph(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
-        )
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
+            None if _knows_bools(type(config)) else dtype,
+        )  # fmt: skip
     _learn()
     device = torch.device(device)
     whole = whole_text.get()
@@ -60,6 +66,7 @@ def mask_for_transformers(
         place = Place(0, 0, whole.length, whole.length, batch_size, device, use_vmap)
         mask = _of_whole(whole, mask_function, place, attention_mask is not None)
         return LazyMask(mask, (batch_size, q_length, kv_length), device)
+    bools = _knows_bools(type(config))
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
     real = None
     if attention_mask is not None:
@@ -68,21 +75,42 @@ def mask_for_transformers(
         real = _from(attention_mask.to(device=device, dtype=torch.bool), place.key_start, kv_length)
         if bool(real.all()):
             real = None
-    if q_length == 1 and real is None:
+    if q_length == 1 and real is None and bools:
         if allow_is_causal_skip and place.offset + 1 >= kv_length and _sees_all_before(mask_function, place):
             return None
         if allow_is_bidirectional_skip and _maker(mask_function) == "bidirectional_mask_function":
             return None
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
-    return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real)
+    return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real, torch.bool if bools else dtype)
+
+
+_KNOW_BOOLS: dict[type, bool] = {}
+"""Whether the models with a kind of configuration take masks of bools, where there are such models."""
+
+
+def _knows_bools(config: type) -> bool:
+    """Whether the models with a kind of configuration take masks of bools, as they have to under "sdpa". What is the
+    configuration of no model does."""
+    if config not in _KNOW_BOOLS:
+        from transformers import PreTrainedModel
+
+        kinds: list[Any] = [PreTrainedModel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        supported = [kind._supports_sdpa for kind in kinds if kind.config_class is config]
+        if not supported:
+            return True  # they may be imported yet
+        _KNOW_BOOLS[config] = any(supported)
+    return _KNOW_BOOLS[config]
 
 
 def _in_graph(
     batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
     mask_function: Callable[..., Any] | None, padding: GraphMask | Tensor | None, one_by_one: bool,
-    device: torch.device | str,
+    device: torch.device | str, numbers: torch.dtype | None,
 ) -> GraphMask | Tensor:  # fmt: skip
-    """The mask in a graph: in a compiled one, a regard mask if it depends on positions only; else a dense tensor."""
+    """The mask in a graph: in a compiled one, a regard mask if it depends on positions only; else a dense tensor, of
+    numbers of that dtype if one is given."""
     device = torch.device(device)
     if isinstance(padding, GraphMask):
         return padding
@@ -94,9 +122,9 @@ def _in_graph(
             rule = real if rule is EVERYTHING else rule & real
         if rule is not None:
             return GraphMask(rule, (batch, query_len, key_len), device)
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-    written: Callable[..., Any] = sdpa_mask
+    written: Callable[..., Any] = sdpa_mask if numbers is None else partial(eager_mask, dtype=numbers)
     return cast(
         Tensor,
         written(
