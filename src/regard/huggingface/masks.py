@@ -82,6 +82,9 @@ class LazyMask(Lazy):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
+    # what models ask in every layer, without torch's way to subclasses
+    dtype = property(lambda self: self._kind)
+
     @property
     def mask(self) -> Mask:
         """The mask, with fixed offsets."""
