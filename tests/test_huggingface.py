@@ -22,6 +22,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils
 from transformers.pytorch_utils import Conv1D
@@ -329,11 +330,27 @@ def test_a_model_that_knows_masks_of_numbers_only_may_append_keys_and_columns(si
 
 @torch.no_grad()
 def test_what_a_model_appends_to_its_mask_in_a_graph_is_right_or_refused():
+    torch._dynamo.reset()  # transformers' wrappers are one function of all models, which is not compiled without end
     theirs, ours = pair("DeepseekV4ForCausalLM", APPENDING)
     compiled = torch.compile(ours, backend="eager")
     agree(theirs, compiled, input_ids=some_tokens(), use_cache=False)
     with pytest.raises(ShapeError, match="the mask is for"):  # a regard mask, to which nothing can be appended
         compiled(some_tokens(), attention_mask=real_tokens("left").long(), use_cache=False)
+
+
+@torch.no_grad()
+def test_a_model_imported_later_does_not_compile_another_one_again(monkeypatch):
+    """Whether a model takes bools is asked of the classes of all models, on which no graph may depend."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(reading, "_KNOW_BOOLS", {})
+    _, ours = pair("LlamaForCausalLM", WIDE)
+    counter = CompileCounter()
+    compiled, tokens = torch.compile(ours, backend=counter), some_tokens()
+    compiled(tokens, attention_mask=real_tokens("left").long(), use_cache=False)
+    frames = counter.frame_count
+    type("ImportedLater", (PreTrainedModel,), {})
+    compiled(tokens, attention_mask=real_tokens("right").long(), use_cache=False)
+    assert counter.frame_count == frames
 
 
 def test_a_mask_of_numbers_is_the_tensor_of_eager():
@@ -907,14 +924,35 @@ def test_a_sum_with_a_mask_stands_for_the_scores_of_a_model_that_computes_its_we
         found.mul_(2.0)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected")  # what transformers calls there
+@torch.no_grad()
 def test_a_model_that_looks_at_its_mask_of_numbers_gives_the_same():
     """NLLB-MoE takes it for padding, wherever it is not 0."""
     theirs, ours = pair("NllbMoeModel", {"vocab_size": VOCAB, "d_model": DIM, "encoder_layers": 1, "decoder_layers": 1,
                                          "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
                                          "encoder_sparse_step": 1, "decoder_sparse_step": 1, "num_experts": 2,
                                          "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN})  # fmt: skip
-    agree(theirs, ours, None, input_ids=some_tokens(), attention_mask=real_tokens("right").long(),
-          decoder_input_ids=some_tokens(5))  # fmt: skip
+    inputs = {"attention_mask": real_tokens("right").long(), "decoder_input_ids": some_tokens(5)}
+    for model in (ours, torch.compile(ours, backend="eager")):
+        agree(theirs, model, None, input_ids=some_tokens(), **inputs)
+
+
+@torch.no_grad()
+def test_masks_are_joined_in_a_graph():
+    """As T5Gemma 2 joins those of what it writes and of what it reads."""
+
+    def joined(states: Tensor, real: Tensor) -> Tensor:
+        masks = [
+            masking_utils.create_causal_mask(config, states, real, None),
+            masking_utils.create_bidirectional_mask(config, states, real),
+        ]
+        return torch.cat(masks, dim=-1)
+
+    config = transformers.LlamaConfig(**WIDE, attn_implementation="regard")
+    states, real = torch.randn(BATCH, LENGTH, DIM), real_tokens("left")
+    found = torch.compile(joined, backend="eager", fullgraph=True)(states, real)
+    config._attn_implementation = "sdpa"
+    assert_same_cells(found, joined(states, real))
 
 
 def test_a_mask_takes_part_in_logic_and_in_nothing_else():

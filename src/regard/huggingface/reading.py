@@ -104,6 +104,9 @@ def _knows_bools(config: type) -> bool:
     return _KNOW_BOOLS[config]
 
 
+_knows_bools._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
+
+
 def _in_graph(
     batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
     mask_function: Callable[..., Any] | None, padding: GraphMask | Tensor | None, one_by_one: bool,
@@ -121,7 +124,7 @@ def _in_graph(
             real = Padding(_from(padding.to(device=device, dtype=torch.bool), key_start, key_len))
             rule = real if rule is EVERYTHING else rule & real
         if rule is not None:
-            return GraphMask(rule, (batch, query_len, key_len), device)
+            return GraphMask(rule, (batch, query_len, key_len), device, numbers or torch.bool)
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     written: Callable[..., Any] = sdpa_mask if numbers is None else partial(eager_mask, dtype=numbers)

@@ -177,19 +177,23 @@ def _number(value: object) -> int:
 
 
 class GraphMask:
-    """A mask of regard in a graph, in place of transformers' bool tensor [batch, 1, query_len, key_len].
+    """A mask of regard in a graph, in place of transformers' tensor [batch, 1, query_len, key_len]: of bools, or of
+    numbers, 0 and the least one, for models that know no other.
 
     It is passed from layer to layer unchanged. Any other use gets the tensor, as part of the graph.
 
     Attributes:
         mask: the mask, with fixed offsets.
+        dtype: of the tensor.
     """
 
-    dtype, ndim = torch.bool, 4
+    ndim = 4
 
-    def __init__(self, mask: Mask, shape: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, mask: Mask, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype = torch.bool
+    ) -> None:
         batch, query_len, key_len = shape
-        self.mask, self.shape, self.device = mask, (batch, 1, query_len, key_len), device
+        self.mask, self.shape, self.device, self.dtype = mask, (batch, 1, query_len, key_len), device, dtype
 
     def of_call(self, batch: int, query_len: int, key_len: int, device: torch.device) -> Mask:
         """The mask for one layer's lengths, which must be those that it was made for."""
@@ -201,10 +205,18 @@ class GraphMask:
         return self.mask
 
     def dense(self) -> Tensor:
-        """All the numbers, as an ordinary tensor."""
+        """All the bools or numbers, as an ordinary tensor."""
+        allowed = self.allowed()
+        if self.dtype == torch.bool:
+            return allowed
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device).masked_fill(
+            ~allowed, torch.finfo(self.dtype).min
+        )
+
+    def allowed(self) -> Tensor:
+        """Who may attend to whom, as bools."""
         rows, columns = (torch.arange(length, device=self.device) for length in self.shape[2:])
-        allowed = self.mask.bind(Grid(*self.shape, self.device)).allowed(rows, columns)
-        return allowed.expand(self.shape)
+        return self.mask.bind(Grid(*self.shape, self.device)).allowed(rows, columns).expand(self.shape)
 
     def dim(self) -> int:
         return 4
@@ -231,10 +243,16 @@ class GraphMask:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain = [x.dense() if isinstance(x, GraphMask) else x for x in args]
-        if func in SUMS and len(plain) == 2 and not kwargs:  # numbers that are added are for the scores
-            allowed, added = plain if isinstance(args[0], GraphMask) else plain[::-1]
+        if func in SUMS and len(args) == 2 and not kwargs:  # numbers that are added are for the scores
+            mask, added = args if isinstance(args[0], GraphMask) else args[::-1]
             if isinstance(added, Tensor) and added.is_floating_point():
-                return torch.where(allowed, added, -math.inf)
-        named = {name: x.dense() if isinstance(x, GraphMask) else x for name, x in (kwargs or {}).items()}
-        return func(*plain, **named)
+                return torch.where(mask.allowed(), added, -math.inf)
+        named = {name: _plain(x) for name, x in (kwargs or {}).items()}
+        return func(*map(_plain, args), **named)
+
+
+def _plain(value: Any) -> Any:
+    """An argument of a function of torch with tensors in place of masks, in lists, too."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.dense() if isinstance(value, GraphMask) else value
