@@ -54,19 +54,19 @@ def mask_for_transformers(
     >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
     LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
     """
+    bools = _knows_bools(type(config))
+    kind = torch.bool if bools else dtype
     if tracing():
         return _in_graph(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device,
-            None if _knows_bools(type(config)) else dtype,
-        )  # fmt: skip
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device, kind
+        )
     _learn()
     device = torch.device(device)
     whole = whole_text.get()
     if whole is not None:
         place = Place(0, 0, whole.length, whole.length, batch_size, device, use_vmap)
         mask = _of_whole(whole, mask_function, place, attention_mask is not None)
-        return LazyMask(mask, (batch_size, q_length, kv_length), device)
-    bools = _knows_bools(type(config))
+        return LazyMask(mask, (batch_size, q_length, kv_length), device, dtype=kind)
     place = Place(int(q_offset), int(kv_offset), q_length, kv_length, batch_size, device, use_vmap)
     real = None
     if attention_mask is not None:
@@ -81,7 +81,7 @@ def mask_for_transformers(
         if allow_is_bidirectional_skip and _maker(mask_function) == "bidirectional_mask_function":
             return None
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
-    return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real, torch.bool if bools else dtype)
+    return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real, kind)
 
 
 _KNOW_BOOLS: dict[type, bool] = {}
@@ -110,10 +110,10 @@ _knows_bools._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tor
 def _in_graph(
     batch: int, query_len: int, key_len: int, query_start: int | Tensor, key_start: int | Tensor,
     mask_function: Callable[..., Any] | None, padding: GraphMask | Tensor | None, one_by_one: bool,
-    device: torch.device | str, numbers: torch.dtype | None,
+    device: torch.device | str, dtype: torch.dtype,
 ) -> GraphMask | Tensor:  # fmt: skip
-    """The mask in a graph: in a compiled one, a regard mask if it depends on positions only; else a dense tensor, of
-    numbers of that dtype if one is given."""
+    """The mask in a graph: in a compiled one, a regard mask if it depends on positions only; else a dense tensor of
+    bools or numbers."""
     device = torch.device(device)
     if isinstance(padding, GraphMask):
         return padding
@@ -124,10 +124,10 @@ def _in_graph(
             real = Padding(_from(padding.to(device=device, dtype=torch.bool), key_start, key_len))
             rule = real if rule is EVERYTHING else rule & real
         if rule is not None:
-            return GraphMask(rule, (batch, query_len, key_len), device, numbers or torch.bool)
+            return GraphMask(rule, (batch, query_len, key_len), device, dtype)
     from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-    written: Callable[..., Any] = sdpa_mask if numbers is None else partial(eager_mask, dtype=numbers)
+    written: Callable[..., Any] = sdpa_mask if dtype == torch.bool else partial(eager_mask, dtype=dtype)
     return cast(
         Tensor,
         written(

@@ -209,9 +209,8 @@ class GraphMask:
         allowed = self.allowed()
         if self.dtype == torch.bool:
             return allowed
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device).masked_fill(
-            ~allowed, torch.finfo(self.dtype).min
-        )
+        nothing = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return nothing.masked_fill(~allowed, torch.finfo(self.dtype).min)
 
     def allowed(self) -> Tensor:
         """Who may attend to whom, as bools."""
@@ -253,6 +252,8 @@ class GraphMask:
 
 def _plain(value: Any) -> Any:
     """An argument of a function of torch with tensors in place of masks, in lists, too."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_plain(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
     return value.dense() if isinstance(value, GraphMask) else value
