@@ -342,7 +342,7 @@ def test_what_a_model_appends_to_its_mask_in_a_graph_is_right_or_refused():
 def test_a_model_imported_later_does_not_compile_another_one_again(monkeypatch):
     """Whether a model takes bools is asked of the classes of all models, on which no graph may depend."""
     torch._dynamo.reset()
-    monkeypatch.setattr(reading, "_KNOW_BOOLS", {})
+    monkeypatch.setattr(masks, "_KNOW_BOOLS", {})
     _, ours = pair("LlamaForCausalLM", WIDE)
     counter = CompileCounter()
     compiled, tokens = torch.compile(ours, backend=counter), some_tokens()

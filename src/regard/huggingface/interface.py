@@ -1,5 +1,6 @@
 """The attention function that transformers calls instead of its own."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from regard.biases import Bias, as_bias
 from regard.graphs import as_it_stands, exporting, tracing
 from regard.hooks import Heads, ScoringArguments
 from regard.huggingface.gradients import ComputeByWeights
-from regard.huggingface.masks import Cells, LazyMask
+from regard.huggingface.masks import Cells, LazyMask, knows_bools
 from regard.huggingface.selected import selected_cells
 from regard.huggingface.symbols import GraphMask
 from regard.kernels.hidden import Hidden
@@ -110,7 +111,7 @@ def attend(
     if not others.keys() <= HARMLESS:
         _refuse_unknown(others)
     query, key, value = _alike(query, key, value)
-    mask, bias = _given(attention_mask, query, key)
+    mask, bias = _given(module, attention_mask, query, key)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         share = hooks.share_of(module)
@@ -190,8 +191,10 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
     return query, key, value
 
 
-def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | None, Bias | Tensor | None]:
-    """The mask of a call, or the bias."""
+def _given(
+    module: nn.Module, given: Tensor | None, query: Tensor, key: Tensor
+) -> tuple[Mask | None, Bias | Tensor | None]:
+    """The mask of a call, or the bias; in that, the least number of a mask made for a model of numbers hides."""
     if given is None:
         return None, None
     if isinstance(given, (LazyMask, GraphMask)):
@@ -210,7 +213,11 @@ def _given(given: Tensor | None, query: Tensor, key: Tensor) -> tuple[Mask | Non
         )
     if isinstance(given, Cells):
         given = given.as_subclass(Tensor)
-    return (Dense(given), None) if given.dtype == torch.bool else (None, given)
+    if given.dtype == torch.bool:
+        return Dense(given), None
+    if not knows_bools(type(getattr(module, "config", None))):
+        given = given.masked_fill(given <= torch.finfo(given.dtype).min, -math.inf)
+    return None, given
 
 
 def _without_mask(query_len: int, key_len: int, causal: bool, window: int | None) -> Mask | None:

@@ -33,6 +33,29 @@ _VIEWS = {getattr(where, name) for where in (Tensor, torch) for name in _ARRANGI
 """Functions that only arrange what is there."""
 
 
+_KNOW_BOOLS: dict[type, bool] = {}
+"""Whether the models with a kind of configuration take masks of bools, where there are such models."""
+
+
+def knows_bools(config: type) -> bool:
+    """Whether the models with a kind of configuration take masks of bools, as they have to under "sdpa". What is the
+    configuration of no model does."""
+    if config not in _KNOW_BOOLS:
+        from transformers import PreTrainedModel
+
+        kinds: list[Any] = [PreTrainedModel]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        supported = [kind._supports_sdpa for kind in kinds if kind.config_class is config]
+        if not supported:
+            return True  # they may be imported yet
+        _KNOW_BOOLS[config] = any(supported)
+    return _KNOW_BOOLS[config]
+
+
+knows_bools._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
+
+
 class LazyMask(Lazy):
     """A regard mask in place of transformers' tensor [batch, 1, query_len, key_len]: of bools, True = may attend, or of
     numbers, 0 and the least one, for models that know no other.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.graphs import exporting, tracing
-from regard.huggingface.masks import LazyMask
+from regard.huggingface.masks import LazyMask, knows_bools
 from regard.huggingface.sharing import Whole, whole_text
 from regard.huggingface.symbols import GraphMask, rule_of
 from regard.masks import EVERYTHING, Band, Causal, Chunk, Document, Mask, Padding, Where, Window
@@ -47,14 +47,14 @@ def mask_for_transformers(
         use_vmap: whether the function accepts only single numbers.
         allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a causal mask, or for none.
         dtype: of the numbers that a model adds to its scores, if it knows no masks of bools.
-        config: of the model, which says whether it does (`_knows_bools`).
+        config: of the model, which says whether it does (`knows_bools`).
         others: options for transformers' own shortcuts, which are not needed here.
 
     >>> from transformers.masking_utils import sliding_window_causal_mask_function
     >>> mask_for_transformers(1, 4, 6, q_offset=2, mask_function=sliding_window_causal_mask_function(3))
     LazyMask(Band(2, None, offset=2) & Causal(offset=2), [1, 1, 4, 6])
     """
-    bools = _knows_bools(type(config))
+    bools = knows_bools(type(config))
     kind = torch.bool if bools else dtype
     if tracing():
         return _in_graph(
@@ -82,29 +82,6 @@ def mask_for_transformers(
             return None
     mask = Causal(place.offset) if mask_function is None else read(mask_function, place)
     return LazyMask(mask, (batch_size, q_length, kv_length), device, None, real, kind)
-
-
-_KNOW_BOOLS: dict[type, bool] = {}
-"""Whether the models with a kind of configuration take masks of bools, where there are such models."""
-
-
-def _knows_bools(config: type) -> bool:
-    """Whether the models with a kind of configuration take masks of bools, as they have to under "sdpa". What is the
-    configuration of no model does."""
-    if config not in _KNOW_BOOLS:
-        from transformers import PreTrainedModel
-
-        kinds: list[Any] = [PreTrainedModel]
-        for kind in kinds:
-            kinds += kind.__subclasses__()
-        supported = [kind._supports_sdpa for kind in kinds if kind.config_class is config]
-        if not supported:
-            return True  # they may be imported yet
-        _KNOW_BOOLS[config] = any(supported)
-    return _KNOW_BOOLS[config]
-
-
-_knows_bools._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile takes the answer as it is
 
 
 def _in_graph(
