@@ -215,7 +215,8 @@ def _given(
         given = given.as_subclass(Tensor)
     if given.dtype == torch.bool:
         return Dense(given), None
-    if not knows_bools(type(getattr(module, "config", None))):
+    config = getattr(module, "config", None)
+    if config is not None and not knows_bools(type(config)):
         given = given.masked_fill(given <= torch.finfo(given.dtype).min, -math.inf)
     return None, given
 
