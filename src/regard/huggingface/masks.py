@@ -238,8 +238,7 @@ class LazyMask(Lazy):
         if dtype not in self._added:
             numbers, allowed = None, self._cells
             if not bool(allowed.all()):
-                numbers = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-                numbers.masked_fill_(~allowed, torch.finfo(dtype).min)
+                numbers = as_numbers(allowed, dtype)
             self._added[dtype] = numbers
         return self._added[dtype]
 
@@ -354,6 +353,11 @@ class Cells(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return result.as_subclass(Cells) if arranged else result
+
+
+def as_numbers(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bools as the numbers that eager adds to scores: 0 for who may attend, and otherwise the least one."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def _masks_in(args: tuple[Any, ...]) -> list[LazyMask]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from regard.huggingface.masks import SUMS
+from regard.huggingface.masks import SUMS, as_numbers
 from regard.masks import EVERYTHING, Band, Mask
 from regard.shapes import Grid, ShapeError
 
@@ -207,10 +207,7 @@ class GraphMask:
     def dense(self) -> Tensor:
         """All the bools or numbers, as an ordinary tensor."""
         allowed = self.allowed()
-        if self.dtype == torch.bool:
-            return allowed
-        nothing = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return nothing.masked_fill(~allowed, torch.finfo(self.dtype).min)
+        return allowed if self.dtype == torch.bool else as_numbers(allowed, self.dtype)
 
     def allowed(self) -> Tensor:
         """Who may attend to whom, as bools."""
