@@ -230,6 +230,8 @@ ROWS = (
     Row("100 queries, 1 head of 512", _fixed(), heads=1, kv_heads=1, head_dim=512, value_dim=512, queries=100),
     Row("causal, 2 heads of 256", _fixed(mask=Causal()), heads=2, kv_heads=2, head_dim=256, value_dim=256),
     Row("cells and bias, 2 heads of 256", _cells_and_bias, heads=2, kv_heads=2, head_dim=256, value_dim=256),
+    Row("heads of 80 beside one another", _fixed(), head_dim=80, value_dim=80, by_token=True),
+    Row("heads of 72, causal", _fixed(mask=Causal()), head_dim=72, value_dim=72),
     Row("causal, 3 heads", _fixed(mask=Causal()), heads=3, kv_heads=3),
     Row("full", _fixed()),
     Row("grouped heads, causal", _fixed(mask=Causal()), kv_heads=2),

@@ -12,11 +12,23 @@ import pytest
 import torch
 
 from comparing import assert_close, assert_within_budget
-from regard import Alibi, Causal, Dense, Document, Padding, Strided, Window, attention, attention_with_lse
+from regard import (
+    Alibi,
+    Causal,
+    Dense,
+    Document,
+    Padding,
+    Strided,
+    Window,
+    attention,
+    attention_with_lse,
+    observe,
+)  # fmt: skip
 from regard.biases import Given
 from regard.kernels.strips import binding
 from regard.kernels.strips.binding import AT, PRODUCTS
 from regard.kernels.strips.order import Order
+from regard.observation import Entropy, Received
 
 HERE = Path(__file__).parent
 LIBRARY = binding.compiled()
@@ -163,9 +175,38 @@ def test_what_a_query_that_sees_nothing_holds_has_no_part_in_it(tiles):
     assert all(map(torch.equal, *found))
 
 
-def test_features_that_fill_no_tile_are_multiplied_without_them(tiles):
-    four = drawn(70, 70, 48, 64, 2, 2)
-    found, exact = (both_passes(four, *how) for how in ((torch.bfloat16, "native"), (torch.float64, "reference")))
-    assert tiles() == 0
-    for one, truth in zip(found, exact, strict=True):
-        assert_close(one.double(), truth, tolerance=2e-2)
+@pytest.mark.parametrize("sizes", [(1, 1), (7, 40), (16, 24), (48, 64), (72, 72), (80, 112), (129, 33)], ids=str)
+@pytest.mark.parametrize("name", ["full", "causal, grouped", "documents apart", "padded", "20 queries, 1 head"])
+def test_features_that_fill_no_tile_are_filled_up(name, sizes, tiles):
+    """Whatever lies beside them is not read: the heads of a token, and what is beyond the last of them, are NaN."""
+    ids = torch.randint(0, 3, (1, 70), generator=torch.Generator().manual_seed(0))
+    shape, mask = {
+        "full": ((70, 90, 2, 2, 1), None),
+        "causal, grouped": ((70, 70, 4, 2, 1), Causal()),
+        "documents apart": ((70, 70, 2, 2, 1), Document(ids)),
+        "padded": ((40, 40, 2, 2, 2), Padding(torch.tensor([17, 40]))),
+        "20 queries, 1 head": ((20, 1024, 1, 1, 1), None),
+    }[name]
+    queries, keys, heads, kv_heads, batch = shape
+    four = drawn(queries, keys, *sizes, heads, kv_heads, batch)
+    beside = []
+    for part in four:
+        among = part.new_full((batch, part.shape[2], 2 * part.shape[1] + 1, part.shape[3]), torch.nan)
+        among[:, :, 1::2] = part.transpose(1, 2)
+        beside.append(among[:, :, 1::2].transpose(1, 2))
+    found = both_passes(beside, torch.bfloat16, "native", mask=mask)
+    assert tiles() > 0
+    exact = both_passes(four, torch.float64, "reference", mask=mask)
+    plain = both_passes(four, torch.bfloat16, "reference", mask=mask)
+    for what, one, truth, other in zip(("output", "query", "key", "value"), found, exact, plain, strict=True):
+        assert_within_budget(one, truth, other, what)
+
+
+def test_statistics_of_heads_that_fill_no_tile(tiles):
+    query, key, *_ = drawn(70, 90, 40, 8, 2, 2)
+    found = observe(query, key, mask=Causal()).gather(Entropy(), Received())
+    assert tiles() > 0
+    weights = (query.double() @ key.double().mT * 40**-0.5).masked_fill(
+        torch.ones(70, 90).triu(21).bool(), -torch.inf).softmax(-1)  # fmt: skip
+    assert_close(found[1].double(), weights.sum(2), "received", tolerance=1e-5)
+    assert_close(found[0].double(), torch.special.entr(weights).sum(-1), "entropy", tolerance=1e-5)

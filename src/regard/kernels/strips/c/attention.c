@@ -356,7 +356,7 @@ typedef void compute(const struct place *, real *);
 INLINE int sees_any(const struct place *p)
 {
     struct keys k = {0};
-    return next_keys(p, &k, 1);
+    return next_keys(p, &k, KEYS);
 }
 
 /* The queries of a batch index and of some kv heads that are those of one of `chunks` threads, block by block: those of
@@ -570,9 +570,8 @@ API void regard_set_products(i64 products) { best = products; }
 /* by what the numbers of a call are multiplied */
 static enum products products_of(const struct call *c)
 {
-    i64 features = c->head_dim | c->value_dim;
-    if (c->dtype != BFLOAT16 || features % 2) return PLAIN;
-    return features % DEEP ? least(regard_products(), PAIRS) : regard_products();
+    enum products by = c->dtype == BFLOAT16 ? regard_products() : PLAIN;
+    return by == PAIRS && (c->head_dim | c->value_dim) % 2 ? PLAIN : by;
 }
 
 static void run(struct call *c, void (*work)(void *))

@@ -6,9 +6,9 @@
 
 static i64 backward_numbers(const struct call *c)
 {
-    i64 D = c->head_dim, E = c->value_dim, wide = round_up(D, LANES) + round_up(E, LANES);
+    i64 D = deep(c, c->head_dim), E = deep(c, c->value_dim), wide = round_up(D, LANES) + round_up(E, LANES);
     i64 of_keys = (5 + 2 * c->units) * UNIT + 3 * D + 2 * E;
-    return c->units * UNIT * (2 * D + E + wide + (D + E) / 2 + 5) + KEYS_BACKWARD * of_keys + 16 * 27;
+    return c->units * UNIT * (2 * D + E + wide + wide / 2 + 5) + KEYS_BACKWARD * of_keys + 16 * 27;
 }
 
 #define MOST_LEFT 24 /* in units of log 2: weights are at most 1, so that this leaves them far from infinity */
@@ -73,28 +73,27 @@ static void write_grad_query(const struct place *p, i64 r, const real *grad)
 
 /* Of all units of a place; what lies side by side is [feature][UNIT] each. */
 struct room {
-    real *query, *grad, *grad_query;           /* side by side; grad: of the output */
+    real *query, *grad, *grad_query;           /* side by side, of deep and tall features; grad: of the output */
     real *query_rows, *grad_rows;              /* one after another, of whole vectors; queries times c->scale */
-    real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature]; as they are */
+    real *query_pairs, *grad_pairs;            /* for tiles, in pairs of rows: [pair][feature], as many; as they are */
     real *lse, *rest, *delta;                  /* one number for each query; rest: of lse */
     real *scores, *grads, *slope, *dropped, *split; /* of a part: [key][UNIT] */
     real *key, *value, *weighed, *seen_key, *seen_value; /* of some keys */
-    /* of all units, for (5), unless tiles multiply: [key][units * UNIT]; and the keys that each vector sees of them */
-    real *all_scores, *all_grads;
-    i64 from[2 * UNITS], end[2 * UNITS];
+    real *all_scores, *all_grads; /* of all units, for (5), unless tiles multiply: [key][units * UNIT] */
 };
 
 /* Takes queries that see no key as 0, with their gradients. */
 static void forget_empty(const struct place *p, const struct room *m)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, D_padded = round_up(D, LANES), E_padded = round_up(E, LANES);
+    i64 D = deep(c, c->head_dim), E = deep(c, c->value_dim);
+    i64 D_padded = round_up(c->head_dim, LANES), E_padded = round_up(c->value_dim, LANES);
     int8_t sees[UNITS * UNIT] = {0};
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m->key);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, c->head_dim, m->key);
         for (i64 u = 0; u * UNIT < p->rows; u++) {
             struct part part[3];
-            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+            for (int parts = parts_of(p, &k, u, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 struct rows of_key = rows_from(key, part[i].from);
                 scores_of(p, k.span, row, first, n, part[i].wide, of_key, column_of(m->query, row, D), m->scores, NULL);
@@ -105,13 +104,13 @@ static void forget_empty(const struct place *p, const struct room *m)
     }
     for (i64 r = 0; r < p->rows; r++) {
         if (sees[r]) continue;
-        for (i64 d = 0; d < D; d++) m->query_rows[r * D_padded + d] = 0;
+        for (i64 d = 0; d < D_padded; d++) m->query_rows[r * D_padded + d] = 0;
         for (i64 d = 0; d < D; d++) column_of(m->query, r, D)[d * UNIT] = 0;
-        for (i64 e = 0; e < E; e++) m->grad_rows[r * E_padded + e] = 0;
+        for (i64 e = 0; e < E_padded; e++) m->grad_rows[r * E_padded + e] = 0;
         for (i64 e = 0; e < E; e++) column_of(m->grad, r, E)[e * UNIT] = 0;
         i64 pair = r / UNIT * LANES + r % LANES, part = r / LANES % 2;
-        for (i64 d = 0; d < D; d++) ((uint16_t *)(m->query_pairs + pair * D))[2 * d + part] = 0;
-        for (i64 e = 0; e < E; e++) ((uint16_t *)(m->grad_pairs + pair * E))[2 * e + part] = 0;
+        for (i64 d = 0; d < D_padded; d++) ((uint16_t *)(m->query_pairs + pair * D_padded))[2 * d + part] = 0;
+        for (i64 e = 0; e < E_padded; e++) ((uint16_t *)(m->grad_pairs + pair * E_padded))[2 * e + part] = 0;
         m->delta[r] = 0;
     }
 }
@@ -125,8 +124,8 @@ static void add_to_rows(
     i64 row = part->row, padded = round_up(size, LANES), whole = part->n / TILE * TILE;
     if (whole)
         split_times(
-            whole, part->rows, row % UNIT, scores, factor, m->split, pairs + row / UNIT * UNIT / 2 * size, size, to,
-            apart);
+            whole, part->rows, row % UNIT, scores, factor, m->split, pairs + row / UNIT * UNIT / 2 * padded, padded,
+            to, apart);
     scores_times(
         part->n - whole, scores + whole * UNIT, UNIT, rows + row * padded, padded, part->rows, to + whole * apart,
         apart);
@@ -141,43 +140,39 @@ static void keep_part(const struct place *p, const struct part *part, const real
         for (int w = 0; w < part->wide * LANES; w += LANES) store(to + j * apart + w, load(scores + j * UNIT + w));
 }
 
-/* Before the parts of n keys: which of them each vector sees; what no part puts there is 0. */
-static void begin_all(const struct place *p, struct room *m, const struct span *s, i64 first, i64 n)
+/* Before the parts of some keys: what no part puts there is 0. */
+static void begin_all(const struct place *p, const struct room *m, const struct keys *k)
 {
     i64 apart = p->call->units * UNIT;
-    for (i64 v = 0; v * LANES < p->rows; v++) {
-        seen_of_vector(p, s, v, first, n, m->from + v, m->end + v);
-        m->from[v] -= first, m->end[v] -= first;
-        for (i64 j = 0; j < n; j++) {
-            if (m->from[v] <= j && j < m->end[v]) continue;
+    for (i64 v = 0; v * LANES < p->rows; v++)
+        for (i64 j = 0; j < k->n; j++) {
+            if (k->begin[v] <= k->first + j && k->first + j < k->end[v]) continue;
             store(m->all_scores + j * apart + v * LANES, all(0));
             store(m->all_grads + j * apart + v * LANES, all(0));
         }
-    }
 }
 
-/* the vectors of queries that see any of some keys: of those from the first on, to before `end` */
-static i64 vectors_that_see(const struct place *p, const struct room *m, i64 key, i64 end_key, i64 *end)
+/* the vectors of queries that see any of LEFT keys, from the j-th of some on: of those from the first on, to before `end` */
+static i64 vectors_that_see(const struct place *p, const struct keys *k, i64 j, i64 *end)
 {
-    i64 first = round_up(p->rows, LANES) / LANES;
+    i64 first = round_up(p->rows, LANES) / LANES, key = k->first + j;
     *end = 0;
     for (i64 v = first - 1; v >= 0; v--)
-        if (m->from[v] < end_key && m->end[v] > key) *end = *end ? *end : v + 1, first = v;
+        if (k->begin[v] < key + LEFT && k->end[v] > key) *end = *end ? *end : v + 1, first = v;
     return first;
 }
 
-/* (5): adds numbers of all units' scores with n keys times their queries or gradients to rows of keys or values. All
+/* (5): adds numbers of all units' scores with some keys times their queries or gradients to rows of keys or values. All
    units at a time, since sums of many queries are long: every number added to them rounds them once more. */
 static void add_all(
-    const struct place *p, const struct room *m, i64 n, const real *all_units, const real *rows, i64 size, real *to,
-    i64 apart)
+    const struct place *p, const struct keys *k, const real *all_units, const real *rows, i64 size, real *to, i64 apart)
 {
     i64 padded = round_up(size, LANES), of_key = p->call->units * UNIT, end, other_end;
-    for (i64 j = 0, stop; j < n; j = stop) {
-        i64 first = vectors_that_see(p, m, j, j + LEFT, &end), row = first * LANES;
-        for (stop = j + LEFT; stop < n; stop += LEFT)
-            if (vectors_that_see(p, m, stop, stop + LEFT, &other_end) != first || other_end != end) break;
-        stop = least(stop, n);
+    for (i64 j = 0, stop; j < k->n; j = stop) {
+        i64 first = vectors_that_see(p, k, j, &end), row = first * LANES;
+        for (stop = j + LEFT; stop < k->n; stop += LEFT)
+            if (vectors_that_see(p, k, stop, &other_end) != first || other_end != end) break;
+        stop = least(stop, k->n);
         if (end)
             scores_times(
                 stop - j, all_units + j * of_key + row, of_key, rows + row * padded, padded,
@@ -192,10 +187,10 @@ static void pull_part(
     struct rows key, struct rows value, struct rows weighed)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, row = part->row, n = part->n, at = key_of(p, s, first);
+    i64 D = tall(c, c->head_dim), E = deep(c, c->value_dim), row = part->row, n = part->n, at = key_of(p, s, first);
     int wide = part->wide;
-    real *scores = m->scores, *grads = m->grads;
-    real factor = scores_of(p, s, row, first, n, wide, key, column_of(m->query, row, D), scores, m->slope);
+    real *scores = m->scores, *grads = m->grads, *query = column_of(m->query, row, deep(c, D));
+    real factor = scores_of(p, s, row, first, n, wide, key, query, scores, m->slope);
     if (c->careful) {
         int8_t is_seen[KEYS_BACKWARD];
         find_seen(part->rows, n, scores, UNIT, 1, is_seen);
@@ -215,8 +210,8 @@ static void pull_part(
     }
     if (c->products == TILES)
         add_to_rows(
-            m, part, kept, 1, m->grad_rows, m->grad_pairs, E, sum_row(p, &c->sum_value, c->chunk_value, at),
-            s->step * c->sum_value.row);
+            m, part, kept, 1, m->grad_rows, m->grad_pairs, c->value_dim,
+            sum_row(p, &c->sum_value, c->chunk_value, at), s->step * c->sum_value.row);
     else
         keep_part(p, part, kept, m->all_scores);
     for (i64 j = 0; j < n; j++)
@@ -230,8 +225,8 @@ static void pull_part(
         for (i64 j = 0; j < n * UNIT; j++) grads[j] *= m->slope[j];
     if (c->products == TILES)
         add_to_rows(
-            m, part, grads, c->scale, m->query_rows, m->query_pairs, D, sum_row(p, &c->sum_key, c->chunk_key, at),
-            s->step * c->sum_key.row);
+            m, part, grads, c->scale, m->query_rows, m->query_pairs, c->head_dim,
+            sum_row(p, &c->sum_key, c->chunk_key, at), s->step * c->sum_key.row);
     else
         keep_part(p, part, grads, m->all_grads);
     weigh(c, D, weighed, grads, n, wide, 0, column_of(m->grad_query, row, D));
@@ -250,7 +245,7 @@ static void begin_unit(const struct place *p, const struct room *m, i64 unit)
         else
             m->lse[r] = m->rest[r] = m->delta[r] = 0;
     }
-    real *grad = m->grad + first * E;
+    real *grad = m->grad + first * E; /* in pairs unless PLAIN, where no number is left to factors */
     for (i64 e = 0; c->products == PLAIN && e < E; e++)
         for (i64 i = 0; i < UNIT; i++) grad[e * UNIT + i] *= factor[i];
 }
@@ -258,16 +253,18 @@ static void begin_unit(const struct place *p, const struct room *m, i64 unit)
 static void backward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
-    i64 D_padded = round_up(D, LANES), E_padded = round_up(E, LANES), of_scores = KEYS_BACKWARD * UNIT;
+    i64 D = deep(c, c->head_dim), E = deep(c, c->value_dim), D_tall = tall(c, c->head_dim);
+    i64 D_padded = round_up(c->head_dim, LANES), E_padded = round_up(c->value_dim, LANES);
+    i64 units = (p->rows + UNIT - 1) / UNIT, of_scores = KEYS_BACKWARD * UNIT;
     struct room m;
     m.query = part_of(&memory, units * D * UNIT), m.grad = part_of(&memory, units * E * UNIT);
-    m.grad_query = part_of(&memory, units * D * UNIT);
+    m.grad_query = part_of(&memory, units * D_tall * UNIT);
     m.query_rows = part_of(&memory, units * D_padded * UNIT), m.grad_rows = part_of(&memory, units * E_padded * UNIT);
     m.lse = part_of(&memory, units * UNIT), m.rest = part_of(&memory, units * UNIT);
     m.delta = part_of(&memory, units * UNIT);
     m.scores = part_of(&memory, of_scores), m.grads = part_of(&memory, of_scores);
-    m.query_pairs = part_of(&memory, units * D * UNIT / 2), m.grad_pairs = part_of(&memory, units * E * UNIT / 2);
+    m.query_pairs = part_of(&memory, units * D_padded * UNIT / 2);
+    m.grad_pairs = part_of(&memory, units * E_padded * UNIT / 2);
     m.slope = part_of(&memory, of_scores), m.dropped = part_of(&memory, of_scores);
     m.split = part_of(&memory, of_scores);
     m.key = part_of(&memory, KEYS_BACKWARD * D), m.value = part_of(&memory, KEYS_BACKWARD * E);
@@ -276,12 +273,13 @@ static void backward_place(const struct place *p, real *memory)
     m.all_scores = part_of(&memory, KEYS_BACKWARD * c->units * UNIT);
     m.all_grads = part_of(&memory, KEYS_BACKWARD * c->units * UNIT);
     for (i64 u = 0; u < units; u++) {
-        real *query_pairs = m.query_pairs + u * D * UNIT / 2, *grad_pairs = m.grad_pairs + u * E * UNIT / 2;
-        real *query_rows = m.query_rows + u * D_padded * UNIT, *grad_rows = m.grad_rows + u * E_padded * UNIT;
-        side_by_side(p, &c->query, u, D, query_factor(c), m.query + u * D * UNIT);
-        side_by_side(p, &c->grad_output, u, E, 1, m.grad + u * E * UNIT);
-        one_after_another(p, &c->query, u, D, c->scale, D_padded, query_rows, query_pairs);
-        one_after_another(p, &c->grad_output, u, E, 1, E_padded, grad_rows, grad_pairs);
+        i64 of_query = u * D_padded * UNIT, of_grad = u * E_padded * UNIT;
+        real *query_rows = m.query_rows + of_query, *query_pairs = m.query_pairs + of_query / 2;
+        real *grad_rows = m.grad_rows + of_grad, *grad_pairs = m.grad_pairs + of_grad / 2;
+        side_by_side(p, &c->query, u, c->head_dim, query_factor(c), m.query + u * D * UNIT);
+        side_by_side(p, &c->grad_output, u, c->value_dim, 1, m.grad + u * E * UNIT);
+        one_after_another(p, &c->query, u, c->head_dim, c->scale, D_padded, query_rows, query_pairs);
+        one_after_another(p, &c->grad_output, u, c->value_dim, 1, E_padded, grad_rows, grad_pairs);
     }
     if (any_is_far(p) && !was_found(p, m.lse, m.rest)) {
         find_softmax(p, m.query, KEYS_BACKWARD, m.lse, m.rest, m.scores, m.key, 0);
@@ -292,16 +290,17 @@ static void backward_place(const struct place *p, real *memory)
         return;
     }
     for (i64 u = 0; u < units; u++) begin_unit(p, &m, u);
-    memset(m.grad_query, 0, units * D * UNIT * sizeof(real));
+    memset(m.grad_query, 0, units * D_tall * UNIT * sizeof(real));
     if (c->careful) forget_empty(p, &m);
     for (struct keys k = {0}; next_keys(p, &k, KEYS_BACKWARD);) {
-        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, m.key);
-        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, D, KEYS_BACKWARD, key, m.weighed);
-        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, m.value);
-        if (c->products != TILES) begin_all(p, &m, k.span, k.first, k.n);
+        i64 of_key = c->head_dim, of_value = c->value_dim;
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, of_key, m.key);
+        struct rows weighed = rows_to_weigh(p, &c->key, k.span, k.first, k.n, of_key, KEYS_BACKWARD, key, m.weighed);
+        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, of_value, m.value);
+        if (c->products != TILES) begin_all(p, &m, &k);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
-            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+            for (int parts = parts_of(p, &k, u, part), i = 0; i < parts; i++) {
                 i64 from = part[i].from;
                 pull_part(
                     p, &m, k.span, part + i, k.first + from, rows_from(key, from), rows_from(value, from),
@@ -311,13 +310,13 @@ static void backward_place(const struct place *p, real *memory)
         if (c->products == TILES) continue;
         i64 at = key_of(p, k.span, k.first);
         real *to_key = sum_row(p, &c->sum_key, c->chunk_key, at);
-        add_all(p, &m, k.n, m.all_grads, m.query_rows, D, to_key, k.span->step * c->sum_key.row);
+        add_all(p, &k, m.all_grads, m.query_rows, of_key, to_key, k.span->step * c->sum_key.row);
         real *to_value = sum_row(p, &c->sum_value, c->chunk_value, at);
-        add_all(p, &m, k.n, m.all_scores, m.grad_rows, E, to_value, k.span->step * c->sum_value.row);
+        add_all(p, &k, m.all_scores, m.grad_rows, of_value, to_value, k.span->step * c->sum_value.row);
     }
-    real of_unit[UNIT * D];
+    real of_unit[UNIT * D_tall];
     for (i64 r = 0; r < p->rows; r++) {
-        if (r % UNIT == 0) to_rows(m.grad_query + r * D, D, of_unit);
-        write_grad_query(p, r, of_unit + r % UNIT * D);
+        if (r % UNIT == 0) to_rows(m.grad_query + r * D_tall, D_tall, of_unit);
+        write_grad_query(p, r, of_unit + r % UNIT * D_tall);
     }
 }

@@ -6,8 +6,8 @@
 
 static i64 forward_numbers(const struct call *c)
 {
-    i64 each = (c->head_dim + c->value_dim + 2) * UNIT;
-    return c->units * each + KEYS * (UNIT + c->head_dim + 3 * c->value_dim) + UNIT * c->value_dim + 16 * 11;
+    i64 D = deep(c, c->head_dim), E = deep(c, c->value_dim);
+    return c->units * (D + E + 2) * UNIT + KEYS * (UNIT + D + 3 * E) + UNIT * E + 16 * 11;
 }
 
 /* whether some keys of the place come before these */
@@ -87,13 +87,13 @@ static void find_softmax(
     i64 goes_on)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
+    i64 D = deep(c, c->head_dim), units = (p->rows + UNIT - 1) / UNIT;
     begin_softmax(p, units, top, total, goes_on);
     for (struct keys k = {0}; next_keys(p, &k, at_a_time);) {
-        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
-            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+            for (int parts = parts_of(p, &k, u, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 struct rows of_key = rows_from(key, part[i].from);
                 int wide = part[i].wide;
@@ -163,7 +163,7 @@ static void attend(
                 real *at = output + e * UNIT + w * LANES;
                 store(at, load(at) * by[w]);
             }
-    weigh(c, c->value_dim, value, scores, n, wide, split, output);
+    weigh(c, tall(c, c->value_dim), value, scores, n, wide, split, output);
 }
 
 /* what is kept of a query and a piece of keys: the largest score, the sum of weights, and weighted values */
@@ -195,12 +195,13 @@ static void write_row(const struct place *p, i64 r, real *row, real top, real to
 /* The outputs of a unit before the first key, side by side. */
 static void begin_outputs(const struct place *p, i64 unit, real *output)
 {
-    i64 size = p->call->value_dim;
+    i64 size = p->call->value_dim, filled = tall(p->call, size);
     if (!p->call->goes_on || is_later(p)) {
-        memset(output, 0, size * UNIT * sizeof(real));
+        memset(output, 0, filled * UNIT * sizeof(real));
         return;
     }
     const real *from[UNIT];
+    memset(output + size * UNIT, 0, (filled - size) * UNIT * sizeof(real));
     for (i64 i = 0; i < UNIT; i++) from[i] = output_before(p, least(unit * UNIT + i, p->rows - 1));
     to_columns(from, UNIT, size, output);
 }
@@ -208,24 +209,24 @@ static void begin_outputs(const struct place *p, i64 unit, real *output)
 static void forward_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, E = c->value_dim, units = (p->rows + UNIT - 1) / UNIT;
+    i64 D = deep(c, c->head_dim), E = tall(c, c->value_dim), units = (p->rows + UNIT - 1) / UNIT;
     real *query = part_of(&memory, units * D * UNIT), *output = part_of(&memory, units * E * UNIT);
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
     real *scores = part_of(&memory, KEYS * UNIT);
-    real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * E);
+    real *key_room = part_of(&memory, KEYS * D), *value_room = part_of(&memory, KEYS * deep(c, E));
     real *seen_room = part_of(&memory, KEYS * E), *weighed_room = part_of(&memory, KEYS * E);
     real *rows = part_of(&memory, UNIT * E);
     for (i64 u = 0; u < units; u++)
-        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
+        side_by_side(p, &c->query, u, c->head_dim, query_factor(c), query + u * D * UNIT);
     begin_softmax(p, units, top, total, c->goes_on);
     for (i64 u = 0; u < units; u++) begin_outputs(p, u, output + u * E * UNIT);
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
-        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, D, key_room);
-        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, E, value_room);
-        value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, E, KEYS, value, weighed_room);
+        struct rows key = rows_to_multiply(p, &c->key, k.span, k.first, k.n, c->head_dim, key_room);
+        struct rows value = rows_to_multiply(p, &c->value, k.span, k.first, k.n, c->value_dim, value_room);
+        value = rows_to_weigh(p, &c->value, k.span, k.first, k.n, c->value_dim, KEYS, value, weighed_room);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
-            for (int parts = parts_of(p, k.span, u, k.first, k.n, part), i = 0; i < parts; i++) {
+            for (int parts = parts_of(p, &k, u, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 int wide = part[i].wide;
                 struct rows of_key = rows_from(key, part[i].from), of_value = weighed_from(c, value, part[i].from);

@@ -4,7 +4,8 @@
           add both. The left factor is read where it is; the right one has two features of a query in the place of one
           number.
    TILES  AMX multiplies 16 rows of 32 numbers by 32 rows of 16, in the time of 16 products of vectors. The left factor
-          is read where it is, 16 rows at a time; the right one has pairs of rows in the place of one, as above.
+          is read where it is, 16 rows at a time; the right one has pairs of rows in the place of one, as above. Where
+          features are no multiple of 32, rows are copied, with 0 beyond the last one.
 
    Weights and their gradients, which are float32, are split in two for tiles: into the first 8 significant bits of each,
    and the bfloat16 number next to what these leave, together 16 significant bits. Both are multiplied. */
@@ -291,7 +292,7 @@ static WITH_TILES void columns_times(
 }
 
 /* (5): scores [n][UNIT] of `rows` queries, which are those from place `from` of a unit on, times a factor, times all
-   rows of the unit in pairs; n is a multiple of TILE */
+   rows of the unit in pairs; n and size are multiples of TILE */
 static WITH_TILES void split_times(
     i64 n, i64 rows, i64 from, const real *left, real factor, real *room, const real *right, i64 size, real *out,
     i64 out_row)
@@ -303,10 +304,10 @@ static WITH_TILES void split_times(
         split(x[0], x[1], room + j * UNIT, room + j * UNIT + LANES);
     }
     struct factor a = {room, UNIT * sizeof(real), LANES * sizeof(real)};
-    for (i64 c = 0; c < size; c += UNIT) {
-        struct factor b = {right + c, size * sizeof(real), 0};
-        blocks_of_tiles(n, 2, a, b, 0, 2, out + c, out_row, 1);
-    }
+    struct factor b = {right, size * sizeof(real), 0};
+    i64 c = 0;
+    for (; c + UNIT <= size; c += UNIT, b.at = right + c) blocks_of_tiles(n, 2, a, b, 0, 2, out + c, out_row, 1);
+    if (c < size) blocks_of_tiles(n, 1, a, b, 0, 2, out + c, out_row, 1);
 }
 
 /* --- what there is ----------------------------------------------------------------------------------------------- */

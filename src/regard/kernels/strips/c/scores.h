@@ -120,6 +120,11 @@ INLINE i64 key_of(const struct place *p, const struct span *s, i64 first)
     return s->start + p->time * s->shift + first * s->step;
 }
 
+/* How many features tiles multiply of so many that a call has, and how many they add to; what is beyond those of the call
+   is 0. Rows "heads of 80 beside one another" and "heads of 72, causal" of features.py. */
+INLINE i64 deep(const struct call *c, i64 size) { return c->products == TILES ? round_up(size, DEEP) : size; }
+INLINE i64 tall(const struct call *c, i64 size) { return c->products == TILES ? round_up(size, TILE) : size; }
+
 /* Rows of keys or values, so many numbers apart; there: from this one on, so many may be read. */
 struct rows {
     const void *at;
@@ -145,41 +150,43 @@ INLINE const char *address(const void *numbers, i64 at, const int dtype)
 #define SAME_PLACES 4096
 INLINE int crowd(i64 apart, i64 size, const i64 bytes) { return apart != size && apart * bytes % SAME_PLACES == 0; }
 
-/* n of them, one after another: in our dtype if they are widened, otherwise as they are. is_there: NULL, or of each whether
-   it is there already. */
+/* n of them, one after another, filled up to `filled` numbers each: in our dtype if they are widened, otherwise as they
+   are. is_there: NULL, or of each whether it is there already. */
 INLINE void gather(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const int dtype,
-    const int widened, void *to, uint8_t *is_there)
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 filled,
+    const int dtype, const int widened, void *to, uint8_t *is_there)
 {
     const struct call *c = p->call; /* all that is needed of it is read once: for the compiler, `to` may be part of it */
     const i64 *order = c->key_order ? c->key_order + p->batch * c->key_order_batch : NULL;
     const char *rows = address(t->data, place_in(t, p->batch, p->kv_head, 0), dtype);
     const i64 key = key_of(p, s, first), step = s->step, last = s->count - 1 - first, apart = t->row;
-    const i64 bytes = bytes_of(dtype);
+    const i64 bytes = bytes_of(dtype), of_one = widened ? (i64)sizeof(real) : bytes;
 #define ROW(i) (rows + (order ? order[key + (i) * step] : key + (i) * step) * apart * bytes)
     for (i64 i = 0; i < n; i++) {
         if (is_there && is_there[i]) continue;
         const char *row = ROW(i), *next = ROW(least(i + ROWS_AHEAD, last));
+        char *to_row = (char *)to + i * filled * of_one;
         fetch_row(next, size * bytes);
         if (widened)
-            widen(row, 0, size, dtype, (real *)to + i * size);
+            widen(row, 0, size, dtype, (real *)to_row);
         else
-            memcpy((char *)to + i * size * bytes, row, size * bytes);
+            memcpy(to_row, row, size * bytes);
+        if (filled > size) memset(to_row + size * of_one, 0, (filled - size) * of_one);
         if (is_there) is_there[i] = 1;
     }
 #undef ROW
 }
 
-/* n of them as they are: where they lie, or in `room` */
+/* n of them as they are, filled up: where they lie, or in `room` */
 INLINE struct rows rows_as_they_are(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, const int dtype,
-    void *room)
+    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 filled,
+    const int dtype, void *room)
 {
-    const i64 apart = s->step * t->row;
-    if (!p->call->key_order && !(p->rows > FEW && crowd(apart, size, bytes_of(dtype))))
+    const i64 apart = s->step * t->row, in_order = !p->call->key_order && size == filled;
+    if (in_order && !(p->rows > FEW && crowd(apart, size, bytes_of(dtype))))
         return (struct rows){address(t->data, row_at(p, t, s, first), dtype), apart, s->count - first, dtype};
-    gather(p, t, s, first, n, size, dtype, 0, room, NULL);
-    return (struct rows){room, size, n, dtype};
+    gather(p, t, s, first, n, size, filled, dtype, 0, room, NULL);
+    return (struct rows){room, filled, n, dtype};
 }
 
 /* Whether keys, or values, are copied for all places of a kv head, in our dtype and one after another: one place takes
@@ -201,15 +208,15 @@ static struct rows rows_of(
     const struct call *c = p->call;
     const struct copies *copies = copies_of(p, t);
     i64 key = key_of(p, s, first), keeps = copies->rows && s->step == 1;
-    if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, OWN, room);
+    if (!keeps && c->dtype == OWN) return rows_as_they_are(p, t, s, first, n, size, size, OWN, room);
     real *to = keeps ? copies->rows + key * size : room;
     uint8_t *is_there = keeps ? copies->is_there + key : NULL;
     if (c->dtype == OWN)
-        gather(p, t, s, first, n, size, OWN, 1, to, is_there);
+        gather(p, t, s, first, n, size, size, OWN, 1, to, is_there);
     else if (c->dtype == BFLOAT16)
-        gather(p, t, s, first, n, size, BFLOAT16, 1, to, is_there);
+        gather(p, t, s, first, n, size, size, BFLOAT16, 1, to, is_there);
     else
-        gather(p, t, s, first, n, size, FLOAT16, 1, to, is_there);
+        gather(p, t, s, first, n, size, size, FLOAT16, 1, to, is_there);
     return (struct rows){to, size, keeps ? c->to_key - key : n, OWN};
 }
 
@@ -218,22 +225,15 @@ static struct rows rows_for_few(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
 {
     if (copies_of(p, t)->rows) return rows_of(p, t, s, first, n, size, room);
-    return rows_as_they_are(p, t, s, first, n, size, p->call->dtype, room);
+    return rows_as_they_are(p, t, s, first, n, size, size, p->call->dtype, room);
 }
 
-/* the same in bfloat16 */
-INLINE struct rows halves_of(
-    const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, void *room)
-{
-    return rows_as_they_are(p, t, s, first, n, size, BFLOAT16, room);
-}
-
-/* the same as the left factor of (1) and (3) */
+/* the same as the left factor of (1) and (3): deep(size) numbers each */
 INLINE struct rows rows_to_multiply(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, real *room)
 {
     if (p->call->products == PLAIN) return rows_of(p, t, s, first, n, size, room);
-    return halves_of(p, t, s, first, n, size, room);
+    return rows_as_they_are(p, t, s, first, n, size, deep(p->call, size), BFLOAT16, room);
 }
 
 /* from a later one on */
@@ -242,7 +242,7 @@ INLINE struct rows rows_from(struct rows rows, i64 from)
     return (struct rows){address(rows.at, from * rows.apart, rows.dtype), rows.apart, rows.there - from, rows.dtype};
 }
 
-/* (1) and (3): rows times what lies side by side for a unit; and times a factor, unless that has it */
+/* (1) and (3): rows of `size` numbers times what lies side by side for a unit; and times a factor, unless that has it */
 static void multiply(
     const struct call *c, i64 size, struct rows rows, const real *right, real factor, i64 n, int wide, real *out)
 {
@@ -252,8 +252,8 @@ static void multiply(
         halves_times(c->products, n, rows.at, rows.apart, right, size, wide, factor, out);
 }
 
-/* The left factor of (2) and (4), where that of (1) and (3) is there: rows in our dtype, or for tiles columns, of at most
-   `most` at a time */
+/* The left factor of (2) and (4), where that of (1) and (3) is there: rows in our dtype, or for tiles tall(size) columns,
+   of at most `most` at a time */
 static struct rows rows_to_weigh(
     const struct place *p, const struct tensor *t, const struct span *s, i64 first, i64 n, i64 size, i64 most,
     struct rows rows, real *room)
@@ -261,7 +261,7 @@ static struct rows rows_to_weigh(
     if (p->call->products == PLAIN) return rows;
     if (p->call->products == PAIRS) return rows_of(p, t, s, first, n, size, room);
     struct rows columns = {room, most + SPARE, 0, BFLOAT16};
-    to_half_columns(n, rows.at, rows.apart, size, (uint16_t *)room, columns.apart);
+    to_half_columns(n, rows.at, rows.apart, tall(p->call, size), (uint16_t *)room, columns.apart);
     return columns;
 }
 
@@ -405,20 +405,57 @@ static void seen_of_vector(const struct place *p, const struct span *s, i64 v, i
     }
 }
 
+/* Some keys of a span: n of them from `first` on; and of each vector of a place, the first that any of its queries sees of
+   them, and the one after the last. */
+struct keys {
+    const struct span *span;
+    i64 first, n, stop, spans, begin[2 * UNITS], end[2 * UNITS];
+};
+
+/* The keys of a span that a place sees, without what hides some of them in between. */
+static void begin_span(const struct place *p, struct keys *k, const struct span *s)
+{
+    k->span = s, k->first = s->count, k->stop = 0;
+    for (i64 v = 0; v * LANES < p->rows; v++) {
+        i64 first = first_seen(p, s, v), end = end_seen(p, s, v);
+        if (first < end) k->first = least(k->first, first), k->stop = most(k->stop, end);
+    }
+}
+
+/* The next keys of a place, of which at most so many come at a time; to begin with, all is 0. Those before and after what
+   any query sees of them are left out: they are not even read. */
+static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
+{
+    k->first += k->n, k->n = 0;
+    while (!k->n) {
+        while (k->first >= k->stop) {
+            if (k->spans == p->strip->spans) return 0;
+            begin_span(p, k, p->call->span + p->strip->span + k->spans++);
+        }
+        i64 n = least(at_a_time, k->stop - k->first), first = k->first + n, end = k->first;
+        for (i64 v = 0; v * LANES < p->rows; v++) {
+            seen_of_vector(p, k->span, v, k->first, n, k->begin + v, k->end + v);
+            if (k->begin[v] < k->end[v]) first = least(first, k->begin[v]), end = most(end, k->end[v]);
+        }
+        k->first = first, k->n = most(0, end - first);
+    }
+    return 1;
+}
+
 /* Some queries of a unit, from `row` on, and n keys, `from` places after the first of some. */
 struct part {
     i64 row, rows, from, n;
     int wide;
 };
 
-/* What is computed of a unit and n keys from `first` on: of both vectors those keys that both see, and of each alone
-   those that only it sees; returns the number of parts. */
-static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 first, i64 n, struct part part[3])
+/* What is computed of a unit and some keys: of both vectors those keys that both see, and of each alone those that only it
+   sees; returns the number of parts. */
+static int parts_of(const struct place *p, const struct keys *k, i64 unit, struct part part[3])
 {
     i64 row = unit * UNIT, rows = least(UNIT, p->rows - row), begin[2], end[2];
     for (int v = 0; v < 2; v++) {
-        seen_of_vector(p, s, 2 * unit + v, first, n, begin + v, end + v);
-        if (rows <= v * LANES) end[v] = begin[v];
+        begin[v] = rows > v * LANES ? k->begin[2 * unit + v] : k->first;
+        end[v] = rows > v * LANES ? k->end[2 * unit + v] : k->first;
     }
     i64 at[4] = {least(begin[0], begin[1]), most(begin[0], begin[1]), least(end[0], end[1]), most(end[0], end[1])};
     if (at[1] > at[2]) { /* no key is seen by both */
@@ -431,32 +468,9 @@ static int parts_of(const struct place *p, const struct span *s, i64 unit, i64 f
         if (at[i] >= at[i + 1] || !(by_first || by_second)) continue;
         i64 rows_of = by_second ? rows - (by_first ? 0 : LANES) : least(rows, LANES);
         part[parts++] = (struct part){
-            row + (by_first ? 0 : LANES), rows_of, at[i] - first, at[i + 1] - at[i], by_first && by_second ? 2 : 1};
+            row + (by_first ? 0 : LANES), rows_of, at[i] - k->first, at[i + 1] - at[i], by_first && by_second ? 2 : 1};
     }
     return parts;
-}
-
-/* Some keys of a span: n of them from `first` on. */
-struct keys {
-    const struct span *span;
-    i64 first, n, stop, spans;
-};
-
-/* the next keys of a place, of which at most so many come at a time; to begin with, all is 0 */
-static int next_keys(const struct place *p, struct keys *k, i64 at_a_time)
-{
-    k->first += k->n;
-    while (k->first >= k->stop) {
-        if (k->spans == p->strip->spans) return 0;
-        k->span = p->call->span + p->strip->span + k->spans++;
-        k->first = k->span->count, k->stop = 0;
-        for (i64 v = 0; v * LANES < p->rows; v++) {
-            i64 first = first_seen(p, k->span, v), end = end_seen(p, k->span, v);
-            if (first < end) k->first = least(k->first, first), k->stop = most(k->stop, end);
-        }
-    }
-    k->n = least(at_a_time, k->stop - k->first);
-    return 1;
 }
 
 /* the place of a query by which a tile has its numbers */
@@ -767,7 +781,7 @@ static real scores_of(
     const struct call *c = p->call;
     real factor = c->products == PLAIN ? 1 : query_factor(c);
     int now = factor <= 0; /* infinity times 0 is NaN, and the largest score would be the least */
-    multiply(c, c->head_dim, key, query, now ? factor : 1, n, wide, scores);
+    multiply(c, deep(c, c->head_dim), key, query, now ? factor : 1, n, wide, scores);
     if (now) factor = 1;
     if (c->softcap > 0) {
         for (i64 j = 0; j < n; j++)
@@ -837,21 +851,33 @@ static void read_row(const struct place *p, const struct tensor *t, i64 r, i64 s
     if (!is_finite(row, size)) suspect(p);
 }
 
-/* Queries, or gradients of outputs, side by side: [feature][UNIT], times a factor, or pairs of features as they are. */
+/* where a bfloat16 row is, of deep(size) numbers: in `room`, if it is filled up */
+INLINE const uint16_t *deep_row(const struct place *p, const struct tensor *t, i64 r, i64 size, uint16_t *room)
+{
+    const uint16_t *row = (const uint16_t *)t->data + place_in(t, p->batch, p->head[r], p->token[r]);
+    i64 filled = deep(p->call, size);
+    if (filled == size) return row;
+    memset(room + size, 0, (filled - size) * sizeof *row);
+    return memcpy(room, row, size * sizeof *row);
+}
+
+/* Queries, or gradients of outputs, side by side: [feature][UNIT], times a factor, or pairs of deep(size) features as they
+   are. */
 static void side_by_side(
     const struct place *p, const struct tensor *t, i64 unit, i64 size, real factor, real *out)
 {
-    i64 dtype = p->call->dtype, is_plain = p->call->products == PLAIN, in_place = dtype == OWN || !is_plain;
+    i64 dtype = p->call->dtype, is_plain = p->call->products == PLAIN, filled = deep(p->call, size);
     const real *from[UNIT];
-    real room[in_place ? 1 : UNIT * size];
+    real room[dtype == OWN ? 1 : UNIT * filled];
     for (i64 i = 0; i < UNIT; i++) {
         i64 r = least(unit * UNIT + i, p->rows - 1), at = place_in(t, p->batch, p->head[r], p->token[r]);
-        if (!in_place) widen(t->data, at, size, dtype, room + i * size);
-        from[i] = !is_plain      ? (const real *)((const uint16_t *)t->data + at)
+        real *of_row = room + (dtype == OWN ? 0 : i * filled);
+        if (is_plain && dtype != OWN) widen(t->data, at, size, dtype, of_row);
+        from[i] = !is_plain      ? (const real *)deep_row(p, t, r, size, (uint16_t *)of_row)
                   : dtype == OWN ? (const real *)t->data + at
-                                 : room + i * size;
+                                 : of_row;
     }
-    to_columns(from, UNIT, is_plain ? size : size / 2, out);
+    to_columns(from, UNIT, is_plain ? size : filled / 2, out);
     for (i64 d = 0; is_plain && factor != 1 && d < size * UNIT; d++) out[d] *= factor;
 }
 
@@ -861,13 +887,14 @@ static void one_after_another(
     real *pairs)
 {
     const uint16_t *halves[UNIT] = {0};
-    i64 n = least(UNIT, p->rows - unit * UNIT);
+    i64 n = least(UNIT, p->rows - unit * UNIT), filled = deep(p->call, size);
+    uint16_t room[filled > size ? UNIT * filled : 1];
     if (n < UNIT || size < padded) memset(rows, 0, UNIT * padded * sizeof(real));
     for (i64 i = 0; i < n; i++) {
         i64 r = unit * UNIT + i;
-        halves[i] = (const uint16_t *)t->data + place_in(t, p->batch, p->head[r], p->token[r]);
+        halves[i] = deep_row(p, t, r, size, room + (filled > size ? i * filled : 0));
         read_row(p, t, r, size, rows + i * padded);
         for (i64 d = 0; factor != 1 && d < size; d++) rows[i * padded + d] *= factor;
     }
-    if (p->call->products == TILES) to_half_pairs(halves, size, pairs);
+    if (p->call->products == TILES) to_half_pairs(halves, padded, pairs);
 }

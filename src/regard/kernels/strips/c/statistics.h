@@ -101,7 +101,8 @@ static i64 look_numbers(const struct call *c)
 {
     i64 lists = 0;
     for (i64 t = 0; t < c->statistics; t++) lists += list_numbers(c->statistic + t);
-    return c->units * UNIT * (c->head_dim + 5 + lists) + KEYS * (UNIT + c->head_dim) + 16 * (8 + c->statistics);
+    i64 D = deep(c, c->head_dim);
+    return c->units * UNIT * (D + 5 + lists) + KEYS * (UNIT + D) + 16 * (8 + c->statistics);
 }
 
 /* Scores of a unit, times a factor, become weights, 0 in lanes without a query; lse, in units of log 2, is of two numbers.
@@ -359,7 +360,7 @@ static void add_up(const struct place *p, const struct statistic *t, const struc
 static void look_place(const struct place *p, real *memory)
 {
     const struct call *c = p->call;
-    i64 D = c->head_dim, units = (p->rows + UNIT - 1) / UNIT;
+    i64 D = deep(c, c->head_dim), units = (p->rows + UNIT - 1) / UNIT;
     real *query = part_of(&memory, units * D * UNIT);
     real *lse = part_of(&memory, units * UNIT), *rest = part_of(&memory, units * UNIT);
     real *top = part_of(&memory, units * UNIT), *total = part_of(&memory, units * UNIT);
@@ -371,7 +372,7 @@ static void look_place(const struct place *p, real *memory)
         if (c->goes_on && c->statistic[t].kind == TOP) read_largest(p, c->statistic + t, list[t]);
     }
     for (i64 u = 0; u < units; u++)
-        side_by_side(p, &c->query, u, D, query_factor(c), query + u * D * UNIT);
+        side_by_side(p, &c->query, u, c->head_dim, query_factor(c), query + u * D * UNIT);
     if (!c->knows_lse) {
         find_softmax(p, query, KEYS, top, total, scores, key_room, c->goes_on);
         for (i64 r = 0; r < p->rows; r++) c->lse[number_of(p, r)] = lse_of(p, r, top[r], total[r]);
@@ -387,10 +388,10 @@ static void look_place(const struct place *p, real *memory)
     memset(entropy, 0, units * UNIT * sizeof(real));
     for (struct keys k = {0}; next_keys(p, &k, KEYS);) {
         const struct span *s = k.span;
-        struct rows key = rows_to_multiply(p, &c->key, s, k.first, k.n, D, key_room);
+        struct rows key = rows_to_multiply(p, &c->key, s, k.first, k.n, c->head_dim, key_room);
         for (i64 u = 0; u < units; u++) {
             struct part part[3];
-            for (int parts = parts_of(p, s, u, k.first, k.n, part), i = 0; i < parts; i++) {
+            for (int parts = parts_of(p, &k, u, part), i = 0; i < parts; i++) {
                 i64 row = part[i].row, n = part[i].n, first = k.first + part[i].from;
                 struct rows of_key = rows_from(key, part[i].from);
                 struct seen seen = {scores, row, part[i].rows, key_of(p, s, first), s->step, n, part[i].wide};
