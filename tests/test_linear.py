@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from comparing import assert_close
-from regard import Decoder, ModelConfig, linear, processor
+from regard import Decoder, ModelConfig, linear, measured, processor
 
 SIZES = [(513, 256), (100 * 16 + 13, 96), (32, 4096), (48, 5003)]
 """Outputs that are and are not a multiple of the blocks, and inputs too many for the products that are turned round."""
@@ -13,10 +13,11 @@ SIZES = [(513, 256), (100 * 16 + 13, 96), (32, 4096), (48, 5003)]
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Counts what is computed in blocks, on any build of torch."""
+    """Counts what is computed in blocks, on any build of torch, as where they were measured to take less time."""
     counted = []
     in_blocks = linear._in_blocks
     monkeypatch.setattr(processor, "MKL", True)
+    monkeypatch.setattr(linear, "_price", lambda rows, side: 2.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(linear, "_in_blocks", lambda *given: counted.append(1) or in_blocks(*given))
     return counted
@@ -81,6 +82,37 @@ def test_every_large_matrix_of_a_model_that_writes_is_read_in_blocks(blocks):
     with torch.inference_mode():
         assert_close(model(tokens), wanted)
     assert len(blocks) == 2 * 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("prices", "by_blocks"),
+    [
+        ({(1, 1024): 2.5}, {1, 2, 5, 8, 16}),  # and of more rows too, whatever they take on one thread
+        ({(1, 1024): 0.4}, set()),
+        ({(8, 512): 1.2, (8, 1024): 0.8}, {5, 8}),
+        ({(1, 512): 1.2, (16, 512): 1.1}, {1, 16}),
+    ],
+    ids=["one row", "none", "eight rows", "one row of a small matrix, and 16"],
+)
+def test_blocks_are_for_what_takes_less_time_by_them_on_this_machine(blocks, monkeypatch, prices, by_blocks):
+    monkeypatch.setattr(linear, "_price", lambda rows, side: prices.get((rows, side), 0.5))
+    made, found = layer(256, 513), set()
+    for rows in (1, 2, 5, 8, 16, 17):
+        blocks.clear()
+        made(torch.randn(rows, 256))
+        found |= {rows} if blocks else set()
+    assert found == by_blocks
+
+
+def test_both_ways_are_timed_for_as_many_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(measured, "ratio", lambda name, one, other: asked.append((name, one(), other())) or 1.5)
+    with torch.inference_mode():
+        assert linear._price.__wrapped__(2, 512) == 1.5
+    ((name, one, other),) = asked
+    assert name == "linear / in blocks, 2 rows, 512 x 512"
+    assert one.shape == (2, 512)
+    assert_close(one, other)
 
 
 def test_a_large_matrix_does_not_break_a_graph_of_torch_compile(monkeypatch):

@@ -1,27 +1,34 @@
 """The linear map that layers and models are made of: output = x W^T + b.
 
 Writing token by token multiplies one row, or a few, by every matrix of a model: the time goes into reading the weights.
-For one row torch takes MKL's product of a matrix and a vector, which keeps one core busy, and for a few rows MKL deals
-them out badly. So the matrix is cut into blocks of outputs, whose products are one batch: every core reads blocks of
-its own. Where x is small enough the batch is of W x^T, for which MKL reads the weights nearly as fast as memory gives
-them; else of x W^T.
+On AMD's processors, MKL's product of a matrix and a vector, which torch takes for one row, keeps one core busy, and a
+few rows are dealt out badly. There the matrix is cut into blocks of outputs, whose products are one batch: every core
+reads blocks of its own. Where x is small enough the batch is of W x^T, for which MKL reads the weights nearly as fast
+as memory gives them; else of x W^T.
 
-Read per second of a float32 matrix 3072 x 768, on two cores of an AMD EPYC that add up a model's weights at 39 GB/s:
+Read per second of a float32 matrix 3072 x 768, on two cores of an AMD EPYC that add up a model's weights at 39 GB/s;
+and of as many of them as have 128 MB, on two cores of an Intel Xeon with AMX:
 
-    rows                  1    2    4    8   16
-    F.linear             16    9   11   13    9  GB/s
-    in blocks            44   40   40   17   13  GB/s
+    rows                         1    2    4    8   16
+    AMD    F.linear             16    9   11   13    9  GB/s
+           in blocks            44   40   40   17   13  GB/s
+    Intel  F.linear             20   18   12    9    9  GB/s
+           in blocks             8    9    9   13    9  GB/s
+
+So both are timed once per machine: for one row, and where that takes longer in blocks, for as many as there are.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard import processor
+from regard import measured, processor
 from regard.graphs import tracing, transformed
 
 FEW_ROWS = 16
-"""Rows up to which a batch of blocks is faster; with one thread, `TURNED_ROWS`."""
+"""Rows up to which a batch of blocks may be faster; with one thread of a processor of AMD's, `TURNED_ROWS`."""
 
 TURNED_ROWS, TURNED_NUMBERS = 4, 4096
 """Rows, and numbers in them, up to which W x^T is faster than x W^T."""
@@ -57,7 +64,7 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         processor.MKL
         and weight.numel() >= MIN_NUMBERS
         and not tracing()  # before what a graph cannot ask
-        and 0 < x.numel() <= (FEW_ROWS if torch.get_num_threads() > 1 else TURNED_ROWS) * inputs
+        and 0 < x.numel() <= FEW_ROWS * inputs
         and x.dim() > 1
         and x.shape[-1] == inputs
         and x.dtype is weight.dtype is torch.float32
@@ -68,7 +75,29 @@ def _pays(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.is_contiguous()
         and not torch._C._is_any_autocast_enabled()
         and not transformed()
+        and _pay_here(x.numel() // inputs, weight.numel())
     )
+
+
+def _pay_here(rows: int, numbers: int) -> bool:
+    """Whether so many rows times a matrix of so many numbers take less time in blocks here; not where nothing is
+    measured."""
+    if _price(1, 1024) > 1:
+        return torch.get_num_threads() > 1 or rows <= TURNED_ROWS
+    return _price(1 << (rows - 1).bit_length(), 1024 if numbers >= 1 << 20 else 512) > 1
+
+
+@cache
+def _price(rows: int, side: int) -> float:
+    """Time of rows times a square matrix by torch's function, over that in blocks, on one thread."""
+
+    def found() -> float:
+        draw = torch.Generator().manual_seed(0)
+        x, weight, bias = (torch.randn(size, generator=draw) for size in ((rows, side), (side, side), (side,)))
+        both = (lambda: F.linear(x, weight, bias)), (lambda: _in_blocks(x, weight, bias))
+        return measured.ratio(f"linear / in blocks, {rows} rows, {side} x {side}", *both)
+
+    return measured.alone(found)
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

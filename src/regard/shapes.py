@@ -245,10 +245,14 @@ def check_attention(function: str, query: Tensor, key: Tensor, value: Tensor) ->
             "the layout is [batch, heads, length, head_dim]; was length put before heads? x.transpose(1, 2)",
         )
     dtype, device = query.dtype, query.device
-    if dtype not in FLOATING_DTYPES or key.dtype != dtype or value.dtype != dtype:
+    dtypes = dtype, key.dtype, value.dtype
+    if dtype not in FLOATING_DTYPES or len(set(dtypes)) > 1:
+        convert = (
+            "\n  hint: convert them, as by query.to(value.dtype): in torch.autocast, too, no dtype is changed here"
+        )
         raise TypeError(
             f"{function}: query, key and value must share one of float64, float32, bfloat16, float16, "
-            f"got {query.dtype}, {key.dtype}, {value.dtype}"
+            f"got {', '.join(map(str, dtypes))}{convert if FLOATING_DTYPES.issuperset(dtypes) else ''}"
         )
     if key.device != device or value.device != device:
         raise ValueError(
