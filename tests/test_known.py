@@ -9,7 +9,7 @@ from cases import needs_library
 from comparing import assert_close
 from regard import Causal, Mask, Where, Window, attention
 from regard.kernels.known import Recent, cached_by_mask
-from regard.versions import MAX_HELD_BYTES, few_or_version
+from regard.versions import MAX_HELD_BYTES, equal, few_or_version
 
 LENGTH = 3000
 KERNELS = [
@@ -105,3 +105,30 @@ def test_a_mask_of_a_function_of_a_large_tensor_is_not_kept():
     for _ in range(2):
         found(Where(lambda batch, head, query, key: cells[query, key]))
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "laid",
+    [
+        lambda x: x,
+        lambda x: x.mT,
+        lambda x: x[1:],
+        lambda x: x[:, 1:],
+        lambda x: x[:1].expand(3, -1),
+        lambda x: x[:, :0],
+    ],
+    ids=["as it is", "turned", "later rows", "later columns", "repeated", "none"],
+)
+def test_two_tensors_are_equal_however_they_lie(laid, dtype):
+    for columns in (8, 11):
+        one = torch.arange(4 * columns).reshape(4, columns).mul(7).remainder(3).to(dtype)
+        assert equal(laid(one), laid(one).clone())
+        assert equal(laid(one).clone(), laid(one.clone()))
+        for place in range(laid(one).numel()):
+            other = laid(one).clone(memory_format=torch.contiguous_format)
+            other.view(-1)[place] = not other.view(-1)[place] if dtype is torch.bool else 7
+            assert not equal(laid(one), other)
+    assert not equal(one, one.to(torch.int32))
+    assert not equal(one, one[:3])
+    assert not equal(one.to("meta"), one.to("meta"))

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from regard.functions import captured
 from regard.indexing import Indices, indices, lookup
 from regard.shapes import Grid, Offset, ShapeError, check_offset
-from regard.versions import MAX_HELD_BYTES, NotComparableError, few_or_version, is_few, is_wrapped, version
+from regard.versions import MAX_HELD_BYTES, NotComparableError, equal, few_or_version, is_few, is_wrapped, version
 
 RULE_KINDS: "dict[str, type[Rule]]" = {}
 """Every kind of mask and bias by its serialised name: the class name for regard's own, with the module for others."""
@@ -277,8 +277,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             return False
-        alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-        return alike and not one.is_meta and torch.equal(one, other)
+        return equal(one, other)
     if isinstance(one, Rule) and type(one) is type(other):
         mine, others = one.arguments(), other.arguments()
         return all(same(mine[name], others[name]) for name in mine)

@@ -81,3 +81,19 @@ def is_few(tensor: Tensor) -> bool:
         return False
     readable = type(tensor) in _READABLE and tensor.is_cpu
     return readable and not (transformed() or is_wrapped(tensor))
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one shape and dtype, on one device, and have the same numbers."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or one.is_meta:
+        return False
+    if _are_eights(one) and _are_eights(other):  # which torch compares in a fifth of the time
+        return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
+    return torch.equal(one, other)
+
+
+def _are_eights(tensor: Tensor) -> bool:
+    """Whether they are bools that may be read as numbers of eight."""
+    if tensor.dtype is not torch.bool or not tensor.is_contiguous():
+        return False
+    return tensor.numel() % 8 == 0 == tensor.storage_offset() % 8

@@ -27,7 +27,7 @@ from regard.numerics import wide
 from regard.rules import Positioned, Rule, deserialise, serialise, settled
 from regard.scores import Scoring
 from regard.shapes import Grid
-from regard.versions import MAX_HELD_BYTES
+from regard.versions import MAX_HELD_BYTES, equal
 
 
 def line_of(rule: Rule | None) -> tuple[str | None, list[Tensor], list[int]]:
@@ -199,7 +199,7 @@ def _mask(line: str, tensors: Sequence[Tensor], numbers: Sequence[int], last: in
     """
     alike: Hashable = (line, *numbers, *((tensor.dtype, tensor.shape) for tensor in tensors), last)
     found = _masks.get(alike)
-    if found is not None and all(map(torch.equal, found[0], tensors)):
+    if found is not None and all(map(equal, found[0], tensors)):
         return found[1]
     with torch.inference_mode(False):
         if not _are_copied(tensors):

@@ -81,6 +81,32 @@ INLINE void show(uint8_t *row, i64 keys, i64 start, i64 stop)
     memset(row + start, 1, stop - start);
 }
 
+/* Rows of bytes, of which the compiler is told that they lie apart: then it takes many at a time. */
+static void show_true(i64 keys, const uint8_t *restrict from, uint8_t *restrict row)
+{
+    for (i64 j = 0; j < keys; j++) row[j] = from[j] != 0;
+}
+
+static void show_equal(i64 keys, const i64 *restrict id, i64 own, uint8_t *restrict row)
+{
+    for (i64 j = 0; j < keys; j++) row[j] = id[j] == own;
+}
+
+static void show_both(i64 keys, uint8_t *restrict row, const uint8_t *restrict other)
+{
+    for (i64 j = 0; j < keys; j++) row[j] &= other[j];
+}
+
+static void show_either(i64 keys, uint8_t *restrict row, const uint8_t *restrict other)
+{
+    for (i64 j = 0; j < keys; j++) row[j] |= other[j];
+}
+
+static void show_others(i64 keys, uint8_t *row)
+{
+    for (i64 j = 0; j < keys; j++) row[j] ^= 1;
+}
+
 /* What a term shows a query; own: its own key, unless the term has an offset. */
 static void show_term(const struct shown *s, i64 batch, i64 head, i64 query, i64 keys, i64 own, uint8_t *row)
 {
@@ -104,11 +130,13 @@ static void show_term(const struct shown *s, i64 batch, i64 head, i64 query, i64
         for (i64 j = modulo(own, number[0]); j < keys; j += number[0]) row[j] = 1;
         break;
     case DOCUMENT:
-        for (i64 j = 0; j < keys; j++) row[j] = s->id_of_key[j] == s->id[query];
+        show_equal(keys, s->id_of_key, s->id[query], row);
         break;
     default: /* bools, or so many keys from the first on */
-        if (!s->cells.at) show(row, keys, 0, number[0]);
-        for (i64 j = 0; s->cells.at && j < keys; j++) row[j] = s->cells.at[of_row + j] != 0;
+        if (s->cells.at)
+            show_true(keys, s->cells.at + of_row, row);
+        else
+            show(row, keys, 0, number[0]);
     }
 }
 
@@ -125,9 +153,12 @@ static void show_terms(
         }
         next -= s->term->kind == NOT ? 0 : keys;
         uint8_t *last = next - keys;
-        for (i64 j = 0; s->term->kind == NOT && j < keys; j++) last[j] ^= 1;
-        for (i64 j = 0; s->term->kind == AND && j < keys; j++) last[j] &= next[j];
-        for (i64 j = 0; s->term->kind == OR && j < keys; j++) last[j] |= next[j];
+        if (s->term->kind == NOT)
+            show_others(keys, last);
+        else if (s->term->kind == AND)
+            show_both(keys, last, next);
+        else
+            show_either(keys, last, next);
     }
 }
 
