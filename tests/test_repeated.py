@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -490,10 +491,69 @@ def test_masks_of_ones_own_are_always_asked(found):
     for on in (True, True, True, False, True):
         Switched.on = on
         right(heads(), mask=mask)
-    functions = [Where(lambda batch, head, query, key, n=n: key <= query + n) for n in (0, 2)]
-    for mask in functions * 3:
-        right(heads(), mask=mask)
+    steps = [0]
+    of_a_list = Where(lambda batch, head, query, key: key <= query + steps[0])
+    for steps[0] in (0, 0, 0, 3, 0):
+        right(heads(), mask=of_a_list)
     assert not any(found)
+
+
+AHEAD = 0
+
+
+def ahead(batch, head, query, key, by=0):
+    return key <= query + by
+
+
+def of_functions():
+    """Masks by functions, each with what changes something that its answers follow from."""
+
+    def closed_over(by, ids):
+        def function(batch, head, query, key):
+            return (key <= query + by) & (ids[query] == ids[key])
+
+        def move():
+            nonlocal by
+            by += 2
+
+        return function, move
+
+    ids = torch.arange(LENGTH) // 9
+    of_number, move = closed_over(0, ids)
+    of_tensor, _ = closed_over(0, other := ids.clone())
+    by_default = FunctionType(ahead.__code__, globals(), argdefs=(0,))
+    by_code = FunctionType(ahead.__code__, globals(), argdefs=(0,))
+    nested = lambda batch, head, query, key: by_default(batch, head, query, key)  # noqa: E731
+    return {
+        "a number closed over": (of_number, move),
+        "a tensor closed over": (of_tensor, lambda: other.add_(torch.arange(LENGTH) % 2)),
+        "a global number": (
+            lambda batch, head, query, key: torch.where(key > AHEAD, key <= query, key < 3),
+            lambda: globals().update(AHEAD=5),
+        ),
+        "a default": (by_default, lambda: setattr(by_default, "__defaults__", (2,))),
+        "a function that it calls": (nested, lambda: setattr(by_default, "__defaults__", (4,))),
+        "its code": (
+            by_code,
+            lambda: setattr(by_code, "__code__", (lambda batch, head, query, key: key >= query).__code__),
+        ),
+    }
+
+
+@pytest.mark.parametrize("what", of_functions())
+def test_what_the_answers_of_a_function_follow_from_is_looked_at(what, found):
+    function, change = of_functions()[what]
+    mask = Where(function)
+    settle(*heads(), mask=mask)
+    right(heads(1), mask=mask)
+    assert found[-1]
+    before = attention(*heads(1), mask=mask)
+    change()
+    right(heads(1), mask=mask)
+    assert not found[-1]
+    assert not torch.equal(attention(*heads(1), mask=mask), before)
+    right(heads(2), mask=Where(lambda batch, head, query, key: key <= query))  # another function
+    assert not found[-1]
 
 
 @pytest.mark.parametrize(

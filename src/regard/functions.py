@@ -10,8 +10,8 @@ Only what is named here is taken to be harmless; code with anything else in it i
 
 import builtins
 import dis
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FunctionType
 from typing import Any
@@ -43,19 +43,34 @@ _OPERATION_NAMES, _METHOD_NAMES = frozenset(_OPERATIONS.split()), frozenset(_MET
 
 def captured(function: FunctionType) -> list[Any] | None:
     """All values beside its arguments that the answers of a function follow from; None if that is not known."""
+    readings = readings_of(function)
+    try:
+        values = None if readings is None else [read() for read in readings]
+    except ValueError:  # a cell that is still empty
+        return None
+    return None if values is None else [value for value in values if value is not torch and value is not abs]
+
+
+def readings_of(function: FunctionType) -> list[Callable[[], Any]] | None:
+    """What reads these values, torch itself and `abs` among them, as they are then; None if the code is not judged."""
     names = _names_in(function.__code__)
     if names is None or function.__kwdefaults__:
         return None
-    found: list[Any] = [function.__code__, torch.get_default_dtype(), *(function.__defaults__ or ())]
-    try:
-        found.extend(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # a cell that is still empty
-        return None
-    for name in names:
-        value = function.__globals__.get(name, getattr(builtins, name, None))
-        if value is not torch and value is not abs:
-            found.append(value)
-    return found
+    return [
+        partial(getattr, function, "__code__"),
+        torch.get_default_dtype,
+        *(partial(_default, function, place) for place in range(len(function.__defaults__ or ()))),
+        *(partial(getattr, cell, "cell_contents") for cell in function.__closure__ or ()),
+        *(partial(_global, function, name) for name in names),
+    ]
+
+
+def _default(function: FunctionType, place: int) -> Any:
+    return (function.__defaults__ or ())[place]
+
+
+def _global(function: FunctionType, name: str) -> Any:
+    return function.__globals__.get(name, getattr(builtins, name, None))
 
 
 @lru_cache(256)

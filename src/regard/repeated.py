@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 
 from regard import checked
 from regard.checked import Checked, Form, InPlace
+from regard.functions import readings_of
 from regard.kernels.strips import binding
 from regard.kernels.strips.autograd import Alike, Same, WithTable, attach
 from regard.kernels.strips.binding import (
@@ -268,7 +270,27 @@ class _Notes:
                 self.tensors.append(NotedOf(self.look(int, place, name, by_type=True), data=NUMBERS[name]))
             elif type(value) in _SIMPLE:
                 self.look(value, place, name)
+            elif type(value) is FunctionType:
+                self.look(value, place, name)
+                self._of_function(value)
             else:
+                raise _CannotBeNotedError
+
+    def _of_function(self, function: FunctionType) -> None:
+        """A function whose answers follow from its code, numbers, tensors, and other such functions."""
+        readings = readings_of(function)
+        if readings is None:
+            raise _CannotBeNotedError
+        for read in readings:
+            value = read()
+            at = self.look(value, of=read, calls=True)
+            if len(self.steps) > MAX_STEPS:  # a function may call itself
+                raise _CannotBeNotedError
+            if type(value) is FunctionType:
+                self._of_function(value)
+            elif type(value) is Tensor:
+                self.look(value._version, at, "_version")
+            elif not (value is torch or value is abs or type(value) in {*_SIMPLE, CodeType, torch.dtype}):
                 raise _CannotBeNotedError
 
     def _in_rule(self, tensor: Tensor, place: int, name: str, four_axes: bool) -> None:
