@@ -69,6 +69,7 @@ LLAMA = {
     "hidden_size": DIM, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
     "num_key_value_heads": 2, "max_position_embeddings": 8192,
 }  # fmt: skip
+PHI = LLAMA | {"hidden_size": 400, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_act": "gelu"}
 BERT = {"hidden_size": DIM, "intermediate_size": 1536, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 T5 = {"d_model": DIM, "d_kv": 64, "d_ff": 1024, "num_layers": LAYERS, "num_heads": HEADS}
 WHISPER = {
@@ -109,6 +110,7 @@ ROWS = (
     Row("T5 reads 8 rows of 32, writes 16", "T5ForConditionalGeneration", T5, rows=8, length=32, decoder=16),
     Row("GPT-2 reads 1,024", "GPT2LMHeadModel", GPT2, length=1024),
     Row("Llama reads 1,024", "Llama", LLAMA, length=1024),
+    Row("Phi, heads of 80, reads 1,024", "Phi", PHI, length=1024),
     Row("Llama reads 8,192", "Llama", LLAMA, length=8192, names=LONG),
     Row("Mistral, window 512, reads 4,096", "Mistral", LLAMA | {"sliding_window": 512}, length=4096),
     Row("Gemma 2, softcap and windows, reads 2,048", "Gemma2", GEMMA2, length=2048, names=NO_SDPA),
@@ -122,6 +124,7 @@ ROWS = (
     Row("T5 learns, 8 rows of 32 and 16", "T5ForConditionalGeneration", T5, "learns", 8, 32, decoder=16),
     Row("GPT-2 learns, 4 rows of 512", "GPT2LMHeadModel", GPT2, "learns", 4, 512),
     Row("Llama learns, 4 rows of 512", "Llama", LLAMA, "learns", 4, 512),
+    Row("Phi, heads of 80, learns, 4 rows of 512", "Phi", PHI, "learns", 4, 512),
     Row("Llama learns, 4 rows of 128, compiled", "Llama", LLAMA, "learns", 4, 128, compiled=True),
     Row("BERT learns, 4 rows of 512", "BertForMaskedLM", BERT, "learns", 4, 512),
     Row("T5 learns, 4 rows of 512 and 128", "T5ForConditionalGeneration", T5, "learns", 4, 512, decoder=128),
