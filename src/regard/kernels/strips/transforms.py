@@ -33,7 +33,7 @@ from regard.shapes import Grid
 _VMAP, _GRAD = torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Grad
 _OfVmap = torch._C._functorch.CVmapInterpreterPtr
 
-LEAST_SCORES = 1 << 20
+LEAST_SCORES = 1 << 19
 """Scores, of all that torch.func.vmap adds, from which on the library takes less time than a few operators, although
 torch takes 0.3 ms to begin each function that is not one of its own. Row "8 texts by vmap, causal" of features.py."""
 
