@@ -21,7 +21,7 @@ import ctypes
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from regard import checked
 from regard.biases import Bias
 from regard.kernels import Call, choose
 from regard.kernels.call import learns
+from regard.kernels.choice import is_found_out
 from regard.kernels.known import keep
 from regard.kernels.strips import NATIVE_KERNEL, binding, tuning
 from regard.kernels.strips.added import is_read, of_all_distances
@@ -114,12 +115,14 @@ def note(given: tuple[Any, ...]) -> Results | None:
     kind = _kind_of(given)
     if not _has_a_way(given, kind, library):
         return None
+    if _has_functions(given[MASK]) and not kind.several:
+        return None  # of one query, nobody looks for a call with their answers
     given = with_cells(given) or given
     seen = _seen_by_the_library(given, kind)
     if seen is None or not (_is_added(given[BIAS], seen, kind, library) and _has_its_turn()):
         return None
     calls = _of_any_lengths(given, seen, kind)
-    if any(choose(call, given[NAME]) is not NATIVE_KERNEL for call in calls):
+    if any(_is_left_to_others(call, given) for call in calls):
         return None
     before, way = checked.noted, _way(given, calls[0], seen, kind, library)
     note_as(library, given, way, any_data=seen.has_data, any_table=kind.any_table, by_terms=bool(seen.terms))
@@ -131,11 +134,18 @@ def note(given: tuple[Any, ...]) -> Results | None:
     return results
 
 
+def _is_left_to_others(call: Call, given: tuple[Any, ...]) -> bool:
+    """Whether another kernel computes a call with that mask, of which this one may have no data."""
+    if given[NAME] in _BY_LIBRARY and is_found_out(call, given[MASK]):
+        return False
+    return choose(call, given[NAME]) is not NATIVE_KERNEL
+
+
 def with_cells(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """A call with the answers of the functions in its mask as cells: to plan strips by these takes Python longer than a
     small call, and they may be other functions in every call. None for a call without any, and for too many scores."""
     query, key, _, mask, *_ = given
-    if not isinstance(mask, Mask) or all(map(_is_known, mask.leaves())) or given[NAME] not in _BY_LIBRARY:
+    if not _has_functions(mask) or given[NAME] not in _BY_LIBRARY:
         return None
     if not (type(query) is type(key) is Tensor and query.is_cpu and len(query.shape) == len(key.shape) == 4):
         return None
@@ -148,6 +158,11 @@ def with_cells(given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     except (TypeError, ValueError, RuntimeError):  # which the ordinary way words
         return None
     return None if changed is None else (*given[:MASK], changed, *given[BIAS:])
+
+
+def _has_functions(mask: object) -> TypeGuard[Mask]:
+    """Whether it is a mask of which some say by a function what they show."""
+    return isinstance(mask, Mask) and not all(map(_is_known, mask.leaves()))
 
 
 def _is_known(leaf: Mask) -> bool:

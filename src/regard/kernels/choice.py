@@ -13,8 +13,8 @@ from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
 from regard.kernels.strips import engine, native, options, transforms
 from regard.kernels.strips import kernel as strips_kernel
-from regard.masks import EVERYTHING, Document
-from regard.masks.planning import hides_later_keys, holds_data
+from regard.masks import EVERYTHING, Document, Mask
+from regard.masks.planning import hides_later_keys, holds_data, is_likely_new
 from regard.matmul import onednn_beats_fused
 from regard.reference import reference
 
@@ -65,6 +65,10 @@ least of all their gradients in half precision. Row "8 documents, causal"."""
 MAKES_A_TABLE = 1.5
 """Times as long as all else torch's operators take with a table made anew. Row "cells and bias, 2 heads of 256"."""
 
+SCORES_TO_PLAN = 1 << 17
+"""Scores that the library computes in the time in which Python finds out what a mask hides. The library finds out about
+data by itself, so that few scores are its own with a mask that may be another in every call. Of 8 to 12 queries of 4
+heads and 387 keys, cells and a bias take 0.02 ms so, and took 1. Rows "new in every call" of features.py."""
 
 SCORES_IN_A_GRAPH = 1 << 12
 """Scores that operators in a graph of torch.compile compute on a thread in the time in which a node of the compiled
@@ -161,10 +165,15 @@ def _finds_a_table(call: Call) -> bool:
     return fused.reads_a_table(call) or sdpa.keeps_a_table(call)
 
 
+def is_found_out(call: Call, mask: Mask | None) -> bool:
+    """Whether it has so few scores that the library computes it in less time than a plan of a new mask takes."""
+    return mask is not None and all_scores(call) <= SCORES_TO_PLAN and is_likely_new(mask)
+
+
 def _suits_the_library(call: Call) -> bool:
-    """Whether the compiled library takes less time than all others: of one query always; otherwise, where torch's own
-    function and strips by its operator do not exist, or compute so much more that a score may cost what it costs
-    here."""
+    """Whether the compiled library takes less time than all others: of one query always, and of few scores under a mask
+    of data; otherwise, where torch's own function and strips by its operator do not exist, or compute so much more that
+    a score may cost what it costs here."""
     if tracing():
         if direct.may_add_up(call) and not call.learns:  # and more scores than sums are good for
             return strips_kernel.is_one_node(call)
@@ -172,6 +181,8 @@ def _suits_the_library(call: Call) -> bool:
         saved, to_begin = native.saved_by_a_node(*_kind(call), share)
         return all_scores(call) * saved >= to_begin and strips_kernel.is_one_node(call)
     if call.scoring.grid.query_len == 1 and not call.learns:
+        return True
+    if is_found_out(call, call.scoring.mask):
         return True
     by_torch = sdpa.cannot(call) is None and not call.bias_learns  # then it is plain operators
     if by_torch:

@@ -168,6 +168,11 @@ def holds_data(mask: Mask) -> bool:
     return any(isinstance(value, Tensor) for leaf in mask.leaves() for value in leaf.arguments().values())
 
 
+def is_likely_new(mask: Mask) -> bool:
+    """Whether it is likely to be another one in every call: some of it is a tensor, or a function."""
+    return holds_data(mask) or not all(leaf.closed_form for leaf in mask.leaves())
+
+
 def _operands(kind: type[And] | type[Or], mask: Mask) -> list[Mask]:
     if not isinstance(mask, kind):
         return [mask]
