@@ -23,7 +23,7 @@ from regard import (
     attention,
     attention_with_lse,
     observe,
-)  # fmt: skip
+)
 from regard.biases import Given
 from regard.kernels.strips import binding
 from regard.kernels.strips.binding import AT, PRODUCTS

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from regard.biases import Given
 from regard.graphs import exporting, tracing, transformed
 from regard.kernels import direct, fused, sdpa, strips
 from regard.kernels.call import Call, Kernel, KernelError, all_scores
@@ -66,9 +67,10 @@ MAKES_A_TABLE = 1.5
 """Times as long as all else torch's operators take with a table made anew. Row "cells and bias, 2 heads of 256"."""
 
 SCORES_TO_PLAN = 1 << 17
-"""Scores that the library computes in the time in which Python finds out what a mask hides. The library finds out about
-data by itself, so that few scores are its own with a mask that may be another in every call. Of 8 to 12 queries of 4
-heads and 387 keys, cells and a bias take 0.02 ms so, and took 1. Rows "new in every call" of features.py."""
+"""Scores that the library computes in the time in which Python finds out what a mask hides, or what is added. The
+library finds out about data by itself, so that few scores are its own with a mask, or a sum of biases, that may be
+another in every call. Of 8 to 12 queries of 4 heads and 387 keys, cells and a bias take 0.02 ms so, and took 1. Rows
+"new in every call" of features.py."""
 
 SCORES_IN_A_GRAPH = 1 << 12
 """Scores that operators in a graph of torch.compile compute on a thread in the time in which a node of the compiled
@@ -166,8 +168,13 @@ def _finds_a_table(call: Call) -> bool:
 
 
 def is_found_out(call: Call, mask: Mask | None) -> bool:
-    """Whether it has so few scores that the library computes it in less time than a plan of a new mask takes."""
-    return mask is not None and all_scores(call) <= SCORES_TO_PLAN and is_likely_new(mask)
+    """Whether it has so few scores that the library computes it in less time than it takes to find out what a new mask
+    hides, or to write a new tensor and another bias into one table."""
+    if all_scores(call) > SCORES_TO_PLAN:
+        return False
+    bias = call.scoring.bias
+    of_sum = bias is not None and not isinstance(bias, Given) and any(isinstance(term, Given) for term in bias.terms())
+    return of_sum or (mask is not None and is_likely_new(mask))
 
 
 def _suits_the_library(call: Call) -> bool:
